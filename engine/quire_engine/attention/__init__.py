@@ -1,0 +1,1 @@
+"""Attention over the paged KV memory: one interface in ``base``, one module a backend."""

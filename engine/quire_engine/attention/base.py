@@ -1,0 +1,64 @@
+"""The attention interface: prepare once a step, then store and attend once a layer.
+
+KV memory is block-major, ``kv[blocks, layers, 2, kv_heads, block_size, head_dim]``: a block of all layers is one
+contiguous copy, which is what makes swapping pay. The view of one layer, ``kv[:, layer]``, is FlashInfer's HND paged
+form with a larger page stride. The index arrays are FlashInfer's too, so that every backend reads the same plan.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What is constant over the life of a backend."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """The ragged batch of one step. All tensors are int32 on the host; B chunks, T tokens.
+
+    ``query_indptr`` [B+1] bounds each chunk's tokens in the packed batch. ``page_indptr`` [B+1] bounds each chunk's
+    pages in ``page_ids`` [sum of pages], and counts only the pages in use. ``last_page_len`` [B] is 1..block_size,
+    after this step's tokens are stored. ``context_lens`` [B] are the tokens known to each chunk's attention, this
+    step's included. ``positions`` [T] is each token's index in its sequence.
+    """
+
+    query_indptr: torch.Tensor
+    page_indptr: torch.Tensor
+    page_ids: torch.Tensor
+    last_page_len: torch.Tensor
+    context_lens: torch.Tensor
+    positions: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention. Used by one thread, one step at a time."""
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Takes the plan of the step; everything that is equal for all layers happens here."""
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: torch.Tensor,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Stores this step's keys and values into one layer's pages, then attends causally.
+
+        ``query`` [T, heads, head_dim], ``key`` and ``value`` [T, kv_heads, head_dim], after rotation; ``kv`` is the
+        layer's view [blocks, 2, kv_heads, block_size, head_dim] of the same dtype. ``window`` limits each token to
+        the last ``window`` tokens, itself included. Returns [T, heads, head_dim].
+        """
+        ...

@@ -1,0 +1,74 @@
+"""The oracle: attention as the formula says it, one chunk after the other. Clear, not fast; any device and
+dtype.
+"""
+
+from itertools import pairwise
+
+import torch
+
+from quire_engine.attention.base import AttentionBatch, AttentionShape
+
+
+class ReferenceAttention:
+    """Softmax of scaled products in float32, over exactly the keys that each token may see.
+
+    Pages are cut to the sequence's length before anything is computed: what lies behind it was left by
+    others, and may be NaN.
+    """
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._shape = shape
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """Keeps the bounds of the chunks, and works out the slot of every token."""
+        size = self._shape.block_size
+        self._queries = _slices(batch.query_indptr)
+        self._pages = [batch.page_ids[pages].long() for pages in _slices(batch.page_indptr)]
+        self._context_lens: list[int] = batch.context_lens.tolist()
+        self._positions = batch.positions.long()
+        pages = [
+            pages[self._positions[tokens] // size] for pages, tokens in zip(self._pages, self._queries, strict=True)
+        ]
+        self._slot_pages = torch.cat(pages) if pages else self._positions
+        self._slot_offsets = self._positions % size
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``."""
+        pages, offsets = self._slot_pages.to(kv.device), self._slot_offsets.to(kv.device)
+        kv[pages, 0, :, offsets] = key
+        kv[pages, 1, :, offsets] = value
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for chunk, tokens in enumerate(self._queries):
+            keys, values = self._gather(chunk, kv)
+            output[tokens] = self._attend(query[tokens], keys, values, self._positions[tokens], window)
+        return output
+
+    def _gather(self, chunk: int, kv: torch.Tensor) -> torch.Tensor:
+        """Keys and values [2, kv_heads, context, head_dim] of one chunk's sequence, in float32."""
+        pages = kv[self._pages[chunk].to(kv.device)].permute(1, 2, 0, 3, 4)
+        return pages.flatten(2, 3)[:, :, : self._context_lens[chunk]].float()
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """Attention of ``query`` [T, heads, head_dim] at ``positions`` [T] to one sequence's keys and values."""
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        scores = query.float().transpose(0, 1) @ keys.transpose(1, 2) * self._shape.scale
+        hidden = ~_visible(positions, keys.shape[1], window).to(scores.device)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return (weights @ values).transpose(0, 1).to(query.dtype)
+
+
+def _visible(positions: torch.Tensor, context: int, window: int | None) -> torch.Tensor:
+    """Which of ``context`` tokens each position sees: those up to itself, no older than the window. [T, context]."""
+    distance = positions[:, None] - torch.arange(context)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _slices(indptr: torch.Tensor) -> list[slice]:
+    bounds = indptr.tolist()
+    return [slice(*pair) for pair in pairwise(bounds)]

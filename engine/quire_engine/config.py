@@ -1,0 +1,64 @@
+"""The engine's settings: every flag is also an environment variable ``QUIRE_ENGINE_…``. Names are those of vLLM's
+flags.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class EngineConfig(BaseSettings):
+    """Settings of one engine."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_ENGINE_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="quire-engine",
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
+    served_model_name: list[str] = Field(
+        default=[], description="Names that clients may ask for; the folder's name when none is given."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
+    )
+    attention: Literal["auto", "cpu", "reference"] = Field(
+        default="auto", description="Attention backend; auto takes the fastest that works here."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
+    max_waiting: int = Field(default=16384, ge=1, description="Requests that may wait; more are refused.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens of one KV block.")
+    kv_cache_memory: int = Field(default=1 << 29, ge=1, description="Bytes of the device's KV pool.")
+    swap_space: float = Field(default=0.5, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
+    metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of /metrics, /health and /live.")
+    session_grace: float = Field(
+        default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
+    )
+    shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for running requests to end on SIGTERM.")
+    stall_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds without a step, while work is pending, after which /live fails."
+    )
+    trace_step_interval: int = Field(
+        default=1000, ge=1, description="One step in this many is traced; slow, swapping and failed ones always are."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe log line."
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which the model is served, the preferred one first."""
+        return self.served_model_name or [self.model.resolve().name]

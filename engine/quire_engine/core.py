@@ -1,0 +1,193 @@
+"""The engine's loop: commands, plan, run, commit, publish. Knows neither torch nor grpc."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter, time_ns
+
+from quire_proto.errors import QuireError, internal
+from quire_proto.sampling import FinishReason
+
+from quire_engine.executor.base import CopyError, Executor
+from quire_engine.kv.events import KvEvent
+from quire_engine.request import Request
+from quire_engine.scheduling.output import Load, Output
+from quire_engine.scheduling.plan import StepPlan, StepResult, StepTimings
+from quire_engine.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Runs a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends a request."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Calls ``reply`` between two steps, with the load and the names of all cached blocks."""
+
+    reply: Callable[[Load, list[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the loop; what is running is left as it is."""
+
+
+Command = Add | Abort | Inspect | Stop
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds."""
+
+    step: int
+    started: int
+    timings: StepTimings
+    schedule: float
+    emit: float
+    num_prefill: int
+    num_decode: int
+    num_tokens: int
+    preempted: int
+    swapped_blocks: int
+    failed: bool
+    request_ids: list[str]
+
+    @property
+    def duration(self) -> float:
+        """Seconds of the whole step."""
+        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """All that a step made, for whoever listens."""
+
+    outputs: list[Output]
+    load: Load
+    kv_events: list[KvEvent]
+    trace: StepTrace
+
+
+class EngineCore:
+    """Runs steps for as long as there is work, on the thread that calls ``run``.
+
+    ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
+    thread.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[StepOutput], None]) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._publish = publish
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._refused: list[Output] = []
+        self._stopped = False
+        self.last_progress = perf_counter()
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is pending: then an old ``last_progress`` means that the loop hangs."""
+        return self.scheduler.has_work or not self._commands.empty()
+
+    def send(self, command: Command) -> None:
+        """Queues a command for the next gap between two steps."""
+        self._commands.put(command)
+
+    def run(self) -> None:
+        """Steps until ``Stop``. Raises what no single request is to blame for: then the engine must end."""
+        while not self._stopped:
+            self._take_commands()
+            if self.scheduler.has_work or self._refused:
+                self.step()
+            self.last_progress = perf_counter()
+
+    def step(self) -> None:
+        """One step: plan, run, commit, publish."""
+        started, begin = time_ns(), perf_counter()
+        plan = self.scheduler.plan()
+        planned = perf_counter()
+        result = self._run(plan)
+        ran = perf_counter()
+        request_ids = self.scheduler.request_ids(plan)
+        outputs = self._refused + self.scheduler.commit(plan, result)
+        self._refused = []
+        trace = StepTrace(
+            step=plan.step,
+            started=started,
+            timings=result.timings,
+            schedule=planned - begin,
+            emit=perf_counter() - ran,
+            num_prefill=sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
+            num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
+            num_tokens=plan.num_tokens,
+            preempted=plan.preempted,
+            swapped_blocks=len(plan.swap_out) + len(plan.swap_in),
+            failed=bool(result.errors),
+            request_ids=request_ids,
+        )
+        self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace))
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        if not (plan.chunks or plan.swap_out or plan.swap_in):
+            return StepResult()
+        try:
+            return self._executor.run(plan)
+        except CopyError:
+            raise
+        except Exception:
+            log.exception("step %d failed; running its %d sequences one by one", plan.step, len(plan.chunks))
+            return self._run_apart(plan)
+
+    def _run_apart(self, plan: StepPlan) -> StepResult:
+        """Finds out whose fault it was: only a sequence that fails alone ends with an error."""
+        merged = StepResult()
+        for part in plan.split():
+            try:
+                result = self._executor.run(part)
+            except CopyError:
+                raise
+            except Exception:
+                log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
+                merged.errors[part.chunks[0].sequence_id] = internal()
+            else:
+                merged.token_ids.update(result.token_ids)
+                merged.errors.update(result.errors)
+        return merged
+
+    def _take_commands(self) -> None:
+        """Carries out what has arrived; waits for something to do when there is nothing else."""
+        if not (self.scheduler.has_work or self._refused):
+            self._carry_out(self._commands.get())
+        while not (self._stopped or self._commands.empty()):
+            self._carry_out(self._commands.get())
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case Add(request):
+                self._add(request)
+            case Abort(request_id):
+                self.scheduler.abort(request_id)
+            case Inspect(reply):
+                reply(self.scheduler.load(), self.scheduler.memory.device.names())
+            case Stop():
+                self._stopped = True
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.scheduler.add(request)
+        except QuireError as error:
+            refusal = Output(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+            self._refused.append(refusal)

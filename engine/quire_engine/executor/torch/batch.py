@@ -1,0 +1,64 @@
+"""The tensors of one step, made from its chunks. Knows plans and numpy, no model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from quire_engine.attention.base import AttentionBatch
+from quire_engine.scheduling.plan import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tokens of a step, packed in the order of its chunks.
+
+    ``token_ids`` [T] int64. ``sampled`` are the chunks to draw a token for, and ``sampled_rows`` [S] int64
+    the place of each one's last token in the batch.
+    """
+
+    token_ids: torch.Tensor
+    attention: AttentionBatch
+    sampled: list[Chunk]
+    sampled_rows: torch.Tensor
+
+
+def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
+    """The batch of ``chunks``, each of at least one token."""
+    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+    queries, ends = _bounds(lengths), starts + lengths
+    total = int(queries[-1])
+    positions = np.arange(total) + np.repeat(starts - queries[:-1], lengths)
+    page_counts = -(-ends // block_size)
+    pages = _bounds(page_counts)
+    page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
+    sampling = np.fromiter((chunk.sampling is not None for chunk in chunks), np.bool_, len(chunks))
+    return StepBatch(
+        token_ids=torch.from_numpy(_flat((chunk.token_ids for chunk in chunks), np.int64, total)),
+        attention=AttentionBatch(
+            query_indptr=_int32(queries),
+            page_indptr=_int32(pages),
+            page_ids=torch.from_numpy(_flat(page_lists, np.int32, int(pages[-1]))),
+            last_page_len=_int32(ends - (page_counts - 1) * block_size),
+            context_lens=_int32(ends),
+            positions=_int32(positions),
+        ),
+        sampled=[chunk for chunk in chunks if chunk.sampling is not None],
+        sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
+    )
+
+
+def _bounds(sizes: np.ndarray) -> np.ndarray:
+    """[0, and the running sum of ``sizes``]."""
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+def _flat(lists: Iterable[list[int]], dtype: type, total: int) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(lists), dtype, total)
+
+
+def _int32(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.int32))

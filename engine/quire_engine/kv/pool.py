@@ -1,0 +1,107 @@
+"""A pool of equal blocks: reference counts, free order and the hash index. Every operation is O(1).
+
+A block is in use (references above 0) or free. A free block that has a name (the hash of its contents) keeps both
+until it is handed out again, so that a later request with the same prefix can revive it. Free order is the whole
+eviction policy: blocks without a name go first, the newest of them foremost; named ones follow, the longest free
+foremost. The idea is that of vLLM's free block queue.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
+
+
+class BlockPool:
+    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out."""
+
+    def __init__(
+        self, num_blocks: int, tier: Tier, *, reserved: int = 0, emit: Callable[[KvEvent], None] | None = None
+    ) -> None:
+        self._tier = tier
+        self._reserved = reserved
+        self._emit = emit or _ignore
+        self._references = [0] * num_blocks
+        self._names: list[bytes | None] = [None] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, num_blocks))
+        self._index: dict[bytes, int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out, free or not."""
+        return max(0, len(self._references) - self._reserved)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can hand out now, named ones included."""
+        return len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody uses the block."""
+        return self._references[block_id] == 0
+
+    def allocate(self) -> int:
+        """Hands out the block that is missed least, with one reference. The caller made sure that there is one."""
+        block_id, _ = self._free.popitem(last=False)
+        self._forget(block_id)
+        self._references[block_id] = 1
+        return block_id
+
+    def find(self, name: bytes) -> int | None:
+        """The block with these contents, in use or free; take it with ``acquire`` before anything else is
+        allocated.
+        """
+        return self._index.get(name)
+
+    def acquire(self, block_id: int) -> None:
+        """Adds a reference, and revives the block if it was free."""
+        if self._references[block_id] == 0:
+            del self._free[block_id]
+        self._references[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """Takes a reference away; the last one frees the block."""
+        assert self._references[block_id] > 0, f"block {block_id} released more often than acquired"
+        self._references[block_id] -= 1
+        if self._references[block_id] == 0:
+            self._free[block_id] = None
+            if self._names[block_id] is None:
+                self._free.move_to_end(block_id, last=False)
+
+    def name(self, block_id: int, name: bytes) -> None:
+        """Makes a full block findable. A second block with equal contents stays nameless, so that tables never
+        change.
+        """
+        if name in self._index or self._names[block_id] is not None:
+            return
+        self._index[name] = block_id
+        self._names[block_id] = name
+        self._emit(Stored(name, self._tier))
+
+    def name_of(self, block_id: int) -> bytes | None:
+        """The name under which the block can be found."""
+        return self._names[block_id]
+
+    def names(self) -> list[bytes]:
+        """Everything that can be hit, in the order in which it was stored."""
+        return list(self._index)
+
+    def check(self) -> None:
+        """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
+        assert all(count >= 0 for count in self._references)
+        assert not any(self._references[: self._reserved]), "a reserved block is in use"
+        free = [i for i in range(self._reserved, len(self._references)) if self._references[i] == 0]
+        assert sorted(self._free) == free, "the free list and the reference counts disagree"
+        named = {name: i for i, name in enumerate(self._names) if name is not None}
+        assert named == self._index, "the hash index and the blocks' names disagree"
+
+    def _forget(self, block_id: int) -> None:
+        name = self._names[block_id]
+        if name is not None:
+            self._names[block_id] = None
+            del self._index[name]
+            self._emit(Removed(name, self._tier))
+
+
+def _ignore(event: KvEvent) -> None:
+    del event

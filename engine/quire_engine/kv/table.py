@@ -1,0 +1,32 @@
+"""The block table of one sequence: which blocks hold its tokens, on the device or, while it is swapped out, on the
+host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quire_proto.hashing import ROOT, hash_block
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """``block_ids[i]`` holds tokens ``[i * block_size, (i + 1) * block_size)``; exactly one of the two lists is in
+    use.
+
+    ``names`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow, because
+    known tokens do not change. ``named`` counts the blocks of the device table that were offered to the pool under
+    their name.
+    """
+
+    extra: bytes
+    block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    named: int = 0
+
+    def extend_names(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
+        """Computes names until there are ``num_blocks`` of them; all their tokens must be known."""
+        while len(self.names) < num_blocks:
+            start = len(self.names) * block_size
+            parent = self.names[-1] if self.names else ROOT
+            self.names.append(hash_block(parent, token_ids[start : start + block_size], self.extra))

@@ -1,0 +1,149 @@
+"""The tensors of a model folder: found, checked and copied out of safetensors files. Knows files and names, no model.
+
+Tensors are mapped from disk one at a time, and each file is closed again after each, so that a load needs the memory
+of the weights and of one tensor. Nothing is read with pickle.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire_engine.models.config import read_json
+from quire_engine.models.errors import ModelError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Old exports carry this buffer, which is computed from config.json.
+HARMLESS = "rotary_emb.inv_freq"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor is stored, and in what form."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors of one folder, by name. Every failure is a ``ModelError`` that names the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._entries = _index(folder)
+        self._unread = set(self._entries)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
+        return STORED_DTYPES[self._entry(name).dtype]
+
+    def fused(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``."""
+        for name, shape in zip(names, shapes, strict=True):
+            self._check_shape(name, shape)
+        rows = [shape[0] for shape in shapes]
+        target = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
+        for name, part in zip(names, target.split(rows), strict=True):
+            self._copy(name, part)
+        return target
+
+    def log_unread(self) -> None:
+        """Says in the log which tensors the model had no use for."""
+        strange = sorted(name for name in self._unread if not name.endswith(HARMLESS))
+        if strange:
+            shown = ", ".join(strange[:5])
+            log.warning("%s has %d tensors that the model does not use: %s", self.folder, len(strange), shown)
+
+    def _entry(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise ModelError(f"The weights in {self.folder} have no tensor {name}.")
+        entry = self._entries[name]
+        if entry.dtype not in STORED_DTYPES:
+            raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
+        return entry
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        entry = self._entry(name)
+        if entry.shape != shape:
+            raise ModelError(
+                f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."
+            )
+
+    def _copy(self, name: str, target: torch.Tensor) -> None:
+        with _opened(self._entry(name).path) as file:
+            target.copy_(file.get_tensor(name))
+        self._unread.discard(name)
+
+
+def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's own.
+
+    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path.
+    """
+    if name in DTYPES:
+        return DTYPES[name]
+    if name not in ("auto", "float16"):
+        raise ModelError(f"The dtype {name!r} is not supported; use auto, float32, bfloat16 or float16.")
+    wanted = torch.float16 if name == "float16" else stored
+    if wanted == torch.float16 and device.type == "cpu":
+        log.warning("float16 is slow on a CPU: the model runs in bfloat16 instead")
+        return torch.bfloat16
+    return torch.float32 if wanted == torch.float64 else wanted
+
+
+def _index(folder: Path) -> dict[str, Entry]:
+    """All tensors of the folder, from one file or from those that the index names."""
+    if (folder / SINGLE).is_file():
+        return dict(_entries(folder / SINGLE))
+    if not (folder / INDEX).is_file():
+        raise ModelError(f"The model folder {folder} has neither {SINGLE} nor {INDEX}.")
+    names = _weight_map(folder / INDEX)
+    found = {file: dict(_entries(folder / file)) for file in sorted(set(names.values()))}
+    for name, file in names.items():
+        if name not in found[file]:
+            raise ModelError(f"{folder / file} has no tensor {name}, although {INDEX} says so.")
+    return {name: found[file][name] for name, file in names.items()}
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{path} has no weight_map.")
+    for file in names.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{path} names {file!r}, which is not a file of this folder.")
+    return names
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Entry]]:
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping, and not iterable
+            view = file.get_slice(name)
+            yield name, Entry(path, tuple(view.get_shape()), view.get_dtype())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped. Raises ``ModelError`` where it is missing, truncated or not safetensors at all."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError:
+        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a whole safetensors file: {error}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None

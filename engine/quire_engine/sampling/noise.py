@@ -1,0 +1,75 @@
+"""Gumbel noise that is a pure function of (seed, position, token id). Knows no logits.
+
+The seed (all 64 bits) and the position of the drawn token are mixed on the host into one 64-bit key a row, by
+the finaliser of MurmurHash3 (Appleby), which is a bijection: at one position, different seeds never share a
+key. On the device, each token id meets both halves of the key inside MurmurHash3's 32-bit finaliser, in int32
+arithmetic that wraps:
+
+    x = (id * GOLDEN) ^ low;  x ^= x >>> 16;  x *= A;  x += high;  x ^= x >>> 13;  x *= B;  x ^= x >>> 16
+
+The low 31 bits n give u = (n + 0.5) / 2^31, held below 1, and the noise is -log(-log(1 - u)). Taking 1 - u
+instead of u puts the fine end of float32 where the noise is large, so that improbable tokens keep their
+probability down to 2^-32.
+
+Drawing without state is how vLLM's second model runner and SGLang's deterministic mode draw; preemption,
+another batch or another engine cannot change the noise.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+GOLDEN = 0x9E3779B9
+MIX_A, MIX_B = 0x85EBCA6B, 0xC2B2AE35
+MIX64_A, MIX64_B = np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
+GOLDEN64 = np.uint64(0x9E3779B97F4A7C15)
+_BELOW_ONE = 1 - 2**-24
+
+Uint64 = npt.NDArray[np.uint64]
+
+
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Keys [B, 2] int32 (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
+    places = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
+    keys = _mix64(np.array(seeds, dtype=np.uint64) ^ places)
+    halves = np.stack((keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)), axis=1)
+    return torch.from_numpy(halves.view(np.int32))
+
+
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise [B, N] float32 for keys [B, 2] and token ids int32, [N] for all rows or [B, N]."""
+    return gumbel_of(hash_tokens(keys, token_ids))
+
+
+def gumbel_of(bits: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise float32, always finite, from random bits int32, which are used up."""
+    uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The 32 bits [B, N] int32 behind the noise."""
+    bits = (token_ids * _signed(GOLDEN)) ^ keys[:, :1]
+    shifted = torch.empty_like(bits)
+    _fold(bits, 16, shifted).mul_(_signed(MIX_A)).add_(keys[:, 1:])
+    _fold(bits, 13, shifted).mul_(_signed(MIX_B))
+    return _fold(bits, 16, shifted)
+
+
+def _fold(bits: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
+    """``bits ^= bits >>> count`` in place. int32 shifts keep the sign, hence the mask; ``shifted`` is scratch."""
+    torch.bitwise_right_shift(bits, count, out=shifted)
+    return bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))
+
+
+def _signed(constant: int) -> int:
+    """The int32 of the same 32 bits."""
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
+def _mix64(values: Uint64) -> Uint64:
+    values = (values ^ (values >> np.uint64(33))) * MIX64_A
+    values = (values ^ (values >> np.uint64(33))) * MIX64_B
+    return values ^ (values >> np.uint64(33))

@@ -1,0 +1,26 @@
+"""The limits that a scheduler keeps. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of one sequence.
+
+    ``max_num_seqs``: sequences that hold device blocks. ``max_num_batched_tokens``: tokens that a step computes.
+    ``max_model_len``: tokens of one sequence. ``watermark``: part of the device blocks that an admission leaves free,
+    so that what runs can grow for a while. ``max_waiting``: sequences that may wait.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 2048
+    watermark: float = 0.01
+    max_waiting: int = 16384
+    eos_token_ids: frozenset[int] = frozenset()
+    vocab_size: int = 2**31 - 1
+    model_revision: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len) < 1:
+            raise ValueError("max_num_seqs, max_num_batched_tokens and max_model_len must be at least 1.")

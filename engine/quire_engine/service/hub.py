@@ -1,0 +1,193 @@
+"""All sessions of an engine: sends each step's news to whom it concerns, and ends what nobody listens to any more.
+
+Everything here runs on the event loop; the core's thread hands its news over with ``call_soon_threadsafe``, which
+keeps their order.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from itertools import count
+
+from quire.v1 import engine_pb2 as pb
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput
+from quire_engine.scheduling.output import Load
+from quire_engine.service.messages import (
+    cached_to_proto,
+    event_to_proto,
+    load_to_proto,
+    output_to_proto,
+    refusal_to_proto,
+    request_from_proto,
+)
+from quire_engine.service.session import Session, SessionOverflowError
+from quire_engine.service.spans import SpanBuilder
+
+log = logging.getLogger(__name__)
+
+MAX_SESSIONS = 256
+
+
+class SessionHub:
+    """Knows which session each live request belongs to.
+
+    The core knows requests by keys that the hub makes: two routers may choose the same id, and an id may be submitted
+    again while the core is still ending its last use.
+    """
+
+    def __init__(self, generation: int, grace: float, spans: SpanBuilder) -> None:
+        self._generation = generation
+        self._grace = grace
+        self._spans = spans
+        self._sessions: dict[str, Session] = {}
+        self._live: dict[str, tuple[Session, str]] = {}
+        self._keys = count(1)
+        self._ended = asyncio.Event()
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+        self._load = pb.Load()
+        self._core: EngineCore | None = None
+        self.draining = False
+
+    def bind(self, core: EngineCore) -> None:
+        """Connects the hub to the core whose ``publish`` it receives."""
+        self._core = core
+
+    @property
+    def core(self) -> EngineCore:
+        """The core that the hub is bound to."""
+        assert self._core is not None
+        return self._core
+
+    async def idle(self) -> None:
+        """Returns once no request is live."""
+        while self._live:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def open(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
+        """Opens or resumes a session: the session, the number of its new stream, and the snapshot to send first.
+
+        Raises ``QuireError`` OVERLOADED when there are too many sessions.
+        """
+        session = self._sessions.get(message.session_id)
+        if session is not None and session.can_resume(message.last_sequence):
+            self._cancel_expiry(session)
+            session.acknowledge(message.last_sequence)
+            return session, session.attach(), session.snapshot(self._load, [], resumed=True)
+        if session is not None:
+            self.close(session)
+        return await self._open_new(message.session_id)
+
+    def detach(self, session: Session, number: int) -> None:
+        """Stream ``number`` broke: without a newer one, the session's requests go on for the grace period only."""
+        if self._sessions.get(session.session_id) is not session or not session.is_attached(number):
+            return
+        if not session.requests:
+            self.close(session)
+            return
+        loop = asyncio.get_running_loop()
+        self._cancel_expiry(session)
+        self._expiries[session.session_id] = loop.call_later(self._grace, self.close, session)
+
+    def close(self, session: Session) -> None:
+        """Forgets a session and aborts what it has running."""
+        if self._sessions.get(session.session_id) is not session:
+            return
+        del self._sessions[session.session_id]
+        self._cancel_expiry(session)
+        session.attach()
+        for key in session.requests.values():
+            del self._live[key]
+            self._spans.on_abandoned(key)
+            self.core.send(Abort(key))
+        self._ended.set()
+
+    def submit(self, session: Session, message: pb.Submit) -> None:
+        """Starts a request, or answers why not."""
+        try:
+            self._submit(session, message)
+        except QuireError as error:
+            self._hand_over(session, 0, [refusal_to_proto(message.request_id, error)], [])
+
+    def cancel(self, session: Session, request_id: str) -> None:
+        """Ends a request of this session; other sessions' requests are not its business."""
+        if (key := session.requests.get(request_id)) is not None:
+            self.core.send(Abort(key))
+
+    def publish(self, step: StepOutput) -> None:
+        """Takes in one step's news and hands every session its share."""
+        self._load = load_to_proto(step.load)
+        shares: dict[str, list[pb.SequenceOutput]] = {}
+        self._spans.on_step(step)
+        for output in step.outputs:
+            if (live := self._live.get(output.request_id)) is not None:
+                session, request_id = live
+                shares.setdefault(session.session_id, []).append(output_to_proto(output, request_id))
+                if output.finish_reason:
+                    del self._live[output.request_id]
+                    del session.requests[request_id]
+        self._ended.set()
+        events = [event_to_proto(event) for event in step.kv_events]
+        for session in list(self._sessions.values()):
+            self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
+
+    def _hand_over(
+        self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]
+    ) -> None:
+        try:
+            session.publish(step, outputs, self._load, events)
+        except SessionOverflowError:
+            log.warning("session %s does not read what it is sent and is closed", session.session_id)
+            self.close(session)
+
+    def _submit(self, session: Session, message: pb.Submit) -> None:
+        if self.draining:
+            raise QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
+        if message.request_id in session.requests:
+            raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
+        request = request_from_proto(message, str(next(self._keys)))
+        self._live[request.request_id] = session, message.request_id
+        session.requests[message.request_id] = request.request_id
+        self._spans.on_submit(request)
+        self.core.send(Add(request))
+
+    async def _open_new(self, session_id: str) -> tuple[Session, int, pb.SessionResponse]:
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise QuireError(ErrorCode.OVERLOADED, "The engine has too many sessions.", retry_after=1.0)
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[tuple[Session, int, pb.SessionResponse]] = loop.create_future()
+
+        def reply(load: Load, names: list[bytes]) -> None:
+            loop.call_soon_threadsafe(self._register, session_id, load, names, opened)
+
+        self.core.send(Inspect(reply))
+        try:
+            return await opened
+        except asyncio.CancelledError:
+            if opened.done() and not opened.cancelled():
+                self.close(opened.result()[0])
+            raise
+
+    def _register(
+        self,
+        session_id: str,
+        load: Load,
+        names: list[bytes],
+        opened: "asyncio.Future[tuple[Session, int, pb.SessionResponse]]",
+    ) -> None:
+        """Runs between the news of the step before the snapshot and those of the step after it: nothing is missed."""
+        if opened.cancelled():
+            return
+        if (other := self._sessions.get(session_id)) is not None:
+            self.close(other)
+        self._load = load_to_proto(load)
+        session = self._sessions[session_id] = Session(session_id, self._generation)
+        snapshot = session.snapshot(self._load, cached_to_proto(names), resumed=False)
+        opened.set_result((session, session.attach(), snapshot))
+
+    def _cancel_expiry(self, session: Session) -> None:
+        handle = self._expiries.pop(session.session_id, None)
+        if handle is not None:
+            handle.cancel()

@@ -1,0 +1,147 @@
+"""The engine's Prometheus metrics, and the small HTTP server for them and for the probes."""
+
+import json
+import logging
+from collections.abc import Callable
+from http.server import ThreadingHTTPServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from quire_proto.telemetry import Metric
+
+from quire_engine.core import StepOutput
+from quire_engine.scheduling.statistics import Statistics
+
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+log = logging.getLogger(__name__)
+
+
+class EngineMetrics:
+    """Gauges and counters of one engine, under ``quire_*`` and under the ``vllm:*`` names that dashboards already
+    read.
+    """
+
+    def __init__(self, model: str, statistics: Statistics, heartbeat_age: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._statistics = statistics
+        self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
+        self._waiting = self._gauge(Metric.ENGINE_WAITING, "Sequences not admitted yet")
+        self._swapped = self._gauge(Metric.ENGINE_SWAPPED, "Sequences in the host pool")
+        self._blocks = self._gauge(Metric.ENGINE_BLOCKS_TOTAL, "KV blocks", ("tier",))
+        self._free = self._gauge(Metric.ENGINE_BLOCKS_FREE, "KV blocks that are free or evictable", ("tier",))
+        self._gauge(Metric.ENGINE_HEARTBEAT_AGE, "Seconds since the loop last made progress").set_function(
+            heartbeat_age
+        )
+        self._phases = Histogram(
+            Metric.ENGINE_STEP_SECONDS,
+            "Duration of a step",
+            ("model_name", "phase"),
+            buckets=_STEP_BUCKETS,
+            registry=self.registry,
+        )
+        self._totals = self._counters()
+        self._seen = Statistics()
+        self._vllm_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting")
+        self._vllm_running = self._gauge("vllm:num_requests_running", "Requests running")
+        self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
+
+    def on_step(self, step: StepOutput) -> None:
+        """Takes in one step."""
+        load, times = step.load, step.trace
+        for gauge, value in (
+            (self._running, load.running),
+            (self._waiting, load.waiting),
+            (self._swapped, load.swapped),
+            (self._vllm_running, load.running),
+            (self._vllm_waiting, load.waiting + load.swapped),
+            (self._vllm_usage, 1 - load.blocks_free / max(1, load.blocks_total)),
+        ):
+            gauge.set(value)
+        self._set_blocks("device", load.blocks_total, load.blocks_free)
+        self._set_blocks("host", load.host_blocks_total, load.host_blocks_free)
+        for phase, seconds in (
+            ("schedule", times.schedule),
+            ("forward", times.timings.forward),
+            ("sample", times.timings.sample),
+            ("emit", times.emit),
+        ):
+            self._phases.labels(self._model, phase).observe(seconds)
+        self._count()
+
+    def _count(self) -> None:
+        for name, counter in self._totals.items():
+            now = getattr(self._statistics, name)
+            counter.inc(now - getattr(self._seen, name))
+            setattr(self._seen, name, now)
+
+    def _set_blocks(self, tier: str, total: int, free: int) -> None:
+        self._blocks.labels(self._model, tier).set(total)
+        self._free.labels(self._model, tier).set(free)
+
+    def _counters(self) -> dict[str, Counter]:
+        preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode",))
+        moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied", ("direction",))
+        return {
+            "preemptions_by_swap": preemptions.labels(self._model, "swap"),
+            "preemptions_by_recompute": preemptions.labels(self._model, "recompute"),
+            "blocks_swapped_out": moved.labels(self._model, "out"),
+            "blocks_swapped_in": moved.labels(self._model, "in"),
+            "prefix_query_tokens": self._counter(Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up").labels(
+                self._model
+            ),
+            "prefix_hit_tokens": self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found").labels(self._model),
+            "computed_tokens": self._counter(
+                Metric.PROMPT_TOKENS.replace("prompt", "computed"), "Tokens computed"
+            ).labels(self._model),
+            "generated_tokens": self._counter(Metric.GENERATION_TOKENS, "Tokens generated").labels(self._model),
+        }
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(name, text, ("model_name", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        gauge = Gauge(name, text, ("model_name", *labels), registry=self.registry)
+        return gauge if labels else gauge.labels(self._model)
+
+
+class ProbeServer:
+    """Serves ``/metrics``, ``/health`` (ready for work) and ``/live`` (the step loop is not stuck) on threads of its
+    own.
+    """
+
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool], live: Callable[[], bool]
+    ) -> None:
+        class Handler(MetricsHandler):
+            def do_GET(self) -> None:  # noqa: N802 - named by the library
+                probe = {"/health": ready, "/live": live}.get(self.path.partition("?")[0])
+                if probe is not None:
+                    _answer(self, probe())
+                elif self.path.partition("?")[0] == "/metrics":
+                    super().do_GET()
+                else:
+                    self.send_error(404)
+
+            def log_message(self, format: str, *args: object) -> None:
+                log.debug(format, *args)
+
+        Handler.registry = registry
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _answer(handler: MetricsHandler, ok: bool) -> None:
+    body = json.dumps({"status": "ok" if ok else "unavailable"}).encode()
+    handler.send_response(200 if ok else 503)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)

@@ -1,0 +1,153 @@
+"""The engine's process: starts the core's thread and the servers, and ends all of them together."""
+
+import asyncio
+import logging
+import secrets
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Thread
+from time import perf_counter
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from quire.v1 import engine_pb2, engine_pb2_grpc
+
+from quire_engine.core import EngineCore, StepOutput, Stop
+from quire_engine.executor.base import Executor
+from quire_engine.kv.memory import KvMemory
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.service.hub import SessionHub
+from quire_engine.service.metrics import EngineMetrics, ProbeServer
+from quire_engine.service.servicer import EngineServicer
+from quire_engine.service.spans import SpanBuilder
+
+log = logging.getLogger(__name__)
+
+SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
+MAX_RECEIVE_BYTES = 16 << 20
+MAX_SEND_BYTES = 256 << 20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
+    ("grpc.max_send_message_length", MAX_SEND_BYTES),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where to listen, and for how long to wait for whom. Times in seconds."""
+
+    host: str
+    port: int
+    metrics_port: int
+    session_grace: float
+    shutdown_timeout: float
+    stall_timeout: float
+    trace_step_interval: int
+    tracing: bool
+
+
+class EngineServer:
+    """One engine on the network. ``serve`` returns when it was told to stop, and raises when the core failed."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        executor: Executor,
+        scheduling: SchedulerConfig,
+        description: engine_pb2.DescribeResponse,
+        *,
+        prefix_caching: bool,
+    ) -> None:
+        self._config = config
+        self._executor = executor
+        self._description = description
+        description.generation = secrets.randbits(64)
+        spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
+        self._hub = SessionHub(description.generation, config.session_grace, spans)
+        scheduler = Scheduler(scheduling, KvMemory(executor.capacity, prefix_caching=prefix_caching))
+        self._core = EngineCore(scheduler, executor, self._publish)
+        self._hub.bind(self._core)
+        name = description.served_model_names[0]
+        self._metrics = EngineMetrics(name, scheduler.statistics, self._heartbeat_age)
+        self._failure: BaseException | None = None
+        self._ready = False
+
+    async def serve(self) -> None:
+        """Serves until SIGTERM or SIGINT, then lets running requests end. Raises what made the core fail."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        probes = ProbeServer(
+            self._config.host, self._config.metrics_port, self._metrics.registry, lambda: self._ready, self._is_live
+        )
+        server, self._health = await self._start_grpc()
+        thread = Thread(target=self._run_core, name="engine-core", daemon=True)
+        thread.start()
+        await self._set_ready(True)
+        await self._wait_for_end()
+        await self._set_ready(False)
+        await self._drain()
+        await server.stop(grace=1.0)
+        self._core.send(Stop())
+        await asyncio.to_thread(thread.join, 5.0)
+        probes.close()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+        server = grpc.aio.server(options=_OPTIONS)
+        engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(self._hub, self._description), server)
+        checks = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        await server.start()
+        log.info("serving %s on %s:%d", self._description.served_model_names[0], self._config.host, port)
+        return server, checks
+
+    def _run_core(self) -> None:
+        try:
+            self._core.run()
+        except BaseException as failure:  # noqa: BLE001 - it is raised again on the event loop's thread
+            self._failure = failure
+        finally:
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _publish(self, step: StepOutput) -> None:
+        """On the core's thread: hands the step's news to the event loop, which keeps their order."""
+        self._loop.call_soon_threadsafe(self._on_step, step)
+
+    def _on_step(self, step: StepOutput) -> None:
+        self._hub.publish(step)
+        self._metrics.on_step(step)
+
+    async def _wait_for_end(self) -> None:
+        """Returns at the first signal, or when the core ended."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._ended.set)
+        await self._ended.wait()
+
+    async def _drain(self) -> None:
+        """Takes nothing new and lets running requests end, for a bounded time."""
+        self._hub.draining = True
+        if self._failure is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hub.idle(), self._config.shutdown_timeout)
+
+    async def _set_ready(self, ready: bool) -> None:
+        self._ready = ready
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    def _heartbeat_age(self) -> float:
+        """Seconds since the loop last made progress while it had something to do; 0 when it is idle."""
+        return perf_counter() - self._core.last_progress if self._core.busy else 0.0
+
+    def _is_live(self) -> bool:
+        return self._failure is None and self._heartbeat_age() < self._config.stall_timeout

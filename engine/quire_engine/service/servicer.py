@@ -1,0 +1,89 @@
+"""``quire.v1.Engine`` over gRPC: one stream a router, as the contract in ``engine.proto`` says."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+from grpc.aio import ServicerContext
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import engine_pb2_grpc
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_engine.service import session as sessions
+from quire_engine.service.hub import SessionHub
+
+OPEN_TIMEOUT = 10.0
+_SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_Requests = AsyncIterator[pb.SessionRequest]
+_Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Answers routers."""
+
+    def __init__(self, hub: SessionHub, description: pb.DescribeResponse) -> None:
+        self._hub = hub
+        self._description = description
+
+    async def Describe(  # noqa: N802 - named by the contract
+        self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
+    ) -> pb.DescribeResponse:
+        """What this engine serves."""
+        del request, context
+        return self._description
+
+    async def Session(  # noqa: N802 - named by the contract
+        self, request_iterator: _Requests, context: _Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """Runs one router's session for as long as its stream lives."""
+        try:
+            session, number, snapshot = await self._hub.open(await _first_open(request_iterator))
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        reader = asyncio.create_task(self._read(session, number, request_iterator))
+        try:
+            yield snapshot
+            async for batch in session.stream(number):
+                yield pb.SessionResponse(step_batch=batch)
+            await context.abort(grpc.StatusCode.ABORTED, "The session was closed or taken over.")
+        finally:
+            reader.cancel()
+            self._hub.detach(session, number)
+
+    async def _read(self, session: sessions.Session, number: int, requests: _Requests) -> None:
+        """Carries out the router's commands. When it says no more, the stream to it goes on."""
+        with suppress(grpc.aio.AioRpcError):
+            async for message in requests:
+                if not session.is_attached(number):
+                    return
+                self._carry_out(session, message)
+
+    def _carry_out(self, session: sessions.Session, message: pb.SessionRequest) -> None:
+        match message.WhichOneof("command"):
+            case "submit":
+                self._hub.submit(session, message.submit)
+            case "cancel":
+                self._hub.cancel(session, message.cancel.request_id)
+            case "ack":
+                session.acknowledge(message.ack.sequence)
+            case _:
+                pass  # a second Open changes nothing, and a newer router may know commands that this engine does not
+
+
+async def _first_open(requests: _Requests) -> pb.Open:
+    """The Open that must come first. Raises ``QuireError``."""
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT):
+            first = await anext(aiter(requests))
+    except StopAsyncIteration:
+        raise invalid("open", "The stream ended before it was opened.") from None
+    except TimeoutError:
+        raise QuireError(ErrorCode.DEADLINE, "No Open came in time.") from None
+    if first.WhichOneof("command") != "open":
+        raise invalid("open", "The first message of a session must be Open.")
+    if not _SESSION_ID.fullmatch(first.open.session_id):
+        raise invalid("session_id", "A session id is 1 to 64 letters, digits, dashes or underscores.")
+    return first.open

@@ -1,0 +1,86 @@
+"""One router's session: what it submitted, and the batches that it has not acknowledged. Knows no gRPC stream."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from quire.v1 import engine_pb2 as pb
+
+MAX_UNACKNOWLEDGED = 8192
+
+
+class SessionOverflowError(Exception):
+    """The router does not read, or does not acknowledge: what is kept for it reached its bound."""
+
+
+class Session:
+    """Numbers a session's batches from 1 and keeps each until the router acknowledged it.
+
+    ``requests`` maps the live requests' ids, as the router chose them, to the keys that the core knows them by.
+    """
+
+    def __init__(self, session_id: str, generation: int) -> None:
+        self.session_id = session_id
+        self.requests: dict[str, str] = {}
+        self.sequence = 0
+        self._generation = generation
+        self._kept: deque[pb.StepBatch] = deque()
+        self._stream = 0
+        self._news = asyncio.Event()
+
+    @property
+    def acknowledged(self) -> int:
+        """The last sequence that is no longer kept."""
+        return self.sequence - len(self._kept)
+
+    def can_resume(self, last_sequence: int) -> bool:
+        """Whether everything after ``last_sequence`` is still here."""
+        return 0 < last_sequence <= self.sequence and last_sequence >= self.acknowledged
+
+    def acknowledge(self, sequence: int) -> None:
+        """Forgets the batches up to ``sequence``."""
+        while self._kept and self._kept[0].sequence <= sequence:
+            self._kept.popleft()
+
+    def publish(
+        self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
+    ) -> None:
+        """Adds a batch, 0 as its step when no step was needed. Raises ``SessionOverflowError`` when too many are
+        kept.
+        """
+        if len(self._kept) >= MAX_UNACKNOWLEDGED:
+            raise SessionOverflowError
+        self.sequence += 1
+        self._kept.append(pb.StepBatch(sequence=self.sequence, step=step, outputs=outputs, load=load, kv_events=events))
+        self._news.set()
+
+    def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
+        """Where the stream that is about to start stands."""
+        sequence = self.acknowledged if resumed else self.sequence
+        return pb.SessionResponse(
+            snapshot=pb.Snapshot(
+                generation=self._generation, sequence=sequence, resumed=resumed, load=load, cached=cached
+            )
+        )
+
+    def attach(self) -> int:
+        """A new stream takes the session over; the number it must pass to ``stream``. An older stream ends."""
+        self._stream += 1
+        self._news.set()
+        return self._stream
+
+    def is_attached(self, number: int) -> bool:
+        """Whether no newer stream took over."""
+        return number == self._stream
+
+    async def stream(self, number: int) -> AsyncIterator[pb.StepBatch]:
+        """The batches after the acknowledged ones, as they come; ends when a newer stream attaches."""
+        sent = self.acknowledged
+        while self.is_attached(number):
+            self._news.clear()
+            for batch in list(self._kept):
+                if batch.sequence > sent:
+                    yield batch
+                    sent = batch.sequence
+            if sent == self.sequence:
+                await self._news.wait()

@@ -1,0 +1,168 @@
+"""Builds the engine's spans from what the core recorded, off the step loop. Free of cost when nothing is exported.
+
+A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
+is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
+fail, within a rate.
+"""
+
+from dataclasses import dataclass
+from time import monotonic
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
+from quire_proto.telemetry import Attribute, Event, Span
+from quire_proto.tracing import extract
+
+from quire_engine.core import StepOutput, StepTrace
+from quire_engine.request import Request, Timeline
+from quire_engine.scheduling.output import Load, Output
+
+SLOW_FACTOR = 4.0
+MAX_STEPS_PER_SECOND = 20.0
+_NANOSECONDS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _Traced:
+    context: Context
+    parent: SpanContext
+    prompt_tokens: int
+
+
+class SpanBuilder:
+    """Keeps the trace context of the requests that are traced, and exports what happened to them."""
+
+    def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
+        self._enabled = enabled
+        self._interval = step_interval
+        self._tracer = tracer or trace.get_tracer("quire.engine")
+        self._traced: dict[str, _Traced] = {}
+        self._usual = 0.0
+        self._allowance = MAX_STEPS_PER_SECOND
+        self._refilled = monotonic()
+
+    def on_submit(self, request: Request) -> None:
+        """Remembers whom to report to."""
+        if not (self._enabled and request.traceparent):
+            return
+        context = extract({"traceparent": request.traceparent})
+        parent = trace.get_current_span(context).get_span_context()
+        if parent.is_valid:
+            self._traced[request.request_id] = _Traced(context, parent, len(request.prompt_token_ids))
+
+    def on_abandoned(self, key: str) -> None:
+        """Forgets a request whose end nobody will report."""
+        self._traced.pop(key, None)
+
+    def on_step(self, step: StepOutput) -> None:
+        """Exports the step, if it is one to export, and the requests that ended with it."""
+        if not self._enabled:
+            return
+        if self._is_remarkable(step.trace):
+            self._export_step(step.trace, step.load)
+        for output in step.outputs:
+            if output.finish_reason and (traced := self._traced.pop(output.request_id, None)):
+                self._export_request(traced, output)
+
+    def _is_remarkable(self, step: StepTrace) -> bool:
+        slow = step.duration > SLOW_FACTOR * self._usual > 0
+        self._usual += 0.05 * (step.duration - self._usual)
+        wanted = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
+        return bool(wanted) and self._take_allowance()
+
+    def _take_allowance(self) -> bool:
+        now = monotonic()
+        self._allowance = min(MAX_STEPS_PER_SECOND, self._allowance + (now - self._refilled) * MAX_STEPS_PER_SECOND)
+        self._refilled = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+    def _export_step(self, step: StepTrace, load: Load) -> None:
+        links = [Link(self._traced[key].parent) for key in step.request_ids if key in self._traced]
+        attributes = {
+            Attribute.STEP_ID: step.step,
+            Attribute.STEP_PREFILL: step.num_prefill,
+            Attribute.STEP_DECODE: step.num_decode,
+            Attribute.STEP_TOKENS: step.num_tokens,
+            Attribute.STEP_PREEMPTED: step.preempted,
+            Attribute.BLOCKS_FREE: load.blocks_free,
+            Attribute.BLOCKS_TOTAL: load.blocks_total,
+        }
+        root = self._tracer.start_span(
+            Span.STEP,
+            context=Context(),
+            kind=SpanKind.INTERNAL,
+            attributes=attributes,
+            links=links,
+            start_time=step.started,
+        )
+        inside = trace.set_span_in_context(root)
+        begin = step.started
+        for name, seconds in _phases(step):
+            end = begin + int(seconds * _NANOSECONDS)
+            self._span(name, inside, begin, end)
+            begin = end
+        root.end(begin)
+
+    def _export_request(self, traced: _Traced, output: Output) -> None:
+        times = output.timeline
+        if times is None:
+            return
+        end = times.finished
+        self._span(Span.WAIT, traced.context, times.arrived, times.admitted or end)
+        if times.admitted:
+            attributes = {
+                Attribute.INPUT_TOKENS: traced.prompt_tokens,
+                Attribute.CACHED_TOKENS: output.cached_tokens,
+                Attribute.FIRST_STEP: times.first_step,
+            }
+            self._span(Span.PREFILL, traced.context, times.admitted, times.first_token or end, attributes)
+        if times.first_token:
+            self._export_decode(traced, output, times)
+        self._export_swaps(traced, times)
+
+    def _export_decode(self, traced: _Traced, output: Output, times: Timeline) -> None:
+        span = self._tracer.start_span(
+            Span.DECODE,
+            context=traced.context,
+            start_time=times.first_token,
+            attributes={
+                Attribute.OUTPUT_TOKENS: output.position + len(output.token_ids),
+                Attribute.FINISH_REASONS: (str(output.finish_reason),),
+                Attribute.LAST_STEP: times.last_step,
+            },
+        )
+        span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
+        for moment in times.moments:
+            name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
+            span.add_event(name, {"quire.preemption": moment.name}, timestamp=moment.time)
+        span.end(times.finished)
+
+    def _export_swaps(self, traced: _Traced, times: Timeline) -> None:
+        """A ``swap_out`` lasts for as long as the sequence was off the device."""
+        for index, moment in enumerate(times.moments):
+            attributes = {Attribute.BLOCKS: moment.blocks}
+            if moment.name == "swap_out":
+                later = times.moments[index + 1 :]
+                end = next((other.time for other in later if other.name == "swap_in"), times.finished)
+                self._span(Span.SWAP_OUT, traced.context, moment.time, end, attributes)
+            elif moment.name == "swap_in":
+                self._span(Span.SWAP_IN, traced.context, moment.time, moment.time, attributes)
+
+    def _span(
+        self, name: str, context: Context, start: int, end: int, attributes: dict[str, int] | None = None
+    ) -> None:
+        self._tracer.start_span(name, context=context, start_time=start, attributes=attributes).end(end)
+
+
+def _phases(step: StepTrace) -> list[tuple[str, float]]:
+    return [
+        (Span.STEP_SCHEDULE, step.schedule),
+        (Span.STEP_SWAP, step.timings.swap),
+        (Span.STEP_FORWARD, step.timings.forward),
+        (Span.STEP_SAMPLE, step.timings.sample),
+        (Span.STEP_EMIT, step.emit),
+    ]

@@ -1,0 +1,74 @@
+"""The errors a client can see: one code each, with its HTTP and gRPC status. Knows neither HTTP nor gRPC
+libraries.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """Kinds of error; the numbers are those of ``quire.v1.ErrorCode``."""
+
+    INVALID = 1
+    UNAUTHENTICATED = 2
+    FORBIDDEN = 3
+    NOT_FOUND = 4
+    CONFLICT = 5
+    OVERLOADED = 6
+    UNAVAILABLE = 7
+    DEADLINE = 8
+    INTERNAL = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a code looks from outside: HTTP status, name of the gRPC status, OpenAI's ``type``."""
+
+    http: int
+    grpc: str
+    kind: str
+
+
+STATUS = {
+    ErrorCode.INVALID: Status(400, "INVALID_ARGUMENT", "invalid_request_error"),
+    ErrorCode.UNAUTHENTICATED: Status(401, "UNAUTHENTICATED", "authentication_error"),
+    ErrorCode.FORBIDDEN: Status(403, "PERMISSION_DENIED", "permission_error"),
+    ErrorCode.NOT_FOUND: Status(404, "NOT_FOUND", "not_found_error"),
+    ErrorCode.CONFLICT: Status(409, "ALREADY_EXISTS", "conflict_error"),
+    ErrorCode.OVERLOADED: Status(429, "RESOURCE_EXHAUSTED", "rate_limit_error"),
+    ErrorCode.UNAVAILABLE: Status(503, "UNAVAILABLE", "service_unavailable_error"),
+    ErrorCode.DEADLINE: Status(504, "DEADLINE_EXCEEDED", "timeout_error"),
+    ErrorCode.INTERNAL: Status(500, "INTERNAL", "server_error"),
+}
+
+
+class QuireError(Exception):
+    """An error that a client is told.
+
+    ``message`` is one sentence without internals, ``param`` the REST name of the parameter at fault, and
+    ``retry_after`` seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+    @property
+    def status(self) -> Status:
+        """How this error looks from outside."""
+        return STATUS[self.code]
+
+
+def invalid(param: str, message: str) -> QuireError:
+    """The refusal of one parameter's value."""
+    return QuireError(ErrorCode.INVALID, message, param=param)
+
+
+def internal() -> QuireError:
+    """A failure of ours, told without its inner reason; the log has that, under the request's id."""
+    return QuireError(ErrorCode.INTERNAL, "The request failed because of an error inside the service.")

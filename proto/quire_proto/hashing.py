@@ -1,0 +1,40 @@
+"""Names of KV blocks: a hash chain over tokens, the same bytes in the router and in every engine.
+
+``hash(block) = blake2b-128(hash(parent) ‖ tokens as little-endian int32 ‖ extra)``, where ``extra`` holds what else
+decides the block's contents or who may share it: the model's revision and the tenant's salt. The first block's parent
+is ``ROOT``.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+from sys import byteorder
+
+HASH_BYTES = 16
+ROOT = bytes(HASH_BYTES)
+
+
+def extra_key(model_revision: str, salt: bytes = b"") -> bytes:
+    """The ``extra`` of every block of a request: each part with its length before it, so that no two pairs
+    collide.
+    """
+    revision = model_revision.encode()
+    return len(revision).to_bytes(4, "little") + revision + len(salt).to_bytes(4, "little") + salt
+
+
+def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
+    """The 16-byte name of one full block of ``tokens`` (each below 2^31) that follows ``parent``."""
+    packed = array("i", tokens)
+    if byteorder == "big":
+        packed.byteswap()
+    return blake2b(parent + packed.tobytes() + extra, digest_size=HASH_BYTES).digest()
+
+
+def hash_blocks(tokens: Sequence[int], block_size: int, extra: bytes) -> list[bytes]:
+    """The names of all full blocks of ``tokens``, in order."""
+    hashes: list[bytes] = []
+    parent = ROOT
+    for end in range(block_size, len(tokens) + 1, block_size):
+        parent = hash_block(parent, tokens[end - block_size : end], extra)
+        hashes.append(parent)
+    return hashes

@@ -1,0 +1,103 @@
+"""Names of spans, attributes and metrics, in one table, so that dashboards, alerts and both services agree.
+
+Attributes that describe a model call follow OpenTelemetry's GenAI conventions; all others begin with ``quire.``.
+"""
+
+
+class Span:
+    """Names of spans. ``chat`` takes the model's name after it."""
+
+    ADMIT = "quire.admit"
+    ROUTE = "quire.route"
+    QUEUE = "quire.queue"
+    CHAT = "chat"
+    GENERATE = "text_completion"
+    WAIT = "quire.engine.wait"
+    PREFILL = "quire.engine.prefill"
+    DECODE = "quire.engine.decode"
+    SWAP_OUT = "quire.engine.swap_out"
+    SWAP_IN = "quire.engine.swap_in"
+    STEP = "quire.engine.step"
+    STEP_SCHEDULE = "schedule"
+    STEP_SWAP = "swap"
+    STEP_FORWARD = "forward"
+    STEP_SAMPLE = "sample"
+    STEP_EMIT = "emit"
+
+
+class Event:
+    """Names of span events."""
+
+    FIRST_TOKEN = "quire.first_token"  # noqa: S105 - the name of an event
+    PREEMPTED = "quire.preempted"
+    RESUMED = "quire.resumed"
+
+
+class Attribute:
+    """Names of span attributes."""
+
+    OPERATION = "gen_ai.operation.name"
+    PROVIDER = "gen_ai.provider.name"
+    REQUEST_MODEL = "gen_ai.request.model"
+    REQUEST_MAX_TOKENS = "gen_ai.request.max_tokens"
+    REQUEST_TEMPERATURE = "gen_ai.request.temperature"
+    REQUEST_TOP_P = "gen_ai.request.top_p"
+    REQUEST_TOP_K = "gen_ai.request.top_k"
+    REQUEST_STREAM = "gen_ai.request.stream"
+    RESPONSE_ID = "gen_ai.response.id"
+    RESPONSE_MODEL = "gen_ai.response.model"
+    FINISH_REASONS = "gen_ai.response.finish_reasons"
+    INPUT_TOKENS = "gen_ai.usage.input_tokens"
+    OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+    CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+    ERROR_TYPE = "error.type"
+    SERVER_ADDRESS = "server.address"
+    REQUEST_ID = "quire.request.id"
+    ATTEMPT = "quire.attempt"
+    POLICY = "quire.route.policy"
+    CANDIDATES = "quire.route.candidates"
+    ENGINE = "quire.route.engine"
+    QUEUE_REASON = "quire.queue.reason"
+    STEP_ID = "quire.step.id"
+    STEP_PREFILL = "quire.step.num_prefill"
+    STEP_DECODE = "quire.step.num_decode"
+    STEP_TOKENS = "quire.step.tokens"
+    STEP_PREEMPTED = "quire.step.preempted"
+    BLOCKS_FREE = "quire.step.kv_free_blocks"
+    BLOCKS_TOTAL = "quire.step.kv_total_blocks"
+    BLOCKS = "quire.blocks"
+    FIRST_STEP = "quire.step.first"
+    LAST_STEP = "quire.step.last"
+
+
+PROVIDER_NAME = "quire"
+
+
+class Metric:
+    """Names of Prometheus metrics. Labels are configured model names and enumerations only."""
+
+    REQUESTS = "quire_requests"
+    REJECTIONS = "quire_rejections"
+    IN_FLIGHT = "quire_in_flight_requests"
+    TIME_TO_FIRST_TOKEN = "quire_time_to_first_token_seconds"  # noqa: S105 - the name of a metric
+    INTER_TOKEN_LATENCY = "quire_inter_token_latency_seconds"  # noqa: S105 - the name of a metric
+    REQUEST_DURATION = "quire_request_duration_seconds"
+    PROMPT_TOKENS = "quire_prompt_tokens"
+    GENERATION_TOKENS = "quire_generation_tokens"
+    ENGINES_READY = "quire_engines_ready"
+    ROUTE_DECISIONS = "quire_route_decisions"
+    JOURNAL_AVAILABLE = "quire_journal_available"
+    JOURNAL_PENDING = "quire_journal_pending_requests"
+    JOURNAL_DROPPED = "quire_journal_dropped_writes"
+    STALE_EPOCHS = "quire_stale_epoch_rejections"
+    ENGINE_RUNNING = "quire_engine_running_sequences"
+    ENGINE_WAITING = "quire_engine_waiting_sequences"
+    ENGINE_SWAPPED = "quire_engine_swapped_sequences"
+    ENGINE_BLOCKS_TOTAL = "quire_engine_blocks"
+    ENGINE_BLOCKS_FREE = "quire_engine_free_blocks"
+    ENGINE_STEP_SECONDS = "quire_engine_step_seconds"
+    ENGINE_PREEMPTIONS = "quire_engine_preemptions"
+    ENGINE_SWAP_BLOCKS = "quire_engine_swapped_blocks"
+    ENGINE_PREFIX_QUERIES = "quire_engine_prefix_query_tokens"
+    ENGINE_PREFIX_HITS = "quire_engine_prefix_hit_tokens"
+    ENGINE_HEARTBEAT_AGE = "quire_engine_heartbeat_age_seconds"

@@ -1,0 +1,113 @@
+"""Drives an executor by hand, without a scheduler: random blocks, random chunks, random moves to the host and back."""
+
+import random
+from dataclasses import dataclass, field
+
+from quire_engine.executor.base import Executor
+from quire_engine.scheduling.plan import BlockCopy, Chunk, StepPlan, StepResult
+from quire_proto.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+
+
+@dataclass
+class Sequence:
+    """Tokens, and where the keys and values of the first ``computed`` of them are."""
+
+    id: int
+    prompt: list[int]
+    wanted: int
+    sampling: SamplingParams = GREEDY
+    output: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def done(self) -> bool:
+        return len(self.output) >= self.wanted
+
+
+class Driver:
+    """Runs sequences to their ends in steps whose every choice is random, from one seed."""
+
+    def __init__(self, executor: Executor, seed: int, max_chunk: int, swapping: float = 0.2) -> None:
+        self._executor = executor
+        self._random = random.Random(seed)
+        self._max_chunk = max_chunk
+        self._swapping = swapping
+        capacity = executor.capacity
+        self._free = self._random.sample(range(1, capacity.device_blocks), capacity.device_blocks - 1)
+        self._host_free = self._random.sample(range(capacity.host_blocks), capacity.host_blocks)
+        self._steps = 0
+
+    def run(self, sequences: list[Sequence]) -> list[list[int]]:
+        """The outputs, in the order of the sequences."""
+        while alive := [one for one in sequences if not one.done]:
+            self._apply(sequences, self._executor.run(self._plan(alive)))
+            self._release(sequences)
+        return [one.output for one in sequences]
+
+    def _plan(self, alive: list[Sequence]) -> StepPlan:
+        plan = StepPlan(self._steps)
+        self._steps += 1
+        chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
+        if self._random.random() < self._swapping:
+            plan.swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
+        for one in chosen:
+            if one.host_blocks and not plan.swap_out:
+                plan.swap_in += self._swap_in(one)
+            if not one.host_blocks:
+                plan.chunks += self._chunk(one)
+        return plan
+
+    def _chunk(self, one: Sequence) -> list[Chunk]:
+        size = self._executor.capacity.block_size
+        end = min(len(one.tokens), one.computed + self._random.randint(1, self._max_chunk))
+        missing = max(0, -(-end // size) - len(one.blocks))
+        if missing > len(self._free):
+            return []
+        one.blocks += [self._free.pop() for _ in range(missing)]
+        sampling = one.sampling if end == len(one.tokens) else None
+        chunk = Chunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, sampling)
+        one.computed = end
+        return [chunk]
+
+    def _swap_out(self, one: Sequence) -> list[BlockCopy]:
+        if not one.blocks or len(one.blocks) > len(self._host_free):
+            return []
+        one.host_blocks = [self._host_free.pop() for _ in one.blocks]
+        copies = [BlockCopy(*pair) for pair in zip(one.blocks, one.host_blocks, strict=True)]
+        self._give_back(self._free, one.blocks)
+        one.blocks = []
+        return copies
+
+    def _swap_in(self, one: Sequence) -> list[BlockCopy]:
+        if len(one.host_blocks) > len(self._free):
+            return []
+        one.blocks = [self._free.pop() for _ in one.host_blocks]
+        copies = [BlockCopy(*pair) for pair in zip(one.host_blocks, one.blocks, strict=True)]
+        self._give_back(self._host_free, one.host_blocks)
+        one.host_blocks = []
+        return copies
+
+    def _give_back(self, free: list[int], blocks: list[int]) -> None:
+        """Freed blocks go anywhere into the order, so that they are soon written by others."""
+        free += blocks
+        self._random.shuffle(free)
+
+    def _apply(self, sequences: list[Sequence], result: StepResult) -> None:
+        assert not result.errors
+        for one in sequences:
+            if one.id in result.token_ids:
+                one.output.append(result.token_ids[one.id])
+
+    def _release(self, sequences: list[Sequence]) -> None:
+        for one in sequences:
+            if one.done and one.blocks:
+                self._give_back(self._free, one.blocks)
+                one.blocks = []

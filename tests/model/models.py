@@ -1,0 +1,159 @@
+"""Small random models of every architecture, written by transformers, and what transformers generates with them.
+
+Weights are float32 with an init range of 0.3, so that logits are far apart and greedy output does not hang on the last
+bit. Everything is seeded: the same name makes the same folder.
+"""
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 256
+OUTPUT_TOKENS = 64
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
+    "llama3": (
+        LlamaConfig,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "llama-linear": (
+        LlamaConfig,
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+        },
+    ),
+    "llama-dynamic": (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2": (Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen2-yarn": (
+        Qwen2Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 32}),
+    "mistral": (MistralConfig, {"sliding_window": 24, "num_hidden_layers": 3}),
+}
+NAMES = tuple(CONFIGS)
+SHARDED = ("llama3", "qwen3")
+
+
+class SmallModels:
+    """Folders and greedy outputs of the small models, made when first asked for and kept."""
+
+    def __init__(self, tmp: Path) -> None:
+        self._tmp = tmp
+        self._folders: dict[str, Path] = {}
+        self._outputs: dict[str, list[list[int]]] = {}
+        self.prompts = small_prompts()
+
+    def folder(self, name: str) -> Path:
+        if name not in self._folders:
+            self._folders[name] = small_model(name, self._tmp)
+        return self._folders[name]
+
+    def outputs(self, name: str) -> list[list[int]]:
+        """What transformers generates after ``prompts``: 20 lists of ``OUTPUT_TOKENS``."""
+        if name not in self._outputs:
+            self._outputs[name] = greedy_oracle(self.folder(name), self.prompts, OUTPUT_TOKENS)
+        return self._outputs[name]
+
+
+def small_model(name: str, tmp: Path) -> Path:
+    """Writes the model called ``name`` (one of ``NAMES``) into a folder under ``tmp``, in one file or several."""
+    config_class, special = CONFIGS[name]
+    config = config_class(
+        **{
+            "architectures": None,
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "initializer_range": 0.3,
+            "eos_token_id": 2,
+            **special,
+        }
+    )
+    torch.manual_seed(NAMES.index(name))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _spread_constants(model)
+    folder = tmp / name
+    model.save_pretrained(folder, max_shard_size="100KB" if name in SHARDED else "1GB")
+    return folder
+
+
+def small_prompts(count: int = 20) -> list[list[int]]:
+    """Prompts of 1 to 60 tokens; every third begins like another one, so that prefixes repeat."""
+    generator = random.Random(0)
+    lengths = [1, 16, 17, 32, *(generator.randint(2, 60) for _ in range(count))][:count]
+    prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+    for index in range(2, count, 3):
+        prompts[index] = prompts[index - 1][: generator.randint(1, 40)] + prompts[index]
+    return prompts
+
+
+def greedy_oracle(path: Path, prompts: list[list[int]], n: int) -> list[list[int]]:
+    """The ``n`` tokens that transformers finds most probable after each prompt, end of sequence ignored."""
+    model = oracle_model(path)
+    return [_generate(model, prompt, n) for prompt in prompts]
+
+
+@cache
+def oracle_model(path: Path) -> PreTrainedModel:
+    """The model of a folder, as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def _generate(model: PreTrainedModel, prompt: list[int], n: int) -> list[int]:
+    ids, cache, tokens = torch.tensor([prompt]), None, []
+    for _ in range(n):
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        tokens.append(int(output.logits[0, -1].argmax()))
+        ids = torch.tensor([tokens[-1:]])
+    return tokens
+
+
+@torch.no_grad()
+def _spread_constants(model: PreTrainedModel) -> None:
+    """Norm weights are made as ones and biases as zeros, which would hide a mistake in them."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(0, 0.3)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 1.5)

@@ -1,0 +1,70 @@
+"""However the work is cut, cached, preempted or swapped: the tokens are those that transformers makes."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from quire_engine.executor.torch.runner import TorchExecutor
+from quire_proto.sampling import SamplingParams
+
+from tests.model.engine import load, run
+from tests.model.models import OUTPUT_TOKENS, SmallModels
+
+UNLIMITED = 1 << 20
+PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
+
+
+@cache
+def executor_of(folder: Path, pressure: str) -> TorchExecutor:
+    return load(folder, *PRESSURES[pressure])
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("chunk", [7, 64, UNLIMITED])
+@pytest.mark.parametrize("pressure", PRESSURES)
+def test_greedy_output_is_transformers_own(
+    small_models: SmallModels, model_name: str, pressure: str, chunk: int, prefix_caching: bool
+) -> None:
+    folder = small_models.folder(model_name)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    prompts = small_models.prompts
+    made = run(
+        executor_of(folder, pressure),
+        prompts,
+        [params] * len(prompts),
+        chunk=chunk,
+        prefix_caching=prefix_caching,
+        max_num_seqs=8,  # in waves, so that later prompts find the blocks of earlier ones
+    )
+    assert made.outputs == small_models.outputs(model_name)
+    counted = made.statistics
+    assert (counted.preemptions_by_recompute > 0) == (pressure == "recompute")
+    assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
+    assert (counted.prefix_hit_tokens > 0) == prefix_caching
+
+
+@pytest.mark.parametrize("pressure", PRESSURES)
+def test_a_seed_makes_the_same_draws_alone_and_in_any_batch_and_after_any_preemption(
+    small_models: SmallModels, pressure: str
+) -> None:
+    folder = small_models.folder("llama3")
+    prompts = small_models.prompts
+    params = [
+        SamplingParams(
+            temperature=0.5 + 0.05 * index,
+            top_k=(0, 5, 40)[index % 3],
+            top_p=(1.0, 0.9)[index % 2],
+            seed=1000 + index,
+            max_tokens=OUTPUT_TOKENS,
+            ignore_eos=True,
+        )
+        for index in range(len(prompts))
+    ]
+    roomy = executor_of(folder, "no pressure")
+    alone = [run(roomy, [prompt], [wanted]).outputs[0] for prompt, wanted in zip(prompts, params, strict=True)]
+    together = run(executor_of(folder, pressure), prompts, params, chunk=64)
+    assert together.outputs == alone
+    preempted = together.statistics.preemptions_by_swap + together.statistics.preemptions_by_recompute
+    assert (preempted > 0) == (pressure != "no pressure")
+    other = run(roomy, prompts[:1], [SamplingParams(seed=1, temperature=2, max_tokens=OUTPUT_TOKENS, ignore_eos=True)])
+    assert other.outputs[0] != alone[0], "the seed changes nothing"
