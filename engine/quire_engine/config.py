@@ -3,10 +3,21 @@ flags.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+def _split(value: object) -> object:
+    """Comma-separated names, as an environment variable holds them; a repeated flag adds names."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        return parts
+    return [name.strip() for part in parts for name in str(part).split(",") if name.strip()]
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class EngineConfig(BaseSettings):
@@ -22,7 +33,7 @@ class EngineConfig(BaseSettings):
     )
 
     model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
-    served_model_name: list[str] = Field(
+    served_model_name: Names = Field(
         default=[], description="Names that clients may ask for; the folder's name when none is given."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

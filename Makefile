@@ -1,0 +1,51 @@
+# The one door for people. `make up` and `make test` create the environment in .venv if there is none.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+SOURCES := proto/quire_proto engine/quire_engine router/quire_router
+
+.PHONY: up test lint bench proto proto-check clean help
+
+help:
+	@echo "make up [MODEL=/path/to/folder] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
+	@echo "make test                                     every test, real processes included"
+	@echo "make lint                                     style, types, stale stubs"
+	@echo "make bench                                    throughput beside transformers', in one run"
+	@echo "make proto                                    the stubs of proto/quire/v1"
+
+$(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
+	@echo "creating the environment in $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e proto -e engine -e router -r tests/requirements.txt
+	@touch $@
+
+up: $(READY)
+	@MODEL="$(MODEL)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
+
+test: $(READY)
+	@scripts/redis.sh
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY) proto-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+
+bench: $(READY)
+	$(BIN)/python tests/bench/throughput.py $(ARGS)
+	$(BIN)/python tests/bench/scheduling.py
+
+proto: $(READY)
+	proto/generate.sh
+
+# Fails when the committed stubs are not what the .proto files generate.
+proto-check: $(READY)
+	@set -e; fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; proto/generate.sh "$$fresh"; \
+	diff -r -x '*.proto' -x __init__.py -x __pycache__ proto/quire "$$fresh/quire" \
+	  || { echo "the stubs are stale: run make proto"; exit 1; }
+
+clean:
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,199 @@
+"""``make up``: Redis, engines and a router on this machine, until Ctrl-C.
+
+Settings come from the environment: MODEL (a folder; the demo model by default), ENGINES (2), and the services' own variables, of
+which QUIRE_ROUTER_HTTP_PORT, QUIRE_ROUTER_GRPC_PORT, QUIRE_ROUTER_METRICS_PORT, QUIRE_ENGINE_PORT and QUIRE_ENGINE_METRICS_PORT move the
+ports. Engine number i listens 10 * i above the engines' ports. QUIRE_REDIS_PORT moves Redis.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from honcho.manager import Manager
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "demo" / "model"
+DEMO_NAME = "quire-demo"
+READY_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is started, and where."""
+
+    model: Path
+    name: str
+    engines: int
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    engine_ports: list[tuple[int, int]]
+    redis_port: int | None
+
+    @property
+    def ports(self) -> list[int]:
+        """Every port that must be free."""
+        redis = [self.redis_port] if self.redis_port else []
+        engines = [port for pair in self.engine_ports for port in pair]
+        return [self.http_port, self.grpc_port, self.metrics_port, *engines, *redis]
+
+
+def main() -> None:
+    """Starts everything, says when it is ready, and stops everything."""
+    plan = make_plan()
+    refuse_busy_ports(plan)
+    manager = Manager()
+    run_dir = ROOT / ".run"
+    run_dir.mkdir(exist_ok=True)
+    for name, command in commands(plan, run_dir):
+        manager.add_process(name, "exec " + shlex.join(command), cwd=str(ROOT))
+    # A closed terminal ends everything just like Ctrl-C.
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    Thread(target=announce, args=(plan, manager), daemon=True).start()
+    manager.loop()
+    sys.exit(manager.returncode)
+
+
+def make_plan() -> Plan:
+    """The plan that the environment asks for. Exits with one sentence when it cannot be."""
+    model = Path(os.environ.get("MODEL") or DEMO).expanduser().resolve()
+    if not (model / "config.json").is_file():
+        fail(f"{model} is not a model folder: it has no config.json.")
+    engines = number("ENGINES", 2)
+    port, metrics_port = number("QUIRE_ENGINE_PORT", 9000), number("QUIRE_ENGINE_METRICS_PORT", 9002)
+    return Plan(
+        model=model,
+        name=DEMO_NAME if model == DEMO else model.name,
+        engines=engines,
+        http_port=number("QUIRE_ROUTER_HTTP_PORT", 8000),
+        grpc_port=number("QUIRE_ROUTER_GRPC_PORT", 8001),
+        metrics_port=number("QUIRE_ROUTER_METRICS_PORT", 8002),
+        engine_ports=[(port + 10 * i, metrics_port + 10 * i) for i in range(engines)],
+        redis_port=number("QUIRE_REDIS_PORT", 6379) if have_redis() else None,
+    )
+
+
+def have_redis() -> bool:
+    """Whether a Redis can be started; installs it where the machine lets us."""
+    if os.environ.get("QUIRE_ROUTER_REDIS_URL"):
+        return False
+    if not shutil.which("redis-server"):
+        subprocess.run([str(ROOT / "scripts" / "redis.sh")], check=False)
+    if shutil.which("redis-server"):
+        return True
+    say("no redis-server: request state is kept in memory, and ends with the router")
+    return False
+
+
+def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
+    """Name and command line of each process."""
+    python = [sys.executable, "-m"]
+    started: list[tuple[str, list[str]]] = []
+    if plan.redis_port:
+        redis = f"redis-server --port {plan.redis_port} --bind 127.0.0.1 --save '' --appendonly yes --loglevel warning"
+        started.append(("redis", [*shlex.split(redis), "--dir", str(run_dir)]))
+    for index, (port, metrics_port) in enumerate(plan.engine_ports, 1):
+        where = ["--port", str(port), "--metrics-port", str(metrics_port)]
+        what = ["--model", str(plan.model), "--served-model-name", plan.name]
+        quiet = ["--log-level", "warning", "--shutdown-timeout", "2"]
+        started.append((f"engine-{index}", [*python, "quire_engine.main", *what, *where, *quiet]))
+    router = [*python, "quire_router.main", "--model", f"{plan.name}={plan.model}", "--log-level", "warning"]
+    router += ["--http-port", str(plan.http_port), "--grpc-port", str(plan.grpc_port)]
+    router += ["--metrics-port", str(plan.metrics_port), "--shutdown-timeout", "2"]
+    for port, _ in plan.engine_ports:
+        router += ["--engine", f"127.0.0.1:{port}"]
+    if plan.redis_port:
+        router += ["--redis-url", f"redis://127.0.0.1:{plan.redis_port}/0"]
+    started.append(("router", router))
+    return started
+
+
+def announce(plan: Plan, manager: Manager) -> None:
+    """Tells how far the start is, then how to try it."""
+    begin, last = time.monotonic(), -1
+    while time.monotonic() - begin < READY_TIMEOUT:
+        ready = sum(is_up(port) for _, port in plan.engine_ports)
+        if ready != last:
+            say(f"{ready} of {plan.engines} engines ready after {time.monotonic() - begin:.0f} s")
+            last = ready
+        if ready == plan.engines and is_up(plan.http_port):
+            say(how_to_try(plan))
+            return
+        time.sleep(0.25)
+    say(f"not ready after {READY_TIMEOUT:.0f} s, stopping")
+    manager.terminate()
+
+
+def how_to_try(plan: Plan) -> str:
+    """A command that streams an answer."""
+    chat = (plan.model / "chat_template.jinja").is_file() or "chat_template" in tokenizer_config(plan.model)
+    body: dict[str, object] = {"model": plan.name, "stream": True}
+    if chat:
+        body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
+    else:
+        body |= {"prompt": "Once upon a time", "max_tokens": 64}
+    route = "chat/completions" if chat else "completions"
+    return (
+        f"ready: {plan.name} on http://127.0.0.1:{plan.http_port} (gRPC on {plan.grpc_port}); Ctrl-C stops it. Try\n\n"
+        f"  curl -N http://127.0.0.1:{plan.http_port}/v1/{route} \\\n"
+        f"    -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'\n"
+    )
+
+
+def tokenizer_config(model: Path) -> dict[str, object]:
+    """The model's tokenizer_config.json; empty when there is none."""
+    path = model / "tokenizer_config.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def is_up(port: int) -> bool:
+    """Whether the service's health probe says so."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:  # noqa: S310
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def refuse_busy_ports(plan: Plan) -> None:
+    """Exits with one sentence when a port is taken: better than half a start."""
+    for port in plan.ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                fail(f"Port {port} is in use; the README says which variables move the ports.")
+
+
+def number(variable: str, default: int) -> int:
+    """A positive number from the environment."""
+    text = os.environ.get(variable) or str(default)
+    if not text.isdecimal() or int(text) < 1:
+        fail(f"{variable} is {text!r} but must be a number of at least 1.")
+    return int(text)
+
+
+def say(text: str) -> None:
+    """One line to the person who started this."""
+    print(f"quire | {text}", flush=True)
+
+
+def fail(text: str) -> None:
+    """Ends with one sentence."""
+    sys.exit(f"quire: {text}")
+
+
+if __name__ == "__main__":
+    main()

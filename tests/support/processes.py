@@ -1,0 +1,164 @@
+"""Real processes for tests: engines and routers on free ports, with their output kept for when a test fails."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT = 180.0
+MIB = 1 << 20
+
+
+def free_port() -> int:
+    """A port that nothing listens on. Another process could take it before it is used; tests accept that."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Process:
+    """One started program. Leaves nothing behind when stopped."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+        self.log = log
+        self._output = log.open("wb")
+        self.popen = subprocess.Popen(
+            command,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            start_new_session=True,
+        )
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    @property
+    def resident_mib(self) -> float:
+        return float(psutil.Process(self.popen.pid).memory_info().rss) / MIB
+
+    def wait(self, timeout: float = 60.0) -> int:
+        return self.popen.wait(timeout)
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def stop(self, timeout: float = 20.0) -> int:
+        """SIGTERM, and SIGKILL when that is not heard; the exit status."""
+        if self.popen.poll() is None:
+            self.popen.terminate()
+        try:
+            return self.popen.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            raise
+        finally:
+            self._output.close()
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+        self._output.close()
+
+
+class Engine(Process):
+    """A ``quire-engine``."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str, name: str = "quire-demo", **environment: str) -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        command = [sys.executable, "-m", "quire_engine.main", "--model", str(model), "--served-model-name", name]
+        command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port), *flags]
+        super().__init__(command, folder / f"engine-{self.port}.log", environment)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def wait_ready(self) -> "Engine":
+        wait_healthy(self, self.metrics_port)
+        return self
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric(self.metrics_port, name, **labels)
+
+
+class Router(Process):
+    """A ``quire-router``."""
+
+    def __init__(
+        self, model: Path, engines: Sequence[str], folder: Path, *flags: str, name: str = "quire-demo", **environment: str
+    ) -> None:
+        self.http_port, self.grpc_port, self.metrics_port = free_port(), free_port(), free_port()
+        command = [sys.executable, "-m", "quire_router.main", "--model", f"{name}={model}"]
+        command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
+        command += ["--metrics-port", str(self.metrics_port), *flags]
+        command += [part for address in engines for part in ("--engine", address)]
+        super().__init__(command, folder / f"router-{self.http_port}.log", environment)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"127.0.0.1:{self.grpc_port}"
+
+    def wait_ready(self) -> "Router":
+        wait_healthy(self, self.http_port)
+        return self
+
+    def metric(self, name: str, **labels: str) -> float:
+        return metric(self.metrics_port, name, **labels)
+
+
+def wait_healthy(process: Process, port: int) -> None:
+    """Returns once ``/health`` on ``port`` answers 200; fails with the process's output when it ends or takes too long."""
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline:
+        if process.popen.poll() is not None:
+            raise AssertionError(f"the process ended with {process.popen.returncode}:\n{process.text}")
+        if fetch(port, "/health")[0] == 200:
+            return
+        time.sleep(0.1)
+    process.signal(signal.SIGKILL)
+    raise AssertionError(f"not healthy after {START_TIMEOUT} s:\n{process.text}")
+
+
+def fetch(port: int, path: str) -> tuple[int, str]:
+    """Status and body of a GET; status 0 when nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def metric(port: int, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry these labels; 0 when there are none."""
+    total = 0.0
+    for line in fetch(port, "/metrics")[1].splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.partition("{")[0] == name and all(f'{key}="{wanted}"' in sample for key, wanted in labels.items()):
+            total += float(value)
+    return total
+
+
+def eventually(condition: object, timeout: float = 20.0, message: str = "it never became true") -> None:
+    """Polls a callable until it returns something true."""
+    assert callable(condition)
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)

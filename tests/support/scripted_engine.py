@@ -1,0 +1,155 @@
+"""An engine that says exactly what a test tells it to, over real gRPC."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from quire.v1 import engine_pb2, types_pb2
+from quire.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+
+STOP = types_pb2.FINISH_REASON_STOP
+LENGTH = types_pb2.FINISH_REASON_LENGTH
+ABORT = types_pb2.FINISH_REASON_ABORT
+ERROR = types_pb2.FINISH_REASON_ERROR
+
+
+def output(
+    request_id: str,
+    token_ids: Sequence[int] = (),
+    position: int = 0,
+    finish_reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_UNSPECIFIED,
+    error: types_pb2.Error | None = None,
+    cached_tokens: int = 0,
+) -> engine_pb2.SequenceOutput:
+    return engine_pb2.SequenceOutput(
+        request_id=request_id,
+        token_ids=token_ids,
+        position=position,
+        finish_reason=finish_reason,
+        error=error,
+        cached_tokens=cached_tokens,
+    )
+
+
+class ScriptedEngine(EngineServicer):
+    """Keeps batches until they are acknowledged and replays them, as an engine must, while ``resumes`` is true."""
+
+    def __init__(self, *, generation: int = 1, models: Sequence[str] = ("m",), **description: Any) -> None:
+        self.generation = generation
+        self.resumes = True
+        self.commands: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
+        self.opened: asyncio.Queue[engine_pb2.Open] = asyncio.Queue()
+        self.acked = 0
+        self.sequence = 0
+        self.cached: list[engine_pb2.KvStored] = []
+        self._description = {"max_model_len": 4096, "vocab_size": 1000, **description}
+        self._models = models
+        self._session_id = ""
+        self._kept: list[engine_pb2.StepBatch] = []
+        self._outgoing: asyncio.Queue[engine_pb2.StepBatch | None] = asyncio.Queue()
+        self._server: grpc.aio.Server | None = None
+        self.address = ""
+
+    # The test's side
+
+    async def start(self) -> str:
+        self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
+        add_EngineServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        await self._server.start()
+        self.address = f"127.0.0.1:{port}"
+        return self.address
+
+    async def stop(self) -> None:
+        """Every connection breaks, and none can be made."""
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+
+    def restart_as(self, generation: int) -> None:
+        """What a new process would be: another generation, nothing remembered. Follows or precedes a broken stream."""
+        self.generation, self._session_id, self.sequence, self._kept = generation, "", 0, []
+
+    def send(
+        self,
+        *outputs: engine_pb2.SequenceOutput,
+        load: engine_pb2.Load | None = None,
+        kv_events: Sequence[engine_pb2.KvEvent] = (),
+        skip: int = 0,
+    ) -> None:
+        """The next batch; ``skip`` loses so many before it. Without a stream it waits to be replayed."""
+        self.sequence += 1 + skip
+        batch = engine_pb2.StepBatch(
+            sequence=self.sequence, step=self.sequence, outputs=outputs, load=load, kv_events=kv_events
+        )
+        self._kept.append(batch)
+        self._outgoing.put_nowait(batch)
+
+    def break_stream(self) -> None:
+        """Ends the stream after what was sent."""
+        self._outgoing.put_nowait(None)
+
+    async def submit(self) -> engine_pb2.Submit:
+        """The next Submit that arrives."""
+        return (await self._command("submit")).submit
+
+    async def cancel(self) -> engine_pb2.Cancel:
+        """The next Cancel that arrives."""
+        return (await self._command("cancel")).cancel
+
+    async def ack(self) -> int:
+        """The next Ack that arrives."""
+        return (await self._command("ack")).ack.sequence
+
+    async def _command(self, kind: str) -> engine_pb2.SessionRequest:
+        while True:
+            command = await asyncio.wait_for(self.commands.get(), 10)
+            if command.WhichOneof("command") == kind:
+                return command
+
+    # The router's side
+
+    async def Describe(
+        self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> engine_pb2.DescribeResponse:
+        return engine_pb2.DescribeResponse(
+            served_model_names=self._models, generation=self.generation, **self._description
+        )
+
+    async def Session(
+        self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[engine_pb2.SessionResponse]:
+        opening = (await anext(request_iterator)).open
+        self._outgoing = outgoing = asyncio.Queue()
+        yield engine_pb2.SessionResponse(snapshot=self._snapshot(opening))
+        self.opened.put_nowait(opening)
+        reader = asyncio.create_task(self._listen(request_iterator))
+        try:
+            while (batch := await outgoing.get()) is not None:
+                yield engine_pb2.SessionResponse(step_batch=batch)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the script says so")
+        finally:
+            reader.cancel()
+
+    def _snapshot(self, opening: engine_pb2.Open) -> engine_pb2.Snapshot:
+        resumed = self.resumes and opening.session_id == self._session_id
+        if resumed:
+            for batch in self._kept:
+                if batch.sequence > opening.last_sequence:
+                    self._outgoing.put_nowait(batch)
+        else:
+            self._session_id, self.sequence, self._kept = opening.session_id, 0, []
+        return engine_pb2.Snapshot(
+            generation=self.generation,
+            sequence=opening.last_sequence if resumed else 0,
+            resumed=resumed,
+            cached=() if resumed else self.cached,
+        )
+
+    async def _listen(self, requests: AsyncIterator[engine_pb2.SessionRequest]) -> None:
+        async for command in requests:
+            if command.WhichOneof("command") == "ack":
+                self.acked = max(self.acked, command.ack.sequence)
+                self._kept = [batch for batch in self._kept if batch.sequence > self.acked]
+            self.commands.put_nowait(command)

@@ -1,0 +1,379 @@
+"""What a link promises its requests: every token once and in order, or ``EngineLost``."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.v1 import engine_pb2, types_pb2
+from quire_proto.errors import ErrorCode
+from quire_proto.sampling import FinishReason
+from quire_router.fleet.link import EngineLink
+from quire_router.fleet.output import EngineLost, Output, OutputStream
+from quire_router.fleet.settings import LinkSettings
+
+from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
+
+PATIENT = LinkSettings(grace=30, backoff=0.01, ack_interval=0.01)
+
+
+def submit(request_id: str, *, prompt: int = 3, delivered: tuple[int, ...] = (), max_tokens: int = 100) -> engine_pb2.Submit:
+    return engine_pb2.Submit(
+        request_id=request_id,
+        prompt_token_ids=range(prompt),
+        output_token_ids=delivered,
+        sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
+    )
+
+
+@asynccontextmanager
+async def linked(
+    settings: LinkSettings = PATIENT, engine: ScriptedEngine | None = None, **options: Any
+) -> AsyncIterator[tuple[ScriptedEngine, EngineLink]]:
+    engine = engine or ScriptedEngine()
+    link = EngineLink(await engine.start(), settings, **options)
+    link.start()
+    try:
+        await connected(engine)
+        yield engine, link
+    finally:
+        await link.close()
+        await engine.stop()
+
+
+async def connected(engine: ScriptedEngine) -> engine_pb2.Open:
+    opening = await asyncio.wait_for(engine.opened.get(), 10)
+    await asyncio.sleep(0)
+    return opening
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def rest(stream: OutputStream) -> tuple[list[int], Output]:
+    """All tokens that are still to come, and the last output."""
+    token_ids: list[int] = []
+    last = Output([], 0)
+    async with asyncio.timeout(10):
+        async for last in stream:
+            token_ids += last.token_ids
+    return token_ids, last
+
+
+async def submitted(engine: ScriptedEngine, link: EngineLink, message: engine_pb2.Submit) -> OutputStream:
+    await until(lambda: link.ready)
+    stream = link.submit(message)
+    await engine.submit()
+    return stream
+
+
+async def test_tokens_that_nobody_reads_yet_come_together() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [5], 0, cached_tokens=2))
+        engine.send(output("a", [6, 7], 1))
+        engine.send(output("a", [8], 3, STOP))
+        await until(lambda: link.session.sequence == 3)
+        token_ids, last = await rest(stream)
+    assert token_ids == [5, 6, 7, 8]
+    assert last == Output([5, 6, 7, 8], 0, FinishReason.STOP, None, 2)
+
+
+async def test_each_request_gets_its_own_tokens() -> None:
+    async with linked() as (engine, link):
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        engine.send(output("a", [1], 0), output("b", [2], 0))
+        engine.send(output("b", [4], 1, LENGTH), output("a", [3], 1, STOP))
+        await until(lambda: link.session.sequence == 2)
+        assert await rest(first) == ([1, 3], Output([1, 3], 0, FinishReason.STOP))
+        assert await rest(second) == ([2, 4], Output([2, 4], 0, FinishReason.LENGTH))
+
+
+async def test_a_broken_stream_is_resumed_and_nobody_notices() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        assert (await anext(stream)).token_ids == [1]
+        session_id = link.session.id
+        engine.break_stream()
+        engine.send(output("a", [2], 1))
+        opening = await connected(engine)
+        assert (opening.session_id, opening.last_sequence) == (session_id, 1)
+        engine.send(output("a", [3], 2, STOP))
+        assert (await rest(stream))[0] == [2, 3]
+
+
+async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        batch = engine_pb2.StepBatch(sequence=1, outputs=[output("a", [1], 0)])
+        link.session.apply(batch)
+        engine.send(output("a", [1, 2], 0, STOP))  # the engine repeats itself under a new sequence
+        assert (await rest(stream))[0] == [2]
+
+
+async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        engine.send(output("a", [3], 2), skip=1)
+        assert (await anext(stream)).token_ids == [1]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert (await connected(engine)).last_sequence == 0
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_missing_tokens_lose_only_their_request() -> None:
+    async with linked() as (engine, link):
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        engine.send(output("a", [9], 1), output("b", [2], 0, STOP))
+        with pytest.raises(EngineLost):
+            await anext(first)
+        assert (await rest(second))[0] == [2]
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_an_engine_that_restarted_gives_back_what_it_ran_after_the_tokens_that_were_saved() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1, 2], 0))
+        await until(lambda: link.session.sequence == 1)
+        engine.restart_as(generation=2)
+        engine.break_stream()
+        await connected(engine)
+        assert (await anext(stream)).token_ids == [1, 2]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        again = await submitted(engine, link, submit("a2", delivered=(1, 2)))
+        engine.send(output("a2", [3], 2, STOP))
+        assert (await rest(again))[0] == [3]
+        assert link.session.generation == 2
+
+
+async def test_an_engine_that_forgot_the_session_gives_back_what_it_ran() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.resumes = False
+        engine.break_stream()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None:
+    async with linked(LinkSettings(grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await engine.stop()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert not link.ready
+        with pytest.raises(EngineLost):
+            link.submit(submit("b"))
+
+
+async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:
+    async with linked(LinkSettings(grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        await engine.stop()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        await engine.start()
+        await connected(engine)
+        assert (await engine.cancel()).request_id == "a"
+        assert link.session.in_flight == 0
+
+
+async def test_a_request_that_may_not_have_arrived_is_cancelled_and_given_back() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.break_stream()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_a_request_that_was_not_sent_yet_survives_a_broken_stream() -> None:
+    async with linked() as (engine, link):
+        engine.break_stream()
+        await until(lambda: not link.ready)
+        stream = link.submit(submit("a"))
+        assert (await engine.submit()).request_id == "a"
+        engine.send(output("a", [1], 0, STOP))
+        assert (await rest(stream))[0] == [1]
+
+
+async def test_leaving_early_cancels_on_the_engine_once() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        stream.close()
+        stream.close()
+        assert (await engine.cancel()).request_id == "a"
+        other = await submitted(engine, link, submit("b"))
+        other.close()
+        assert (await engine.cancel()).request_id == "b"
+        assert link.session.in_flight == 0
+
+
+async def test_a_finished_request_is_not_cancelled() -> None:
+    async with linked() as (engine, link):
+        done = await submitted(engine, link, submit("done"))
+        engine.send(output("done", [1], 0, STOP))
+        await rest(done)
+        done.close()
+        other = await submitted(engine, link, submit("other"))
+        other.close()
+        assert (await engine.cancel()).request_id == "other"
+
+
+async def test_a_request_that_is_cancelled_before_it_is_sent_never_reaches_the_engine() -> None:
+    async with linked() as (engine, link):
+        link.submit(submit("a")).close()
+        link.submit(submit("b"))
+        assert (await engine.submit()).request_id == "b"
+        assert engine.commands.empty()
+
+
+async def test_a_cancel_that_was_lost_with_the_stream_is_repeated() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        stream.close()
+        await engine.cancel()  # as if it had never arrived: no end of "a" follows
+        engine.break_stream()
+        await connected(engine)
+        assert (await engine.cancel()).request_id == "a"
+        engine.send(output("a", [], 1, ABORT))
+        await until(lambda: link.session.sequence == 2)
+        engine.break_stream()
+        await connected(engine)
+        link.submit(submit("b"))
+        await engine.submit()
+        assert engine.commands.empty()
+
+
+async def test_an_aborted_output_ends_with_what_had_come() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await until(lambda: link.session.sequence == 1)
+        stream.abort()
+        assert await rest(stream) == ([1], Output([1], 0, FinishReason.ABORT))
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with linked(LinkSettings(slow_client_timeout=0.02)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        assert (await engine.cancel()).request_id == "a"
+        _, last = await rest(stream)
+        assert last.error is not None
+        assert last.error.code is ErrorCode.OVERLOADED
+
+
+async def test_a_client_that_reads_is_not_cut_off_however_long_it_takes() -> None:
+    async with linked(LinkSettings(slow_client_timeout=0.02)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        await asyncio.sleep(0.06)
+        engine.send(output("a", [2], 1, STOP))
+        assert await rest(stream) == ([2], Output([2], 1, FinishReason.STOP))
+
+
+async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a", max_tokens=2))
+        engine.send(output("a", [1, 2, 3], 0))
+        _, last = await rest(stream)
+        assert last.error is not None
+        assert last.error.code is ErrorCode.INTERNAL
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_an_engines_error_comes_with_the_last_output() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        error = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="Full.")
+        engine.send(output("a", [], 0, ERROR, error))
+        _, last = await rest(stream)
+        assert last.finish_reason is FinishReason.ERROR
+        assert str(last.error) == "Full."
+
+
+async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert not link.ready
+
+
+async def test_an_abort_that_nobody_asked_for_gives_the_request_back() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0, ABORT))
+        assert (await anext(stream)).token_ids == [1]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+async def test_batches_are_acknowledged_by_number_and_by_time() -> None:
+    async with linked(LinkSettings(ack_batches=3, ack_interval=60)) as (engine, _):
+        for _ in range(3):
+            engine.send()
+        assert await engine.ack() == 3
+    async with linked(LinkSettings(ack_batches=1000, ack_interval=0.01)) as (engine, _):
+        engine.send()
+        assert await engine.ack() == 1
+
+
+async def test_load_is_what_the_last_batch_said() -> None:
+    async with linked() as (engine, link):
+        engine.send(load=engine_pb2.Load(running=3, blocks_free=7))
+        engine.send(load=engine_pb2.Load(running=4, blocks_free=6))
+        await until(lambda: link.load.running == 4)
+        assert link.load.blocks_free == 6
+
+
+async def test_kv_events_are_counted_and_reported_after_the_snapshot_they_change() -> None:
+    engine, heard = ScriptedEngine(), []
+    engine.cached = [engine_pb2.KvStored(block_hashes=[b"0" * 16])]
+    async with linked(engine=engine, on_kv_event=heard.append) as (engine, link):
+        event = engine_pb2.KvEvent(removed=engine_pb2.KvRemoved(block_hashes=[b"0" * 16]))
+        engine.send(kv_events=[event])
+        await until(lambda: link.session.kv_events == 1)
+    assert list(heard[0].cached) == engine.cached
+    assert heard[1:] == [event]
+
+
+async def test_a_prompt_of_many_megabytes_passes() -> None:
+    async with linked() as (engine, link):
+        await until(lambda: link.ready)
+        link.submit(submit("a", prompt=2_000_000))
+        assert len((await engine.submit()).prompt_token_ids) == 2_000_000
+
+
+async def test_the_same_id_cannot_run_twice() -> None:
+    async with linked() as (engine, link):
+        await submitted(engine, link, submit("a"))
+        with pytest.raises(Exception, match="error inside the service"):
+            link.submit(submit("a"))
+
+
+async def test_closing_the_link_gives_requests_back() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await link.close()
+        with pytest.raises(EngineLost):
+            await anext(stream)

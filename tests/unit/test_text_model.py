@@ -1,0 +1,187 @@
+"""Model folders: tokens and chat prompts, against transformers' own."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.text.errors import ModelTextError
+from quire_router.text.model_text import ModelText
+from transformers import AutoTokenizer
+
+from tests.unit.support_text import CHAT_TEMPLATE, byte_level, sentencepiece_like, write_model_folder
+
+SYSTEM = {"role": "system", "content": "  Be brief. "}
+USER = {"role": "user", "content": 'Say "hello" <b>é€😀</b>\n'}
+ASSISTANT = {"role": "assistant", "content": "<think>so</think>\n\nhello"}
+TEMPLATES = {
+    "plain": CHAT_TEMPLATE,
+    "whitespace control": """
+        {%- for message in messages %}
+            {{- '<|start|>' + message['role'] }}
+            {% if not loop.last -%}
+            , {% endif %}
+    {% if message.content is string %}{{ message.content | trim }}{% endif %}
+        {%- endfor -%}
+        {{ bos_token }}{{ eos_token }}
+    """,
+    "namespace and loop controls": (
+        "{% set ns = namespace(system='', count=0) %}"
+        "{% for m in messages %}{% if m.role == 'system' %}{% set ns.system = m.content %}{% continue %}{% endif %}"
+        "{% set ns.count = ns.count + 1 %}{% if ns.count > 2 %}{% break %}{% endif %}[{{ m.content }}]{% endfor %}"
+        "{{ ns.system }} {{ ns.count }} {{ dict(a=1).a }}"
+    ),
+    "json": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ messages[0] | tojson(sort_keys=true) }}",
+    "no tools, no documents": "{% if tools %}tools{% endif %}{% if documents %}documents{% endif %}"
+    "{% if tools is none %}none{% endif %}{{ messages[0].content }}",
+    "training marks": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "python methods": "{{ messages[-1].content.split('</think>')[-1].lstrip('\\n') }}{{ messages[1:] | length }}"
+    "{{ strftime_now('%Y') }}",
+}
+CONVERSATIONS = [[USER], [SYSTEM, USER], [SYSTEM, USER, ASSISTANT, USER]]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "system", "long"])
+def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path):
+    folder = write_model_folder(tmp_path, template=template, config={"bos_token": {"content": "<|begin|>"}})
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        conversation, add_generation_prompt=True, return_dict=False
+    )
+
+    assert ModelText.load(folder).render_chat(conversation) == expected
+
+
+@given(st.text(max_size=30))
+def test_texts_are_encoded_as_by_the_tokenizer_with_its_special_tokens(text):
+    assert ModelText(byte_level(), None).encode(text) == byte_level().encode(text).ids
+
+
+def test_a_text_is_encoded_as_by_transformers(tmp_path):
+    folder = write_model_folder(tmp_path)
+
+    assert ModelText.load(folder).encode("hello café") == AutoTokenizer.from_pretrained(folder)("hello café").input_ids
+
+
+def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path):
+    tokenizer = type(byte_level()).from_str(byte_level().to_str())
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=64)
+    folder = write_model_folder(tmp_path, tokenizer)
+
+    assert ModelText.load(folder).encode("hello world " * 9) == byte_level().encode("hello world " * 9).ids
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [CHAT_TEMPLATE, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHAT_TEMPLATE}]],
+    ids=["string", "list"],
+)
+def test_the_template_may_stand_in_the_configuration(chat_template, tmp_path):
+    beside = write_model_folder(tmp_path / "beside")
+    inside = write_model_folder(tmp_path / "inside", template=None, config={"chat_template": chat_template})
+
+    assert ModelText.load(inside).render_chat([USER]) == ModelText.load(beside).render_chat([USER])
+
+
+def test_the_template_file_counts_more_than_the_configuration(tmp_path):
+    folder = write_model_folder(tmp_path, template="hello", config={"chat_template": "world"})
+
+    assert ModelText.load(folder).render_chat([USER]) == byte_level().encode("hello", add_special_tokens=False).ids
+
+
+def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path):
+    folder = write_model_folder(tmp_path, template="{{ raise_exception('Roles must alternate') }}")
+
+    with pytest.raises(QuireError, match="Roles must alternate") as refusal:
+        ModelText.load(folder).render_chat([USER])
+    assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "messages")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[9].content }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append({}) }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '%s'.__mod__ }}{{ ('{0.__class__}').format(messages)[9999] }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{% include '/etc/passwd' %}",
+        "{{ missing.attribute }}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_outside_is_a_refusal_without_internals(template, tmp_path):
+    text = ModelText.load(write_model_folder(tmp_path, template=template))
+
+    with pytest.raises(QuireError) as refusal:
+        text.render_chat([USER])
+    assert refusal.value.code == ErrorCode.INVALID
+    assert "class" not in refusal.value.message
+    assert "root" not in refusal.value.message
+
+
+def test_a_model_without_a_template_refuses_conversations_only(tmp_path):
+    text = ModelText.load(write_model_folder(tmp_path, template=None))
+
+    assert text.encode("hello")
+    with pytest.raises(QuireError, match="no chat template"):
+        text.render_chat([USER])
+
+
+def test_a_configuration_is_not_needed(tmp_path):
+    folder = write_model_folder(tmp_path)
+    (folder / "tokenizer_config.json").unlink()
+
+    assert ModelText.load(folder).render_chat([USER])
+
+
+def test_code_that_a_folder_brings_is_not_run(tmp_path):
+    folder = write_model_folder(tmp_path, config={"auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    ModelText.load(folder)
+
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", byte_level().to_str()[:500]),
+        ("tokenizer.json", b"\xff\xfe"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", json.dumps({"chat_template": 7})),
+        ("tokenizer_config.json", json.dumps({"chat_template": "{% if %}"})),
+        ("chat_template.jinja", "{% for message in messages %}"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_broken_folder_is_named_with_file_and_problem(file, content, tmp_path):
+    folder = write_model_folder(tmp_path, template=CHAT_TEMPLATE if file == "chat_template.jinja" else None)
+    path = folder / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    with pytest.raises(ModelTextError) as problem:
+        ModelText.load(folder)
+    assert str(path) in str(problem.value)
+    assert "\n" not in str(problem.value)
+
+
+def test_sentencepiece_folders_load_too(tmp_path):
+    text = ModelText.load(write_model_folder(tmp_path, sentencepiece_like()))
+
+    assert text.encode("hello world") == sentencepiece_like().encode("hello world").ids
+    assert text.vocab_size == sentencepiece_like().get_vocab_size()
