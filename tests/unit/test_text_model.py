@@ -39,13 +39,14 @@ TEMPLATES = {
     "python methods": "{{ messages[-1].content.split('</think>')[-1].lstrip('\\n') }}{{ messages[1:] | length }}"
     "{{ strftime_now('%Y') }}",
 }
+ADDED_TOKEN = {"__type": "AddedToken", "content": "<|begin|>", "special": True}
 CONVERSATIONS = [[USER], [SYSTEM, USER], [SYSTEM, USER, ASSISTANT, USER]]
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 @pytest.mark.parametrize("conversation", CONVERSATIONS, ids=["one", "system", "long"])
 def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path):
-    folder = write_model_folder(tmp_path, template=template, config={"bos_token": {"content": "<|begin|>"}})
+    folder = write_model_folder(tmp_path, template=template, config={"bos_token": ADDED_TOKEN})
     expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
         conversation, add_generation_prompt=True, return_dict=False
     )
@@ -110,8 +111,6 @@ def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path):
         "{{ messages.append({}) }}",
         "{% set ns = namespace(__class__=1) %}",
         "{{ namespace.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__ }}",
-        "{{ '%s'.__mod__ }}{{ ('{0.__class__}').format(messages)[9999] }}",
         "{% for i in range(999999999) %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% include '/etc/passwd' %}",
@@ -126,6 +125,22 @@ def test_a_template_that_fails_or_reaches_outside_is_a_refusal_without_internals
     assert refusal.value.code == ErrorCode.INVALID
     assert "class" not in refusal.value.message
     assert "root" not in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        "raise_exception.__globals__",
+        "messages.__class__",
+        "''.__mod__",
+        "(messages | attr('__class__'))",
+        "self._TemplateReference__context",
+    ],
+)
+def test_a_template_that_reaches_for_internals_finds_nothing(reach, tmp_path):
+    folder = write_model_folder(tmp_path, template="found: {{ " + reach + " }}")
+
+    assert ModelText.load(folder).render_chat([USER]) == byte_level().encode("found: ", add_special_tokens=False).ids
 
 
 def test_a_model_without_a_template_refuses_conversations_only(tmp_path):

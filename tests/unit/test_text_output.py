@@ -175,7 +175,9 @@ def test_after_a_stop_there_is_no_more_text():
     assert [matcher.push(piece) for piece in ["one E", "N", "D two", " three"]] == ["one ", "", "", ""]
 
 
-@given(st.text("hel wo", max_size=30), st.lists(st.text("hel wo", min_size=1, max_size=4), min_size=1, max_size=3), CUTS)
+@given(
+    st.text("hel wo", max_size=30), st.lists(st.text("hel wo", min_size=1, max_size=4), min_size=1, max_size=3), CUTS
+)
 def test_a_stop_counts_the_tokens_up_to_the_one_that_completed_it(text, stops, cuts):
     ids = byte_level_ids(text)
     stream = BYTE_LEVEL.open_output(byte_level_ids("x"), tuple(stops))

@@ -1,0 +1,42 @@
+"""A whole Quire for the tests of this folder: Redis, two engines on the demo model, and a router. All of it real."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+
+from tests.support.processes import Engine, Router
+from tests.support.redis_server import RedisServer, redis_server
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "demo" / "model"
+MODEL = "quire-demo"
+SMALL_POOLS = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625")
+
+
+@dataclass(frozen=True)
+class Stack:
+    redis: RedisServer
+    engines: list[Engine]
+    router: Router
+
+    @property
+    def openai(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("stack")
+    with redis_server() as redis:
+        engines = [Engine(DEMO, folder, *SMALL_POOLS) for _ in range(2)]
+        router = Router(DEMO, [engine.address for engine in engines], folder, "--redis-url", redis.url)
+        try:
+            for process in (*engines, router):
+                process.wait_ready()
+            yield Stack(redis, engines, router)
+        finally:
+            codes = [process.stop() for process in (router, *engines)]
+    assert codes == [0, 0, 0], [process.text for process in (router, *engines)]

@@ -1,0 +1,255 @@
+"""The Session stream of a real engine: order, refusals, cancellation, and what happens when the stream breaks."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import grpc
+import pytest
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import engine_pb2_grpc, types_pb2
+from quire_proto.convert import sampling_to_proto
+from quire_proto.sampling import SamplingParams
+
+from tests.service.conftest import DEMO, SMALL_POOLS
+from tests.support.processes import Engine, eventually
+
+GRACE = 2.0
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(DEMO, tmp_path_factory.mktemp("engine"), *SMALL_POOLS, "--session-grace", str(GRACE))
+    try:
+        yield engine.wait_ready()
+    finally:
+        assert engine.stop() == 0, engine.text
+
+
+class Link:
+    """One stream to an engine, as a router holds it."""
+
+    def __init__(self, engine: Engine, session_id: str, last_sequence: int = 0) -> None:
+        self._channel = grpc.insecure_channel(engine.address)
+        self._commands: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
+        self._stream = engine_pb2_grpc.EngineStub(self._channel).Session(iter(self._commands.get, None))
+        self.send(open=pb.Open(session_id=session_id, last_sequence=last_sequence))
+
+    def send(self, **command: object) -> None:
+        self._commands.put(pb.SessionRequest(**command))
+
+    def submit(self, request_id: str, prompt: list[int], output: tuple[int, ...] = (), **params: object) -> None:
+        settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params}
+        sampling = sampling_to_proto(SamplingParams(**settings))
+        self.send(
+            submit=pb.Submit(
+                request_id=request_id, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling
+            )
+        )
+
+    def snapshot(self) -> pb.Snapshot:
+        return next(self._stream).snapshot
+
+    def batch(self) -> pb.StepBatch:
+        return next(self._stream).step_batch
+
+    def collect(self, request_id: str) -> tuple[list[int], pb.SequenceOutput]:
+        """All tokens of a request and its last output."""
+        tokens: list[int] = []
+        while True:
+            for output in self.batch().outputs:
+                if output.request_id == request_id:
+                    assert not output.token_ids or output.position == len(tokens) + self.skipped
+                    tokens += output.token_ids
+                    if output.finish_reason:
+                        return tokens, output
+
+    skipped = 0
+
+    def break_off(self) -> None:
+        self._channel.close()
+        self._commands.put(None)
+
+    def __enter__(self) -> "Link":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.break_off()
+
+
+PROMPT = list(range(10, 50))
+
+
+def test_a_resubmitted_request_goes_on_at_its_next_token(engine: Engine) -> None:
+    with Link(engine, "resubmit") as link:
+        link.snapshot()
+        link.submit("whole", PROMPT, max_tokens=20, temperature=1.0, seed=5)
+        whole, _ = link.collect("whole")
+        link.submit("rest", PROMPT, tuple(whole[:7]), max_tokens=20, temperature=1.0, seed=5)
+        link.skipped = 7
+        rest, last = link.collect("rest")
+    assert whole[7:] == rest
+    assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) -> None:
+    with Link(engine, "sequences") as link:
+        snapshot = link.snapshot()
+        assert not snapshot.resumed
+        link.submit("a", PROMPT)
+        batches = [link.batch()]
+        while not any(output.finish_reason for output in batches[-1].outputs):
+            batches.append(link.batch())
+    assert [batch.sequence for batch in batches] == list(range(snapshot.sequence + 1, snapshot.sequence + 1 + len(batches)))
+    load = batches[-1].load
+    assert (load.running, load.waiting, load.blocks_free) == (0, 0, load.blocks_total)
+
+
+def test_snapshot_and_events_tell_what_is_cached(engine: Engine) -> None:
+    prompt = [7, 8, 9] * 20
+    with Link(engine, "first") as link:
+        cached = {name for stored in link.snapshot().cached for name in stored.block_hashes}
+        link.submit("a", prompt)
+        while True:
+            batch = link.batch()
+            for event in batch.kv_events:
+                cached.update(event.stored.block_hashes)
+                cached.difference_update(event.removed.block_hashes)
+            if any(output.finish_reason for output in batch.outputs):
+                break
+    with Link(engine, "second") as link:
+        names = [name for stored in link.snapshot().cached for name in stored.block_hashes]
+    assert len(names) >= 3
+    assert set(names) == cached
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1] * 3000}, "limit is 2048 tokens"),
+        ({"prompt": [1] * 2040, "max_tokens": 9}, "limit is 2048 tokens"),
+        ({"prompt": [1 << 30]}, "Token ids must be between"),
+        ({"prompt": [-1]}, "Token ids must be between"),
+        ({"prompt": PROMPT, "request_id": "no spaces"}, "request id"),
+        ({"prompt": PROMPT, "output": (1, 2), "max_tokens": 2}, "has reached max_tokens"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_the_engine_goes_on(
+    engine: Engine, fields: dict[str, object], words: str
+) -> None:
+    with Link(engine, "refusals") as link:
+        link.snapshot()
+        request_id = str(fields.get("request_id", "bad"))
+        link.submit(**{"request_id": request_id, **fields})
+        link.submit("good", PROMPT)
+        outputs: dict[str, pb.SequenceOutput] = {}
+        while len(outputs) < 2:
+            outputs |= {output.request_id: output for output in link.batch().outputs if output.finish_reason}
+    refusal = outputs[request_id]
+    assert refusal.finish_reason == types_pb2.FINISH_REASON_ERROR
+    assert refusal.error.code == types_pb2.ERROR_CODE_INVALID
+    assert words in refusal.error.message
+    assert outputs["good"].finish_reason == types_pb2.FINISH_REASON_LENGTH
+
+
+def test_parameters_out_of_range_are_refused(engine: Engine) -> None:
+    with Link(engine, "ranges") as link:
+        link.snapshot()
+        sampling = types_pb2.SamplingParams(temperature=9.0, max_tokens=4)
+        link.send(submit=pb.Submit(request_id="hot", prompt_token_ids=PROMPT, sampling=sampling))
+        (output,) = link.batch().outputs
+    assert output.error.param == "temperature"
+
+
+def test_an_id_cannot_be_used_twice_at_once(engine: Engine) -> None:
+    with Link(engine, "twice") as link:
+        link.snapshot()
+        link.submit("same", PROMPT, max_tokens=500)
+        link.submit("same", PROMPT, max_tokens=500)
+        errors: list[pb.SequenceOutput] = []
+        while not errors:
+            errors = [output for output in link.batch().outputs if output.finish_reason]
+        assert errors[0].error.code == types_pb2.ERROR_CODE_CONFLICT
+        link.send(cancel=pb.Cancel(request_id="same"))
+        while not any(o.finish_reason == types_pb2.FINISH_REASON_ABORT for o in link.batch().outputs):
+            pass
+
+
+def test_a_cancelled_request_frees_its_blocks(engine: Engine) -> None:
+    with Link(engine, "cancel") as link:
+        link.snapshot()
+        link.submit("long", PROMPT, max_tokens=1000)
+        for _ in range(3):
+            link.batch()
+        link.send(cancel=pb.Cancel(request_id="long"))
+        batch = link.batch()
+        while not any(output.finish_reason for output in batch.outputs):
+            batch = link.batch()
+        assert batch.load.blocks_free == batch.load.blocks_total
+
+
+def test_a_session_that_reconnects_in_time_misses_nothing(engine: Engine) -> None:
+    with Link(engine, "resume") as link:
+        link.snapshot()
+        link.submit("whole", PROMPT, max_tokens=200)
+        whole, _ = link.collect("whole")
+    link = Link(engine, "resume-2")
+    generation = link.snapshot().generation
+    link.submit("long", PROMPT, max_tokens=200)
+    seen: list[int] = []
+    for _ in range(10):
+        batch = link.batch()
+        seen += [token for output in batch.outputs for token in output.token_ids]
+    link.break_off()
+    time.sleep(0.3)
+    with Link(engine, "resume-2", last_sequence=batch.sequence) as link:
+        snapshot = link.snapshot()
+        assert snapshot.resumed
+        assert (snapshot.generation, snapshot.sequence) == (generation, batch.sequence)
+        link.skipped = len(seen)
+        rest, _ = link.collect("long")
+    assert seen + rest == whole
+
+
+def test_a_session_that_stays_away_is_forgotten_with_its_requests(engine: Engine) -> None:
+    link = Link(engine, "away")
+    link.snapshot()
+    link.submit("long", PROMPT, max_tokens=2000)
+    batch = link.batch()
+    link.break_off()
+    # The demo model may reach its limit before the grace is over, so what counts is that nothing runs afterwards.
+    time.sleep(GRACE)
+    eventually(lambda: engine.metric("quire_engine_running_sequences") == 0)
+    with Link(engine, "away", last_sequence=batch.sequence) as again:
+        assert not again.snapshot().resumed
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pb.SessionRequest(ack=pb.Ack(sequence=1)),
+        pb.SessionRequest(),
+        pb.SessionRequest(open=pb.Open(session_id="a b")),
+        pb.SessionRequest(open=pb.Open(session_id="x" * 65)),
+    ],
+)
+def test_a_session_must_begin_with_a_proper_open(engine: Engine, first: pb.SessionRequest) -> None:
+    with grpc.insecure_channel(engine.address) as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            list(engine_pb2_grpc.EngineStub(channel).Session(iter([first])))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
+    engine = Engine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
+    with Link(engine, "drain") as link:
+        link.snapshot()
+        link.submit("long", PROMPT, max_tokens=300)
+        link.skipped = sum(len(output.token_ids) for output in link.batch().outputs)
+        engine.popen.terminate()
+        tokens, last = link.collect("long")
+    assert link.skipped + len(tokens) == 300
+    assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert engine.stop() == 0

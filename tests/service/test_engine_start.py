@@ -1,0 +1,82 @@
+"""A model folder or a setting that cannot work stops the engine at the start, with one sentence."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.service.conftest import DEMO
+from tests.support.processes import Engine
+
+
+def broken(tmp_path: Path, **config: object) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO, folder)
+    if config:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    return folder
+
+
+def sentence_of(model: Path, tmp_path: Path, *flags: str) -> tuple[int, str]:
+    engine = Engine(model, tmp_path, *flags)
+    code = engine.wait()
+    lines = [line for line in engine.text.splitlines() if line.startswith("quire-engine: ")]
+    assert len(lines) == 1, engine.text
+    assert "Traceback" not in engine.text
+    return code, lines[0]
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    code, sentence = sentence_of(tmp_path / "nowhere", tmp_path)
+    assert code == 1
+    assert "nowhere" in sentence
+
+
+def test_a_missing_weights_file_is_named(tmp_path: Path) -> None:
+    folder = broken(tmp_path)
+    (folder / "model.safetensors").unlink()
+    code, sentence = sentence_of(folder, tmp_path)
+    assert code == 1
+    assert "safetensors" in sentence
+
+
+def test_a_truncated_weights_file_is_named(tmp_path: Path) -> None:
+    folder = broken(tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    code, sentence = sentence_of(folder, tmp_path)
+    assert code == 1
+    assert "model.safetensors" in sentence
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    folder = broken(tmp_path, intermediate_size=config["intermediate_size"] * 2)
+    code, sentence = sentence_of(folder, tmp_path)
+    assert code == 1
+    assert "proj" in sentence
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    folder = broken(tmp_path, architectures=["GrandioseForCausalLM"])
+    code, sentence = sentence_of(folder, tmp_path)
+    assert code == 1
+    assert "GrandioseForCausalLM" in sentence
+
+
+def test_memory_that_holds_no_block_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    code, sentence = sentence_of(DEMO, tmp_path, "--kv-cache-memory", "1000")
+    assert code == 1
+    assert "1000" in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [(("--max-num-seqs", "0"), "--max-num-seqs"), (("--dtype", "int3"), "--dtype"), (("--swap-space", "-1"), "--swap-space")],
+)
+def test_a_wrong_setting_is_named(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
+    code, sentence = sentence_of(DEMO, tmp_path, *flags)
+    assert code == 2
+    assert words in sentence

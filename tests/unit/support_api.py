@@ -1,0 +1,233 @@
+"""Both APIs on real sockets, in front of a runner that answers from a script instead of engines."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc
+from quire_proto.sampling import FinishReason
+from quire_router.api.backend import FleetView, Runner
+from quire_router.api.frontend import Frontend
+from quire_router.api.identity import Keys
+from quire_router.api.rest.app import RestApp, build_admin, build_api
+from quire_router.api.rest.server import HttpServer, listen
+from quire_router.api.rpc.server import RpcServer
+from quire_router.api.running import Running
+from quire_router.generation import Delta, Generation, Usage
+from quire_router.text.chat_template import ChatTemplate
+from quire_router.text.model_text import ModelText
+
+from tests.unit.support_text import CHAT_TEMPLATE, byte_level
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 64
+VOCAB_SIZE = byte_level().get_vocab_size()
+Script = Sequence[str | FinishReason | Exception | asyncio.Event]
+ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = VOCAB_SIZE
+
+
+@dataclass
+class ScriptedFleet:
+    """A fleet that is what the test says."""
+
+    engines: int = 1
+    told: Limits | None = field(default_factory=Limits)
+
+    def limits(self, model: str) -> Limits | None:
+        return self.told
+
+    def ready(self, model: str) -> int:
+        return self.engines
+
+
+@dataclass
+class ScriptedRunner:
+    """Answers every request by ``script``: texts are pieces, a reason ends, an error is raised, an event is waited
+    for.
+    """
+
+    script: Script = ANSWER
+    generations: list[Generation] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    aborts: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def run(self, generation: Generation) -> AsyncGenerator[Delta]:
+        return self._run(generation)
+
+    def cancel(self, request_id: str) -> bool:
+        abort = self.aborts.get(request_id)
+        if abort is not None:
+            abort.set()
+        return abort is not None
+
+    async def _run(self, generation: Generation) -> AsyncGenerator[Delta]:
+        self.generations.append(generation)
+        self.aborts[generation.request_id] = asyncio.Event()
+        ended = False
+        try:
+            async for delta in self._play(generation):
+                ended = delta.finish_reason is not None
+                yield delta
+        except Exception:
+            ended = True
+            raise
+        finally:
+            del self.aborts[generation.request_id]
+            if not ended:
+                self.abandoned.set()
+
+    async def _play(self, generation: Generation) -> AsyncIterator[Delta]:
+        tokens = 0
+        usage = Usage(len(generation.prompt_token_ids), 0, 2)
+        self.begun.set()
+        for step in self.script:
+            if isinstance(step, asyncio.Event):
+                if await self._aborted_before(step, generation.request_id):
+                    yield Delta("", [], FinishReason.ABORT, replace(usage, completion_tokens=tokens))
+                    return
+            elif isinstance(step, Exception):
+                raise step
+            elif isinstance(step, FinishReason):
+                yield Delta("", [], step, replace(usage, completion_tokens=tokens))
+            else:
+                tokens += 1
+                yield Delta(step, [tokens])
+
+    async def _aborted_before(self, event: asyncio.Event, request_id: str) -> bool:
+        abort = self.aborts[request_id]
+        waits = [asyncio.ensure_future(each.wait()) for each in (event, abort)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return abort.is_set()
+
+
+@dataclass
+class Stage:
+    """A running frontend and how to reach it."""
+
+    frontend: Frontend
+    fleet: ScriptedFleet
+    runner: ScriptedRunner
+    app: RestApp
+    port: int
+    admin_port: int
+    rpc_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(f"127.0.0.1:{self.rpc_port}")
+
+
+@asynccontextmanager
+async def open_stage(
+    script: Script = ANSWER,
+    *,
+    keys: Sequence[str] = (),
+    concurrent: int = 64,
+    max_body_bytes: int = 100_000,
+    patience: float = 20.0,
+    template: str = CHAT_TEMPLATE,
+) -> AsyncIterator[Stage]:
+    """Serves until the block ends."""
+    texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
+    fleet, runner = ScriptedFleet(), ScriptedRunner(script)
+    frontend = _frontend(texts, fleet, runner, keys, concurrent)
+    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience)
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
+    rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience)
+    await rpc.start()
+    async with asyncio.TaskGroup() as serving:
+        for each in (server, admin):
+            serving.create_task(each.run_until_stopped())
+        try:
+            yield Stage(frontend, fleet, runner, app, server.port, admin.port, rpc.port)
+        finally:
+            server.should_exit = admin.should_exit = True
+            await rpc.stop(0)
+            frontend.close()
+
+
+def _frontend(
+    texts: dict[str, ModelText], fleet: FleetView, runner: Runner, keys: Sequence[str], concurrent: int
+) -> Frontend:
+    return Frontend(texts, fleet, runner, Keys(keys), Running(concurrent))
+
+
+@dataclass
+class Answer:
+    """A raw HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self):
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, object]:
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[object]:
+        """The events of a stream; the end mark as the string it is."""
+        lines = self.body.decode().split("\n\n")
+        assert lines.pop() == ""
+        data = [line.removeprefix("data: ") for line in lines]
+        return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+async def ask(port: int, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:
+    """One request over a connection of its own, exactly as written here."""
+    payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    given = {"host": "test", "content-type": "application/json", "content-length": str(len(payload)), **(headers or {})}
+    head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode("latin-1") + payload)
+        return parse(await reader.read())
+    finally:
+        writer.close()
+
+
+def parse(raw: bytes) -> Answer:
+    head, _, body = raw.partition(b"\r\n\r\n")
+    status, *lines = head.decode("latin-1").split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = _unchunked(body)
+    return Answer(int(status.split()[1]), headers, body)
+
+
+def _unchunked(body: bytes) -> bytes:
+    out = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        out, body = out + body[:length], body[length + 2 :]
+    return out
+
+
+def chat(content: object = "hello", **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def completion(prompt: object = "hello", **fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": prompt, **fields}

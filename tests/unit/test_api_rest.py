@@ -1,0 +1,376 @@
+"""The REST API over real sockets: OpenAI's shapes, errors, and clients that leave."""
+
+import asyncio
+import json
+import re
+
+import openai
+import pytest
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+
+from tests.unit.support_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, parse
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
+TEXT = "Hello wörld"
+
+
+def client(stage, key="none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0)
+
+
+# The answers
+
+
+async def test_a_chat_is_answered_as_the_openai_client_expects_it():
+    async with open_stage() as stage, client(stage) as api:
+        answer = await api.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+
+    assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", MODEL, "chatcmpl-")
+    assert answer.choices[0].message.content == TEXT
+    assert (answer.choices[0].message.role, answer.choices[0].finish_reason) == ("assistant", "stop")
+    prompt_tokens = len(stage.runner.generations[0].prompt_token_ids)
+    assert answer.usage.model_dump(exclude_none=True) == {
+        **USAGE,
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + 4,
+    }
+
+
+async def test_a_completion_is_answered_as_the_openai_client_expects_it():
+    async with open_stage() as stage, client(stage) as api:
+        answer = await api.completions.create(model=MODEL, prompt="hi", max_tokens=5)
+
+    assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", MODEL, "cmpl-")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT, "stop")
+    assert answer.usage.completion_tokens == 4
+
+
+async def test_a_chat_stream_begins_with_the_role_and_ends_with_the_reason():
+    async with open_stage() as stage, client(stage) as api:
+        stream = await api.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        chunks = [chunk async for chunk in stream]
+
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * 4 + ["stop"]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_a_completion_stream_has_the_same_text():
+    async with open_stage() as stage, client(stage) as api:
+        stream = await api.completions.create(model=MODEL, prompt="hi", stream=True)
+        chunks = [chunk async for chunk in stream]
+
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (COMPLETIONS, completion())])
+async def test_the_usage_comes_in_a_last_chunk_without_choices_when_it_is_asked_for(path, body):
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    async with open_stage() as stage:
+        events = (await ask(stage.port, "POST", path, body)).events
+
+    *others, usage, done = events
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    assert all(event["usage"] is None and len(event["choices"]) == 1 for event in others)
+
+
+async def test_text_travels_so_that_no_reader_of_lines_can_break_it():
+    text = 'a"\\\n\r\u2028\x85é😀</script>'
+    async with open_stage([text, FinishReason.LENGTH]) as stage:
+        answer = await ask(stage.port, "POST", COMPLETIONS, completion(stream=True))
+
+    assert answer.body.isascii()
+    assert answer.events[0]["choices"][0]["text"] == text
+    assert answer.events[1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_models_are_listed_with_their_length_once_it_is_known():
+    async with open_stage() as stage, client(stage) as api:
+        models = [model async for model in await api.models.list()]
+        model = await api.models.retrieve(MODEL)
+        with pytest.raises(openai.NotFoundError):
+            await api.models.retrieve("other")
+
+    assert [each.id for each in models] == [MODEL]
+    assert (model.object, model.owned_by, model.max_model_len) == ("model", "quire", MAX_MODEL_LEN)
+
+
+async def test_the_request_id_in_the_header_is_ours_and_is_part_of_the_answers_id():
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(), {"x-request-id": "mine"})
+
+    assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+    assert answer.json["id"] == "chatcmpl-" + answer.headers["x-request-id"]
+    assert stage.runner.generations[0].request_id == answer.headers["x-request-id"]
+
+
+# Health and metrics
+
+
+async def test_health_says_which_models_have_engines():
+    async with open_stage() as stage:
+        assert (await ask(stage.port, "GET", "/health")).status == 200
+        stage.fleet.engines = 0
+        for port in (stage.port, stage.admin_port):
+            answer = await ask(port, "GET", "/health")
+            assert (answer.status, answer.json["ready_engines"]) == (503, {MODEL: 0})
+            assert "retry-after" in answer.headers
+            assert (await ask(port, "GET", "/live")).status == 200
+
+
+async def test_metrics_are_there_on_both_ports():
+    async with open_stage() as stage:
+        await ask(stage.port, "POST", CHAT, {})
+        for port in (stage.port, stage.admin_port):
+            answer = await ask(port, "GET", "/metrics")
+            assert answer.headers["content-type"].startswith("text/plain")
+            assert b'quire_rejections_total{reason="invalid"}' in answer.body
+
+
+async def test_the_admin_port_serves_nothing_else():
+    async with open_stage() as stage:
+        assert (await ask(stage.admin_port, "GET", "/v1/models")).status == 404
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "not_found"),
+        ("POST", "/v1/chat/completions/", 404, "not_found"),
+        ("GET", CHAT, 405, "method_not_allowed"),
+        ("DELETE", "/v1/models", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(method, path, status, code):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, method, path)
+
+    assert (answer.status, answer.error["code"]) == (status, code)
+    assert answer.error["request_id"] == answer.headers["x-request-id"]
+    assert ("allow" in answer.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model":', b"[" * 50_000])
+async def test_a_body_that_is_no_json_object_is_refused(body):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", CHAT, body)
+
+    assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_another_content_type_is_refused(kind):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(), {"content-type": kind})
+
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
+
+
+async def test_a_charset_beside_the_content_type_is_fine():
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(), {"content-type": "Application/JSON; charset=utf-8"})
+
+    assert answer.status == 200
+
+
+async def test_a_body_over_the_limit_is_refused_with_the_limit():
+    async with open_stage(max_body_bytes=1000) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat("x" * 1000))
+
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+    assert "1000" in answer.error["message"]
+
+
+async def test_a_body_without_a_stated_length_is_bounded_while_it_arrives():
+    async with open_stage(max_body_bytes=1000) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        writer.write(head.encode() + (b"200\r\n" + b"x" * 512 + b"\r\n") * 3)
+        answer = parse(await reader.read())  # the body never ends, the answer comes all the same
+        writer.close()
+
+    assert answer.status == 413
+
+
+async def test_a_body_that_does_not_arrive_is_given_up():
+    async with open_stage(patience=0.05) as stage:
+        answer = await ask(stage.port, "POST", CHAT, b"{", {"content-length": "50"})
+
+    assert (answer.status, answer.error["code"]) == (408, "body_too_slow")
+    assert len(stage.frontend.running) == 0
+
+
+@pytest.mark.parametrize("size", [20_000, 300_000])
+async def test_headers_over_the_limit_are_refused(size):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "GET", "/v1/models", None, {"x-long": "x" * size})
+
+    assert answer.status in (400, 431)
+
+
+async def test_headers_that_never_end_are_not_collected():
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(b"GET /live HTTP/1.1\r\nx-long: ")
+        for _ in range(20):
+            writer.write(b"x" * 1000)
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_error_before_the_first_piece_has_its_own_status(code, stream):
+    error = QuireError(code, "It is so.", param="model", retry_after=1.5)
+    async with open_stage([error]) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
+
+    assert answer.status == error.status.http
+    assert answer.error == {
+        "message": "It is so.",
+        "type": error.status.kind,
+        "param": "model",
+        "code": code.name.lower(),
+        "request_id": answer.headers["x-request-id"],
+    }
+    assert answer.headers["retry-after"] == "2"
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
+    error = QuireError(ErrorCode.UNAVAILABLE, "The engines went away.")
+    async with open_stage(["one", error]) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(stream=True))
+
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["type"] == "service_unavailable_error"
+    assert answer.events[-1]["error"]["request_id"] == answer.headers["x-request-id"]
+    assert "[DONE]" not in answer.events
+
+
+async def test_the_openai_client_raises_the_error_in_the_middle_of_a_stream():
+    async with open_stage(["one", QuireError(ErrorCode.UNAVAILABLE, "Gone.")]) as stage, client(stage) as api:
+        stream = await api.completions.create(model=MODEL, prompt="hi", stream=True)
+        with pytest.raises(openai.APIError, match=r"Gone\."):
+            [chunk async for chunk in stream]
+
+
+@pytest.mark.parametrize("script", [["one"], []], ids=["after a piece", "before any"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_without_an_end_is_never_passed_on_as_complete(script, stream):
+    async with open_stage(script) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
+
+    last = answer.events[-1] if answer.status == 200 else answer.json
+    assert last["error"]["type"] == "server_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_goes_wrong_inside_is_logged_and_not_told(stream, caplog):
+    async with open_stage(["one", RuntimeError("the secret /path")]) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(stream=stream))
+
+    assert b"secret" not in answer.body
+    assert b"server_error" in answer.body
+    record = next(record for record in caplog.records if record.exc_info)
+    assert answer.headers["x-request-id"] in record.getMessage()
+    assert "the secret" in str(record.exc_info[1])
+
+
+async def test_more_requests_than_allowed_get_429_with_a_time_to_come_back():
+    release = asyncio.Event()
+    async with open_stage([release, *ANSWER], concurrent=1) as stage:
+        first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
+        await stage.runner.begun.wait()
+        refused = await ask(stage.port, "POST", COMPLETIONS, completion())
+        assert (await ask(stage.port, "GET", "/health")).status == 200
+        release.set()
+        assert (await first).status == 200
+        again = await ask(stage.port, "POST", COMPLETIONS, completion())
+
+    assert (refused.status, refused.error["type"]) == (429, "rate_limit_error")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert again.status == 200
+
+
+async def test_a_router_that_stops_finishes_what_runs_and_refuses_what_comes():
+    release = asyncio.Event()
+    async with open_stage([release, *ANSWER]) as stage:
+        first = asyncio.create_task(ask(stage.port, "POST", CHAT, chat()))
+        await stage.runner.begun.wait()
+        stage.frontend.running.stop_accepting()
+        refused = await ask(stage.port, "POST", CHAT, chat())
+        health = await ask(stage.port, "GET", "/health")
+        release.set()
+        assert (await first).status == 200
+
+    assert (refused.status, health.status) == (503, 503)
+
+
+async def test_no_engine_yet_is_503_with_a_time_to_come_back():
+    async with open_stage() as stage:
+        stage.fleet.told = None
+        answer = await ask(stage.port, "POST", CHAT, chat())
+
+    assert answer.status == 503
+    assert "retry-after" in answer.headers
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("pieces", [[], ["one"]], ids=["before the first piece", "after it"])
+async def test_a_client_that_leaves_cancels_its_request_at_once(stream, pieces):
+    never = asyncio.Event()
+    async with open_stage([*pieces, never]) as stage:
+        _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        body = json.dumps(chat(stream=stream)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await stage.runner.begun.wait()
+        writer.close()
+        async with asyncio.timeout(10):
+            await stage.runner.abandoned.wait()
+            while len(stage.frontend.running):
+                await asyncio.sleep(0.001)
+
+
+async def test_a_client_that_does_not_read_is_given_up():
+    endless = ["x" * 100_000] * 1000
+    async with open_stage([*endless, FinishReason.STOP], patience=0.1) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        body = json.dumps(chat(stream=True)).encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        async with asyncio.timeout(30):
+            await stage.runner.abandoned.wait()
+        writer.transport.abort()
+
+
+async def test_one_connection_carries_many_requests():
+    async with open_stage() as stage, client(stage) as api:
+        answers = [await api.completions.create(model=MODEL, prompt="hi") for _ in range(3)]
+
+    assert len({answer.id for answer in answers}) == 3
