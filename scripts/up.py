@@ -100,7 +100,7 @@ def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     python = [sys.executable, "-m"]
     started: list[tuple[str, list[str]]] = []
     if plan.redis_port:
-        redis = f"redis-server --port {plan.redis_port} --bind 127.0.0.1 --save '' --appendonly yes --loglevel warning"
+        redis = f"redis-server --port {plan.redis_port} --bind 127.0.0.1 --save '' --appendonly yes --logfile redis.log"
         started.append(("redis", [*shlex.split(redis), "--dir", str(run_dir)]))
     for index, (port, metrics_port) in enumerate(plan.engine_ports, 1):
         where = ["--port", str(port), "--metrics-port", str(metrics_port)]
@@ -137,7 +137,7 @@ def announce(plan: Plan, manager: Manager) -> None:
 def how_to_try(plan: Plan) -> str:
     """A command that streams an answer."""
     chat = (plan.model / "chat_template.jinja").is_file() or "chat_template" in tokenizer_config(plan.model)
-    body: dict[str, object] = {"model": plan.name, "stream": True}
+    body: dict[str, object] = {"model": plan.name, "stream": True, "temperature": 0}
     if chat:
         body["messages"] = [{"role": "user", "content": "What is 7 plus 5?"}]
     else:

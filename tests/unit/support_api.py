@@ -201,28 +201,28 @@ async def ask(port: int, method: str, path: str, body: object = None, headers: d
     head = "".join(f"{name}: {value}\r\n" for name, value in given.items())
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(f"{method} {path} HTTP/1.1\r\n{head}connection: close\r\n\r\n".encode("latin-1") + payload)
-        return parse(await reader.read())
+        writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + payload)
+        return await read_answer(reader)
     finally:
         writer.close()
 
 
-def parse(raw: bytes) -> Answer:
-    head, _, body = raw.partition(b"\r\n\r\n")
-    status, *lines = head.decode("latin-1").split("\r\n")
+async def read_answer(reader: asyncio.StreamReader) -> Answer:
+    """The next answer on a connection."""
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     if headers.get("transfer-encoding") == "chunked":
-        body = _unchunked(body)
-    return Answer(int(status.split()[1]), headers, body)
+        return Answer(int(status.split()[1]), headers, await _read_chunks(reader))
+    return Answer(int(status.split()[1]), headers, await reader.readexactly(int(headers["content-length"])))
 
 
-def _unchunked(body: bytes) -> bytes:
-    out = b""
-    while body:
-        size, _, body = body.partition(b"\r\n")
-        length = int(size, 16)
-        out, body = out + body[:length], body[length + 2 :]
-    return out
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    body = b""
+    while True:
+        size = int(await reader.readline(), 16)
+        body += (await reader.readexactly(size + 2))[:size]
+        if size == 0:
+            return body
 
 
 def chat(content: object = "hello", **fields: object) -> dict[str, object]:

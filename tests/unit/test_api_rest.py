@@ -3,13 +3,14 @@
 import asyncio
 import json
 import re
+from contextlib import suppress
 
 import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 
-from tests.unit.support_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, parse
+from tests.unit.support_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -195,6 +196,19 @@ async def test_a_body_over_the_limit_is_refused_with_the_limit():
     assert "1000" in answer.error["message"]
 
 
+async def test_a_refused_body_does_not_disturb_the_next_request_on_its_connection():
+    async with open_stage(max_body_bytes=1000) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 3000000\r\n\r\n"
+        writer.write(head.encode() + b"GET /live HTTP/1.1\r\n\r\n" * 120_000)
+        assert (await read_answer(reader)).status == 413
+        writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = await read_answer(reader)
+        writer.close()
+
+    assert answer.json["object"] == "list"
+
+
 async def test_a_body_without_a_stated_length_is_bounded_while_it_arrives():
     async with open_stage(max_body_bytes=1000) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
@@ -202,7 +216,7 @@ async def test_a_body_without_a_stated_length_is_bounded_while_it_arrives():
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         writer.write(head.encode() + (b"200\r\n" + b"x" * 512 + b"\r\n") * 3)
-        answer = parse(await reader.read())  # the body never ends, the answer comes all the same
+        answer = await read_answer(reader)  # the body never ends, the answer comes all the same
         writer.close()
 
     assert answer.status == 413
@@ -216,23 +230,26 @@ async def test_a_body_that_does_not_arrive_is_given_up():
     assert len(stage.frontend.running) == 0
 
 
-@pytest.mark.parametrize("size", [20_000, 300_000])
-async def test_headers_over_the_limit_are_refused(size):
+@pytest.mark.parametrize("where", ["header", "target"])
+async def test_a_request_head_over_the_limit_is_refused(where):
+    path, header = ("/v1/models", "x" * 17_000) if where == "header" else ("/v1/models?" + "x" * 17_000, "")
     async with open_stage() as stage:
-        answer = await ask(stage.port, "GET", "/v1/models", None, {"x-long": "x" * size})
+        answer = await ask(stage.port, "GET", path, None, {"x-long": header})
 
-    assert answer.status in (400, 431)
+    assert (answer.status, answer.error["code"]) == (431, "headers_too_large")
 
 
 async def test_headers_that_never_end_are_not_collected():
     async with open_stage() as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         writer.write(b"GET /live HTTP/1.1\r\nx-long: ")
-        for _ in range(20):
-            writer.write(b"x" * 1000)
-            await writer.drain()
-            await asyncio.sleep(0)
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        with suppress(ConnectionError):  # the server may be gone before it has read all of this
+            for _ in range(10_000):
+                writer.write(b"x" * 1000)
+                await writer.drain()
+            pytest.fail("the server read ten megabytes of one header")
+        with suppress(ConnectionError):
+            await reader.read()
         writer.close()
 
 
@@ -351,14 +368,14 @@ async def test_a_client_that_leaves_cancels_its_request_at_once(stream, pieces):
         writer.close()
         async with asyncio.timeout(10):
             await stage.runner.abandoned.wait()
-            while len(stage.frontend.running):
+            while len(stage.frontend.running):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.001)
 
 
 async def test_a_client_that_does_not_read_is_given_up():
     endless = ["x" * 100_000] * 1000
     async with open_stage([*endless, FinishReason.STOP], patience=0.1) as stage:
-        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        _reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
         body = json.dumps(chat(stream=True)).encode()
         head = (
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: the compiled kernel and its torch form, against the formula; and how the kernel is built."""
+"""Paged attention on the CPU: the kernel and its torch form against the formula, and how the kernel is built."""
 
 import logging
 import os
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.attention.kernels import build, fused
@@ -126,7 +125,7 @@ SHAPES = st.builds(
     head_dim=st.sampled_from([32, 64, 80, 128]),
     block_size=st.sampled_from([1, 5, 16, 32]),
 )
-LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 150)), min_size=1, max_size=4)
+LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=4)
 WINDOWS = st.none() | st.integers(1, 100)
 
 
@@ -235,7 +234,8 @@ def test_very_large_scores_neither_overflow_nor_vanish(use_kernel):
     sequence = random_sequence(shape, 20, 90, torch.float32, 4)
     sequence.query *= 300
     case = place(shape, [sequence], seed=6)
-    assert_close(case.run(CpuAttention(shape, use_kernel=use_kernel)), case.expected())
+    out = case.run(CpuAttention(shape, use_kernel=use_kernel))
+    torch.testing.assert_close(out.double(), case.expected(), atol=2e-3, rtol=2e-3)  # scores in the thousands
 
 
 @pytest.mark.parametrize("use_kernel", FORMS)

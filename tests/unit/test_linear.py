@@ -1,4 +1,4 @@
-"""Linear layers with a packed weight: the same product, one copy of the weight, and the plain product as the way out."""
+"""Linear layers with a packed weight: the same product, one copy of the weight, and a way out."""
 
 import weakref
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
-
 from quire_engine.models import linear
 from quire_engine.models.linear import PackedLinear
+from torch.nn import functional as F
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 
@@ -25,9 +24,9 @@ def draw(*size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     inputs=st.integers(1, 200),
     outputs=st.integers(1, 200),
     has_bias=st.booleans(),
-    gap=st.integers(0, 5),
 )
-def test_the_product_is_that_of_the_plain_layer(dtype, rows, inputs, outputs, has_bias, gap):
+def test_the_product_is_that_of_the_plain_layer(dtype, rows, inputs, outputs, has_bias):
+    gap = inputs % 4
     weight, bias = draw(outputs, inputs, dtype=dtype), draw(outputs, dtype=dtype) if has_bias else None
     x = draw(rows, inputs + gap, dtype=dtype, seed=1)[:, gap:]
     expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -83,7 +82,7 @@ def _refuse(*_):
         pytest.param(_Operators(lambda w, _: w, _refuse), id="failing at the product"),
         pytest.param(_Operators(lambda w, _: w, lambda x, w, b, *_: F.linear(x, w, b) * 1.01), id="wrong"),
         pytest.param(_Operators(lambda w, _: w, lambda x, w, b, *_: F.linear(x, w, b) * torch.nan), id="NaN"),
-        pytest.param(_Operators(lambda w, _: w, lambda x, w: F.linear(x, w)), id="of another signature"),
+        pytest.param(_Operators(lambda w, _: w, F.relu), id="of another signature"),
     ],
 )
 def test_packing_that_cannot_be_trusted_is_done_without(monkeypatch, operators):

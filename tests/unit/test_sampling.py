@@ -192,9 +192,9 @@ def test_what_is_kept_is_what_the_definition_keeps(
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.7), (6, 0.5), (1500, 1.0), (0, 0.97)])
 def test_draws_stay_in_what_is_kept_and_reach_all_of_it(top_k: int, top_p: float) -> None:
-    logits = torch.cat([torch.tensor([3.0, 2.0, 2.0, 1.0, 0.5]), torch.full((1995,), -1.0 - 4 * (top_p < 0.9))])
+    logits = torch.cat([torch.tensor([3.0, 2.0, 2.0, 1.0, 0.5]), torch.full((1995,), -5.0)])
     logits[1500:] -= 30
-    count = 3000
+    count = 1000
     batch = [SamplingParams(top_k=top_k, top_p=top_p, seed=seed) for seed in range(count)]
     drawn = set(draw(logits.expand(count, -1), batch, [0] * count))
     kept = support(logits.tolist(), 1.0, top_k, top_p)
@@ -203,8 +203,8 @@ def test_draws_stay_in_what_is_kept_and_reach_all_of_it(top_k: int, top_p: float
 
 
 def test_a_flat_row_keeps_more_tokens_than_the_narrow_look_holds() -> None:
-    batch = [SamplingParams(top_p=0.9, seed=seed) for seed in range(400)]
-    drawn = draw(torch.linspace(0, 0.001, 8000).expand(400, -1), batch, [0] * 400)
+    batch = [SamplingParams(top_p=0.9, seed=seed) for seed in range(100)]
+    drawn = draw(torch.linspace(0, 0.001, 8000).expand(100, -1), batch, [0] * 100)
     assert min(drawn) < 2000
     assert min(drawn) >= 790
     assert max(drawn) > 7000

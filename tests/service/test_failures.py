@@ -1,0 +1,129 @@
+"""Parts die while clients stream: the answer goes on, or ends with a typed error; never silently."""
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.support.processes import Engine, Process, Router, eventually
+from tests.support.redis_server import RedisServer, redis_server
+
+LONG = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 1200, "temperature": 1.2, "seed": 11}
+IGNORE_EOS = {"extra_body": {"ignore_eos": True}}
+
+
+@dataclass
+class Fleet:
+    """Parts that a test may kill."""
+
+    folder: Path
+    redis: RedisServer
+    engines: list[Engine]
+    router: Router
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.router.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def busy_engine(self) -> Engine:
+        eventually(lambda: any(self.is_busy(engine) for engine in self.engines))
+        return next(engine for engine in self.engines if self.is_busy(engine))
+
+    @staticmethod
+    def is_busy(engine: Engine) -> bool:
+        return engine.metric("quire_engine_running_sequences") > 0
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with redis_server() as redis:
+        engines = [Engine(DEMO, tmp_path, *SMALL_POOLS) for _ in range(2)]
+        router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
+        try:
+            for process in (*engines, router):
+                process.wait_ready()
+            yield Fleet(tmp_path, redis, engines, router)
+        finally:
+            for process in (router, *engines):
+                end(process)
+
+
+def end(process: Process) -> None:
+    if process.popen.poll() is None:
+        process.stop()
+
+
+def texts(stream: object) -> Iterator[str]:
+    return (chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+def test_an_engine_that_is_killed_changes_no_token(fleet: Fleet) -> None:
+    undisturbed = fleet.client.completions.create(**LONG, **IGNORE_EOS).choices[0].text
+    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    seen = [next(stream) for _ in range(20)]
+    fleet.busy_engine().kill()
+    seen += stream
+    assert "".join(seen) == undisturbed
+
+
+def test_without_any_engine_the_end_is_a_typed_error(fleet: Fleet) -> None:
+    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    next(stream)
+    for engine in fleet.engines:
+        engine.kill()
+    with pytest.raises(openai.APIError) as failed:
+        list(stream)
+    assert failed.value.body["type"] == "service_unavailable_error"
+    with pytest.raises(openai.InternalServerError) as refused:
+        fleet.client.completions.create(**LONG)
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_redis_may_die_and_come_back(fleet: Fleet) -> None:
+    stream = texts(fleet.client.completions.create(**LONG, **IGNORE_EOS, stream=True))
+    seen = [next(stream) for _ in range(10)]
+    fleet.redis.kill()
+    seen += stream
+    assert len("".join(seen)) > 1000, "the running stream did not go on"
+    assert fleet.client.completions.create(model=MODEL, prompt="Once", max_tokens=4).usage.completion_tokens == 4
+    eventually(lambda: fleet.router.metric("quire_journal_available") == 0)
+    fleet.redis.start()
+    eventually(lambda: fleet.router.metric("quire_journal_available") == 1, message="the journal did not come back")
+
+
+def test_a_router_that_starts_before_its_engines_waits_for_them(fleet: Fleet, tmp_path: Path) -> None:
+    late = Engine(DEMO, tmp_path, *SMALL_POOLS)
+    early = Router(DEMO, [late.address], tmp_path)
+    try:
+        early.wait_ready()
+        client = OpenAI(base_url=f"{early.url}/v1", api_key="none")
+        assert client.completions.create(model=MODEL, prompt="Once", max_tokens=2).usage.completion_tokens == 2
+    finally:
+        end(early)
+        end(late)
+
+
+def test_a_stopping_router_ends_its_streams_with_a_typed_error(fleet: Fleet) -> None:
+    router = Router(
+        DEMO, [engine.address for engine in fleet.engines], fleet.folder, "--shutdown-timeout", "0.5"
+    ).wait_ready()
+    body = json.dumps({**LONG, "stream": True, "ignore_eos": True, "max_tokens": 2000}).encode()
+    request = urllib.request.Request(
+        f"{router.url}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.readline()
+        router.popen.terminate()
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert last["error"]["type"] == "service_unavailable_error"
+    assert router.stop() == 0
+    eventually(lambda: not any(fleet.is_busy(engine) for engine in fleet.engines), message="work was left behind")

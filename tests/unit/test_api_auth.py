@@ -1,0 +1,164 @@
+"""Keys: every door but health and metrics is closed without one, whatever a client calls itself."""
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.api.identity import ANYONE, Keys
+
+from tests.unit.support_api import ask, chat, open_stage
+
+KEY, OTHER = "the-right-key", "another-right-key"
+RIGHT = {"authorization": f"Bearer {KEY}"}
+OPEN = {"/health", "/live", "/metrics"}
+WRONG = [
+    {},
+    {"authorization": ""},
+    {"authorization": "Bearer"},
+    {"authorization": "Bearer "},
+    {"authorization": "Bearer wrong"},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"authorization": KEY},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": f"Bearer {KEY},{OTHER}"},
+    {"authorization": "Bearer \xff\xfe"},
+    {"x-api-key": KEY},
+]
+
+
+async def test_every_route_needs_a_key_unless_it_is_on_the_short_list():
+    async with open_stage(keys=[KEY]) as stage:
+        routes = [(method, route.path) for route in stage.app.routes for method in sorted(route.methods)]
+        for method, path in routes:
+            answer = await ask(stage.port, method, path.replace("{model:path}", "tiny"))
+            if path in OPEN:
+                assert answer.status == 200, path
+            else:
+                assert answer.status == 401, path
+
+    assert {path for _, path in routes} > OPEN
+    assert len(routes) >= 10
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=str)
+async def test_a_wrong_key_is_no_key(headers):
+    async with open_stage(keys=[KEY, OTHER]) as stage:
+        answer = await ask(stage.port, "POST", "/v1/chat/completions", chat(), headers)
+
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert answer.error["type"] == "authentication_error"
+    assert stage.runner.generations == []
+
+
+@pytest.mark.parametrize("authorization", [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} ", f"Bearer {OTHER}"])
+async def test_each_right_key_opens(authorization):
+    async with open_stage(keys=[KEY, OTHER]) as stage:
+        answer = await ask(stage.port, "POST", "/v1/chat/completions", chat(), {"authorization": authorization})
+
+    assert answer.status == 200
+
+
+@pytest.mark.parametrize("host", ["x/?", "x/#", "x/health?", "x/metrics#", "/health", "a@b/live", "", "\xff"])
+@pytest.mark.parametrize("path", ["/v1/models", "/health/../v1/models", "//health/v1/models", "/v1/models?/health"])
+async def test_no_host_or_path_talks_its_way_in(host, path):
+    async with open_stage(keys=[KEY]) as stage:
+        answer = await ask(stage.port, "GET", path, None, {"host": host})
+
+    assert answer.status == 401
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/docs", "/openapi.json", "/health/", "/HEALTH", "/%68ealth/x"])
+async def test_without_a_key_not_even_what_exists_can_be_learned(path):
+    async with open_stage(keys=[KEY]) as stage:
+        assert (await ask(stage.port, "GET", path)).status == 401
+
+
+async def test_a_body_is_not_read_before_the_key_was_checked():
+    async with open_stage(keys=[KEY]) as stage:
+        answer = await ask(stage.port, "POST", "/v1/chat/completions", b"", {"content-length": "1000"})
+
+    assert answer.status == 401
+
+
+async def test_each_key_has_its_own_tenant_and_cache_salt():
+    async with open_stage(keys=[KEY, OTHER]) as stage:
+        for key in (KEY, OTHER, KEY):
+            await ask(stage.port, "POST", "/v1/chat/completions", chat(), {"authorization": f"Bearer {key}"})
+        first, second, again = stage.runner.generations
+
+    assert (first.tenant, first.cache_salt) == (again.tenant, again.cache_salt)
+    assert first.tenant != second.tenant
+    assert first.cache_salt != second.cache_salt
+    assert len(first.cache_salt) == 16
+    assert KEY not in first.tenant
+
+
+async def test_without_configured_keys_everyone_shares():
+    async with open_stage() as stage:
+        await ask(stage.port, "POST", "/v1/chat/completions", chat(), RIGHT)
+
+    assert (stage.runner.generations[0].tenant, stage.runner.generations[0].cache_salt) == ("", b"")
+
+
+def test_a_caller_is_known_by_the_key_alone():
+    keys = Keys([KEY])
+
+    assert keys.caller(f"Bearer {KEY}") != ANYONE
+    with pytest.raises(QuireError) as refusal:
+        keys.caller(None)
+    assert refusal.value.code == ErrorCode.UNAUTHENTICATED
+
+
+# gRPC
+
+
+async def unary(channel, method, metadata):
+    call = channel.unary_unary(method)
+    await call(b"", metadata=metadata)
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", KEY),)])
+async def test_every_rpc_needs_a_key_also_reflection_and_unknown_ones(metadata):
+    codes = []
+    async with open_stage(keys=[KEY]) as stage, stage.channel() as channel:
+        stub = InferenceStub(channel)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        calls = [
+            stub.Generate(pb.GenerateRequest(), metadata=metadata),
+            stub.Chat(pb.ChatRequest(), metadata=metadata),
+            stub.Cancel(pb.CancelRequest(), metadata=metadata),
+            stub.ListModels(pb.ListModelsRequest(), metadata=metadata),
+            reflection.ServerReflectionInfo(iter([question]), metadata=metadata),
+            channel.unary_unary("/quire.v1.Inference/Nothing")(b"", metadata=metadata),
+            channel.unary_unary("/grpc.health.v1.Healthy/Check")(b"", metadata=metadata),
+        ]
+        for call in calls:
+            codes.append(await call.code())
+            assert "quire-request-id" in dict(await call.trailing_metadata())
+
+    assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 7
+    assert stage.runner.generations == []
+
+
+async def test_health_is_open_to_all():
+    async with open_stage(keys=[KEY]) as stage, stage.channel() as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_right_key_opens_every_rpc():
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    async with open_stage(keys=[KEY]) as stage, stage.channel() as channel:
+        await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata)
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection.ServerReflectionInfo(iter([question]), metadata=metadata)
+        assert (await call.read()).list_services_response.service
+        call.cancel()
