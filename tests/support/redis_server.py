@@ -1,6 +1,7 @@
 """A real ``redis-server`` of a test's own: on a free port, in a folder that goes away, and never left behind."""
 
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -43,6 +44,11 @@ class RedisServer:
             self._process.wait()
             self._process = None
 
+    def signal(self, number: signal.Signals) -> None:
+        """For example SIGSTOP: it hangs, and its connections stay."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
     def restart(self) -> None:
         self.kill()
         self.start()
@@ -64,7 +70,9 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(*, persistent: bool = False, password: str | None = None, started: bool = True) -> Iterator[RedisServer]:
+def redis_server(
+    *, persistent: bool = False, password: str | None = None, started: bool = True
+) -> Iterator[RedisServer]:
     """A server for the length of a block. The test is skipped where Redis is not installed."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")

@@ -14,11 +14,11 @@ ABORT = types_pb2.FINISH_REASON_ABORT
 ERROR = types_pb2.FINISH_REASON_ERROR
 
 
-def output(
+def output(  # noqa: PLR0917 - read as the fields of the message
     request_id: str,
     token_ids: Sequence[int] = (),
     position: int = 0,
-    finish_reason: types_pb2.FinishReason = types_pb2.FINISH_REASON_UNSPECIFIED,
+    finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
     error: types_pb2.Error | None = None,
     cached_tokens: int = 0,
 ) -> engine_pb2.SequenceOutput:
@@ -110,18 +110,19 @@ class ScriptedEngine(EngineServicer):
 
     # The router's side
 
-    async def Describe(
-        self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    async def Describe(  # noqa: N802 - the name in the proto file
+        self, request: engine_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> engine_pb2.DescribeResponse:
         return engine_pb2.DescribeResponse(
             served_model_names=self._models, generation=self.generation, **self._description
         )
 
-    async def Session(
-        self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: grpc.aio.ServicerContext
+    async def Session(  # noqa: N802 - the name in the proto file
+        self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         opening = (await anext(request_iterator)).open
-        self._outgoing = outgoing = asyncio.Queue()
+        outgoing: asyncio.Queue[engine_pb2.StepBatch | None] = asyncio.Queue()
+        self._outgoing = outgoing
         yield engine_pb2.SessionResponse(snapshot=self._snapshot(opening))
         self.opened.put_nowait(opening)
         reader = asyncio.create_task(self._listen(request_iterator))
@@ -133,7 +134,7 @@ class ScriptedEngine(EngineServicer):
             reader.cancel()
 
     def _snapshot(self, opening: engine_pb2.Open) -> engine_pb2.Snapshot:
-        resumed = self.resumes and opening.session_id == self._session_id
+        resumed = self.resumes and opening.session_id == self._session_id and opening.last_sequence > 0
         if resumed:
             for batch in self._kept:
                 if batch.sequence > opening.last_sequence:

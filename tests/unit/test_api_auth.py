@@ -9,7 +9,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api.identity import ANYONE, Keys
 
-from tests.unit.support_api import ask, chat, open_stage
+from tests.support.api_stage import ask, chat, open_stage
 
 KEY, OTHER = "the-right-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}

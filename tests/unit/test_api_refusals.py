@@ -9,7 +9,7 @@ from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import STATUS, ErrorCode
 
-from tests.unit.support_api import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
+from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
 
 SAMPLING = {
     "temperature": [-0.5, 2.5, float("inf"), float("nan")],
@@ -19,7 +19,7 @@ SAMPLING = {
     "stop_token_ids": [[-1], [VOCAB_SIZE], [2**31 - 1], list(range(17))],
 }
 STOPS = [[""], ["x" * 257], ["x"] * 17, ["ok", ""]]
-PROMPTS = [[], [-1], [VOCAB_SIZE], [2**31 - 1], [1] * MAX_MODEL_LEN, "hello " * MAX_MODEL_LEN]
+PROMPTS = [[], [-1], [VOCAB_SIZE], [2**31 - 1], [1] * MAX_MODEL_LEN, "hello " * MAX_MODEL_LEN, "a long story " * 4000]
 CONVERSATIONS = [
     ([], "messages"),
     ([{"role": "tool", "content": "x"}], "messages[0].role"),
@@ -27,6 +27,7 @@ CONVERSATIONS = [
     ([{"role": "user", "content": "x"}, {"role": "USER", "content": "x"}], "messages[1].role"),
     ([{"role": "user", "content": "hello " * MAX_MODEL_LEN}], "messages"),
     ([{"role": "user", "content": "x"}] * 5000, "messages"),
+    ([{"role": "user", "content": "a long story " * 4000}], "messages"),
     ([{"role": "user", "content": "refuse"}], "messages"),
 ]
 INVALID = [

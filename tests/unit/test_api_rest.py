@@ -10,7 +10,7 @@ import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 
-from tests.unit.support_api import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
+from tests.support.api_stage import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USAGE = {"completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -197,10 +197,13 @@ async def test_a_body_over_the_limit_is_refused_with_the_limit():
 
 
 async def test_a_refused_body_does_not_disturb_the_next_request_on_its_connection():
+    body = b"GET /live HTTP/1.1\r\n\r\n" * 100_000
     async with open_stage(max_body_bytes=1000) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 3000000\r\n\r\n"
-        writer.write(head.encode() + b"GET /live HTTP/1.1\r\n\r\n" * 120_000)
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
         assert (await read_answer(reader)).status == 413
         writer.write(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = await read_answer(reader)

@@ -1,7 +1,7 @@
 """What the fleet tells placement and the API, and that what is in flight is counted exactly as long as it runs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,6 +12,7 @@ from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
 
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
+from tests.support.waiting import until
 
 QUICK = LinkSettings(grace=0.05, backoff=0.01)
 
@@ -35,9 +36,7 @@ async def fleet_of(*engines: ScriptedEngine, models: Sequence[str] = ("m",)) -> 
 
 
 async def all_ready(fleet: Fleet, count: int, model: str = "m") -> None:
-    async with asyncio.timeout(10):
-        while fleet.ready(model) != count:
-            await asyncio.sleep(0.002)
+    await until(lambda: fleet.ready(model) == count)
 
 
 async def test_an_engine_belongs_to_the_models_that_it_names() -> None:
@@ -91,8 +90,7 @@ async def test_a_dispatch_that_fails_gives_its_count_back_and_cancels() -> None:
     async with fleet_of(engine) as fleet:
         await all_ready(fleet, 1)
         with pytest.raises(ZeroDivisionError), fleet.dispatch(engine.address, submit("a")):
-            await engine.submit()
-            raise ZeroDivisionError
+            await fail_after(engine.submit())
         assert fleet.candidates("m")[0].in_flight == 0
         assert (await engine.cancel()).request_id == "a"
 
@@ -112,6 +110,11 @@ async def test_a_dispatch_that_cannot_begin_is_not_counted() -> None:
         assert fleet.candidates("m")[0].in_flight == 0
         with pytest.raises(EngineLost):
             fleet.dispatch("nowhere:1", submit("c"))
+
+
+async def fail_after(moment: Awaitable[object]) -> None:
+    await moment
+    raise ZeroDivisionError
 
 
 class Announced:

@@ -14,11 +14,14 @@ from quire_router.fleet.output import EngineLost, Output, OutputStream
 from quire_router.fleet.settings import LinkSettings
 
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
+from tests.support.waiting import until
 
 PATIENT = LinkSettings(grace=30, backoff=0.01, ack_interval=0.01)
 
 
-def submit(request_id: str, *, prompt: int = 3, delivered: tuple[int, ...] = (), max_tokens: int = 100) -> engine_pb2.Submit:
+def submit(
+    request_id: str, *, prompt: int = 3, delivered: tuple[int, ...] = (), max_tokens: int = 100
+) -> engine_pb2.Submit:
     return engine_pb2.Submit(
         request_id=request_id,
         prompt_token_ids=range(prompt),
@@ -36,6 +39,7 @@ async def linked(
     link.start()
     try:
         await connected(engine)
+        await until(lambda: link.ready)
         yield engine, link
     finally:
         await link.close()
@@ -43,15 +47,7 @@ async def linked(
 
 
 async def connected(engine: ScriptedEngine) -> engine_pb2.Open:
-    opening = await asyncio.wait_for(engine.opened.get(), 10)
-    await asyncio.sleep(0)
-    return opening
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
+    return await asyncio.wait_for(engine.opened.get(), 10)
 
 
 async def rest(stream: OutputStream) -> tuple[list[int], Output]:
@@ -65,7 +61,6 @@ async def rest(stream: OutputStream) -> tuple[list[int], Output]:
 
 
 async def submitted(engine: ScriptedEngine, link: EngineLink, message: engine_pb2.Submit) -> OutputStream:
-    await until(lambda: link.ready)
     stream = link.submit(message)
     await engine.submit()
     return stream
@@ -126,7 +121,7 @@ async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:
         assert (await anext(stream)).token_ids == [1]
         with pytest.raises(EngineLost):
             await anext(stream)
-        assert (await connected(engine)).last_sequence == 0
+        assert (await connected(engine)).last_sequence == 0  # a new session
         assert (await engine.cancel()).request_id == "a"
 
 
@@ -147,10 +142,10 @@ async def test_an_engine_that_restarted_gives_back_what_it_ran_after_the_tokens_
         await until(lambda: link.session.sequence == 1)
         engine.restart_as(generation=2)
         engine.break_stream()
-        await connected(engine)
         assert (await anext(stream)).token_ids == [1, 2]
         with pytest.raises(EngineLost):
             await anext(stream)
+        await until(lambda: link.ready)
         again = await submitted(engine, link, submit("a2", delivered=(1, 2)))
         engine.send(output("a2", [3], 2, STOP))
         assert (await rest(again))[0] == [3]
@@ -193,7 +188,9 @@ async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> No
 
 async def test_a_request_that_may_not_have_arrived_is_cancelled_and_given_back() -> None:
     async with linked() as (engine, link):
+        engine.send()
         stream = await submitted(engine, link, submit("a"))
+        await until(lambda: link.session.sequence == 1)
         engine.break_stream()
         with pytest.raises(EngineLost):
             await anext(stream)
@@ -202,9 +199,12 @@ async def test_a_request_that_may_not_have_arrived_is_cancelled_and_given_back()
 
 async def test_a_request_that_was_not_sent_yet_survives_a_broken_stream() -> None:
     async with linked() as (engine, link):
-        engine.break_stream()
+        engine.send()
+        await until(lambda: link.session.sequence == 1)
+        await engine.stop()
         await until(lambda: not link.ready)
         stream = link.submit(submit("a"))
+        await engine.start()
         assert (await engine.submit()).request_id == "a"
         engine.send(output("a", [1], 0, STOP))
         assert (await rest(stream))[0] == [1]
@@ -347,7 +347,8 @@ async def test_load_is_what_the_last_batch_said() -> None:
 
 
 async def test_kv_events_are_counted_and_reported_after_the_snapshot_they_change() -> None:
-    engine, heard = ScriptedEngine(), []
+    engine = ScriptedEngine()
+    heard: list[Any] = []
     engine.cached = [engine_pb2.KvStored(block_hashes=[b"0" * 16])]
     async with linked(engine=engine, on_kv_event=heard.append) as (engine, link):
         event = engine_pb2.KvEvent(removed=engine_pb2.KvRemoved(block_hashes=[b"0" * 16]))
@@ -359,7 +360,6 @@ async def test_kv_events_are_counted_and_reported_after_the_snapshot_they_change
 
 async def test_a_prompt_of_many_megabytes_passes() -> None:
     async with linked() as (engine, link):
-        await until(lambda: link.ready)
         link.submit(submit("a", prompt=2_000_000))
         assert len((await engine.submit()).prompt_token_ids) == 2_000_000
 

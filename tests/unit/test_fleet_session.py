@@ -5,11 +5,13 @@ delivered once and in order.
 import asyncio
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.fleet.outbox import Outbox
+from quire_router.fleet.output import EngineLost, OutputStream
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 
@@ -65,10 +67,8 @@ def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]]
     asyncio.run(run())
 
 
-async def finish(stream: object, read: list[int]) -> bool:
-    from quire_router.fleet.output import EngineLost, OutputStream
-
-    assert isinstance(stream, OutputStream)
+async def finish(stream: OutputStream, read: list[int]) -> bool:
+    """Reads the rest; whether the request was given back without ever having been heard of."""
     try:
         async for last in stream:
             read += last.token_ids
@@ -98,11 +98,8 @@ async def test_the_way_to_an_engine_is_bounded() -> None:
     outbox = Outbox(2)
     outbox.submit(submit("a"))
     outbox.submit(submit("b"))
-    try:
+    with pytest.raises(QuireError) as caught:
         outbox.submit(submit("c"))
-    except QuireError as error:
-        assert error.code is ErrorCode.OVERLOADED
-    else:
-        raise AssertionError("the third Submit was taken")
+    assert caught.value.code is ErrorCode.OVERLOADED
     assert outbox.withdraw("a")
     outbox.submit(submit("c"))

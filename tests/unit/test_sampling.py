@@ -168,6 +168,7 @@ def support(logits: list[float], temperature: float, top_k: int, top_p: float) -
     return {token for token, mass in above.items() if top_p >= 1 or mass / total < top_p}
 
 
+@settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.integers(-12, 12).map(lambda level: level / 4), min_size=1, max_size=12),
     st.integers(0, 14),
@@ -200,6 +201,15 @@ def test_draws_stay_in_what_is_kept_and_reach_all_of_it(top_k: int, top_p: float
     kept = support(logits.tolist(), 1.0, top_k, top_p)
     assert drawn <= kept
     assert len(drawn) == len(kept) or len(kept) > 20
+
+
+def test_all_tokens_that_tie_with_the_last_of_top_k_are_kept() -> None:
+    batch = [SamplingParams(top_k=5, seed=seed) for seed in range(1000)]
+    logits = torch.zeros(2000)
+    logits[1500:] = -0.1
+    drawn = set(draw(logits.expand(1000, -1), batch, [0] * 1000))
+    assert max(drawn) < 1500
+    assert len(drawn) > 600
 
 
 def test_a_flat_row_keeps_more_tokens_than_the_narrow_look_holds() -> None:

@@ -1,17 +1,19 @@
 """Model folders: tokens and chat prompts, against transformers' own."""
 
 import json
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.text.errors import ModelTextError
 from quire_router.text.model_text import ModelText
 from transformers import AutoTokenizer
 
-from tests.unit.support_text import CHAT_TEMPLATE, byte_level, sentencepiece_like, write_model_folder
+from tests.support.model_folders import CHAT_TEMPLATE, byte_level, sentencepiece_like, write_model_folder
 
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 SYSTEM = {"role": "system", "content": "  Be brief. "}
 USER = {"role": "user", "content": 'Say "hello" <b>é€😀</b>\n'}
 ASSISTANT = {"role": "assistant", "content": "<think>so</think>\n\nhello"}
@@ -54,6 +56,7 @@ def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path
     assert ModelText.load(folder).render_chat(conversation) == expected
 
 
+@settings(deadline=None)
 @given(st.text(max_size=30))
 def test_texts_are_encoded_as_by_the_tokenizer_with_its_special_tokens(text):
     assert ModelText(byte_level(), None).encode(text) == byte_level().encode(text).ids
@@ -193,6 +196,16 @@ def test_a_broken_folder_is_named_with_file_and_problem(file, content, tmp_path)
         ModelText.load(folder)
     assert str(path) in str(problem.value)
     assert "\n" not in str(problem.value)
+
+
+@pytest.mark.skipif(not (DEMO / "tokenizer.json").exists(), reason="the demo model is not built")
+def test_the_demo_models_prompts_are_those_of_transformers():
+    text, oracle = ModelText.load(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    for conversation in CONVERSATIONS:
+        expected = oracle.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+        assert text.render_chat(conversation) == expected
+    words = "How much is 7 + 8? naïve € 😀"
+    assert text.encode(words) == oracle(words).input_ids
 
 
 def test_sentencepiece_folders_load_too(tmp_path):

@@ -1,13 +1,13 @@
 """The incremental detokeniser and stop strings, against decoding everything at once."""
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_router.text.detokenizer import REPLACEMENT, Detokenizer
 from quire_router.text.model_text import ModelText
 from quire_router.text.stop import StopMatcher
 
-from tests.unit.support_text import byte_level, sentencepiece_like
+from tests.support.model_folders import byte_level, sentencepiece_like
 
 BYTE_LEVEL = ModelText(byte_level(), None)
 SENTENCEPIECE = ModelText(sentencepiece_like(), None)
@@ -36,6 +36,7 @@ def byte_level_ids(text: str) -> list[int]:
     return byte_level().encode(text, add_special_tokens=False).ids
 
 
+@settings(deadline=None)
 @given(IDS, CUTS)
 def test_any_tokens_in_any_pieces_give_the_text_of_decoding_them_at_once(ids, cuts):
     prompt = byte_level_ids("how are")
@@ -43,6 +44,7 @@ def test_any_tokens_in_any_pieces_give_the_text_of_decoding_them_at_once(ids, cu
     assert streamed(BYTE_LEVEL, prompt, ids, cuts) == byte_level().decode(ids, skip_special_tokens=True)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=24), st.data())
 def test_a_prompt_that_ends_anywhere_even_inside_a_character_is_continued_exactly(raw, data):
     ids = [byte_level().token_to_id(letter) for letter in (byte_letters()[byte] for byte in raw)]
@@ -64,6 +66,7 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in plain} | {byte: chr(256 + number) for number, byte in enumerate(rest)}
 
 
+@settings(deadline=None)
 @given(TEXTS, st.data())
 @example("hello world", None)
 def test_a_sentencepiece_output_keeps_the_space_between_prompt_and_output(text, data):
@@ -77,6 +80,7 @@ def test_a_sentencepiece_output_keeps_the_space_between_prompt_and_output(text, 
         assert before + told == whole
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, sentencepiece_like().get_vocab_size() - 1), max_size=40), CUTS)
 def test_any_sentencepiece_tokens_give_some_text_and_nothing_is_held_for_ever(ids, cuts):
     stream = SENTENCEPIECE.open_output([1], ())
@@ -94,6 +98,7 @@ def test_a_character_is_told_only_when_it_is_whole():
     assert [stream.push([token]) for token in ids] == ["a", "", "", "", "😀", "b"]
 
 
+@settings(deadline=None)
 @given(IDS)
 def test_a_push_never_ends_inside_a_character_that_the_next_tokens_complete(ids):
     stream = BYTE_LEVEL.open_output([], ())
@@ -115,6 +120,7 @@ def test_an_added_token_that_is_not_special_is_text():
     assert streamed(BYTE_LEVEL, [], byte_level_ids("<think>why")) == "<think>why"
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0x80, 0xE2, 0xF0, 0x9F]), min_size=100, max_size=200))
 def test_endless_broken_bytes_never_make_a_token_dear(raw):
     longest = 0
@@ -146,6 +152,7 @@ def naive(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
+@settings(deadline=None)
 @given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
 @example("aab", ["ab", "aac"], [1, 1, 1])
 def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, cuts):
@@ -156,6 +163,7 @@ def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, 
     assert (told, matcher.stopped) == naive(text, stops)
 
 
+@settings(deadline=None)
 @given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
 def test_no_more_is_held_back_than_a_stop_string_could_need(text, stops, cuts):
     matcher = StopMatcher(stops)
@@ -175,6 +183,7 @@ def test_after_a_stop_there_is_no_more_text():
     assert [matcher.push(piece) for piece in ["one E", "N", "D two", " three"]] == ["one ", "", "", ""]
 
 
+@settings(deadline=None)
 @given(
     st.text("hel wo", max_size=30), st.lists(st.text("hel wo", min_size=1, max_size=4), min_size=1, max_size=3), CUTS
 )

@@ -19,7 +19,7 @@ from quire_router.generation import Delta, Generation, Usage
 from quire_router.text.chat_template import ChatTemplate
 from quire_router.text.model_text import ModelText
 
-from tests.unit.support_text import CHAT_TEMPLATE, byte_level
+from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
@@ -202,18 +202,19 @@ async def ask(port: int, method: str, path: str, body: object = None, headers: d
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + payload)
-        return await read_answer(reader)
+        return await read_answer(reader, has_body=method != "HEAD")
     finally:
         writer.close()
 
 
-async def read_answer(reader: asyncio.StreamReader) -> Answer:
+async def read_answer(reader: asyncio.StreamReader, *, has_body: bool = True) -> Answer:
     """The next answer on a connection."""
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").rstrip().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     if headers.get("transfer-encoding") == "chunked":
         return Answer(int(status.split()[1]), headers, await _read_chunks(reader))
-    return Answer(int(status.split()[1]), headers, await reader.readexactly(int(headers["content-length"])))
+    length = int(headers["content-length"]) if has_body else 0
+    return Answer(int(status.split()[1]), headers, await reader.readexactly(length))
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:

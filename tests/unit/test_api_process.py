@@ -1,0 +1,124 @@
+"""The router's process: how it starts, what it holds, and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.model_folders import write_model_folder
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("proto", "router")),
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def command(folder: Path, ports: list[int], *more: str) -> list[str]:
+    names = ("--http-port", "--grpc-port", "--metrics-port")
+    flags = [part for name, port in zip(names, ports, strict=True) for part in (name, str(port))]
+    return [sys.executable, "-m", "quire_router.main", "--model", f"tiny={folder}", *flags, *more]
+
+
+@contextmanager
+def running(folder: Path, *more: str):
+    """A router that answers, and its REST port."""
+    ports = free_ports(3)
+    process = subprocess.Popen(
+        command(folder, ports, *more), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        wait_until_live(ports[0], process)
+        yield process, ports
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until_live(port: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            assert get(port, "/live")["status"] == "ok"
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    pytest.fail(f"the router did not come up: {process.communicate(timeout=5)[0]}")
+
+
+def get(port: int, path: str) -> dict:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        return json.load(answer)
+
+
+def test_a_router_without_engines_tells_its_models_and_stays_small(tmp_path):
+    with running(write_model_folder(tmp_path), "--engine", "127.0.0.1:9") as (process, ports):
+        models = get(ports[0], "/v1/models")["data"]
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        libraries = Path(f"/proc/{process.pid}/maps").read_text()
+
+    assert [model["id"] for model in models] == ["tiny"]
+    resident = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    assert resident < 250 * 1024
+    assert "libtorch" not in libraries
+
+
+def test_heavy_libraries_are_never_imported(tmp_path):
+    code = "import sys, quire_router.main; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+
+    assert answer.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(number, tmp_path):
+    with running(write_model_folder(tmp_path)) as (process, _):
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 0
+    assert "Traceback" not in output
+
+
+def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path):
+    folder = write_model_folder(tmp_path)
+    for taken in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as holder:
+            ports = free_ports(3)
+            ports[taken] = holder.getsockname()[1]
+            answer = subprocess.run(
+                command(folder, ports), env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+            )
+        assert answer.returncode == 1
+        assert str(ports[taken]) in answer.stderr.splitlines()[-1]
+        assert "Traceback" not in answer.stderr
+
+
+def test_a_broken_model_folder_ends_the_start_with_one_line(tmp_path):
+    folder = write_model_folder(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    answer = subprocess.run(
+        command(folder, free_ports(3)), env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert answer.returncode == 1
+    assert answer.stderr.count("\n") == 1
+    assert str(folder / "tokenizer.json") in answer.stderr

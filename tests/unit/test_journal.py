@@ -1,0 +1,233 @@
+"""What both journals promise: a record is what was written to it, once, by who may write."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.generation import Generation
+from quire_router.journal.base import Lease, Record
+from quire_router.journal.codec import DamagedRecordError, decode_record, encode_request, pack_tokens, unpack_tokens
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis import RedisJournal
+
+from tests.support.redis_server import RedisServer, redis_server
+
+KINDS = ["memory", "redis"]
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJournal | RedisJournal]:
+    journal = MemoryJournal(owner="me") if kind == "memory" else RedisJournal(redis.url, owner="me")
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+def request(request_id: str = "r", prompt: list[int] | None = None) -> Generation:
+    return Generation(request_id, "m", [1, 2] if prompt is None else prompt, SamplingParams(seed=3))
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> str:
+    """An id of the test's own: the tests of this module share one server."""
+    return f"r{abs(hash(request.node.nodeid))}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        lease = journal.open(generation)
+        journal.append(lease, 0, [10, 11])
+        await journal.flush()
+        assert await journal.read(fresh) == Record(generation, "me", 1, [10, 11])
+        journal.append(lease, 2, [12])
+        journal.finish(lease, FinishReason.ERROR, "The engines were lost.")
+        await journal.flush()
+        assert await journal.read(fresh) == Record(
+            generation, "me", 1, [10, 11, 12], FinishReason.ERROR, "The engines were lost."
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        journal.append(Lease(fresh, "me", 1), 0, [1])
+        journal.finish(Lease(fresh, "me", 1), FinishReason.STOP)
+        await journal.flush()
+        assert await journal.read(fresh) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh))
+        for _ in range(2):
+            journal.append(lease, 0, [1, 2])
+            journal.append(lease, 1, [2, 3])
+            await journal.flush()
+        record = await journal.read(fresh)
+        assert record is not None
+        assert record.token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lease", [Lease("", "me", 0), Lease("", "someone", 1)])
+async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        mine = journal.open(generation)
+        journal.append(mine, 0, [1])
+        journal.append(replace(lease, request_id=fresh), 1, [9])
+        journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
+        await journal.flush()
+        assert await journal.read(fresh) == Record(generation, "me", 1, [1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("finished", [True, False])
+async def test_another_request_of_the_same_id_changes_nothing(
+    kind: str, finished: bool, redis: RedisServer, fresh: str
+) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        lease = journal.open(generation)
+        journal.append(lease, 0, [1])
+        if finished:
+            journal.finish(lease, FinishReason.STOP)
+        await journal.flush()
+        other = journal.open(request(fresh, [7]))
+        journal.append(other, 0, [8, 9])
+        journal.finish(other, FinishReason.LENGTH)
+        await journal.flush()
+        record = await journal.read(fresh)
+        assert record == Record(generation, "me", 1, [1], FinishReason.STOP if finished else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh))
+        journal.finish(lease, FinishReason.ABORT)
+        journal.append(lease, 0, [1])
+        await journal.flush()
+        journal.append(lease, 0, [1])
+        journal.finish(lease, FinishReason.STOP)
+        await journal.flush()
+        record = await journal.read(fresh)
+        assert record is not None
+        assert (record.token_ids, record.finish_reason) == ([], FinishReason.ABORT)
+
+
+# How a record is stored
+
+generations = st.builds(
+    Generation,
+    request_id=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    model=st.text(max_size=20),
+    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=50),
+    params=st.builds(
+        SamplingParams,
+        temperature=st.floats(0, 2),
+        top_p=st.floats(0, 1, exclude_min=True),
+        top_k=st.integers(0, 2**31 - 1),
+        seed=st.integers(0, 2**64 - 1),
+        max_tokens=st.integers(1, 10**6),
+        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=16).map(tuple),
+        ignore_eos=st.booleans(),
+    ),
+    stop=st.lists(st.text(st.characters(), max_size=5), max_size=4).map(tuple),
+    operation=st.sampled_from(["chat", "text_completion"]),
+    tenant=st.text(max_size=9),
+    cache_salt=st.binary(max_size=32),
+    stream=st.booleans(),
+    created=st.floats(0, 2e9),
+)
+any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+
+
+@given(generations, any_tokens, st.none() | st.sampled_from(FinishReason), st.text(st.characters()))
+def test_a_record_comes_back_exactly(
+    generation: Generation, token_ids: list[int], reason: FinishReason | None, error: str
+) -> None:
+    fields = {
+        b"request": encode_request(generation),
+        b"prompt": pack_tokens(generation.prompt_token_ids),
+        b"owner": b"me",
+        b"epoch": b"4",
+        b"error": error.encode("utf-8", "surrogatepass"),
+    } | ({} if reason is None else {b"reason": reason.value.encode()})
+    assert decode_record(fields, pack_tokens(token_ids)) == Record(generation, "me", 4, token_ids, reason, error)
+
+
+@given(generations, any_tokens)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_record_comes_back_exactly_from_redis(
+    redis: RedisServer, generation: Generation, token_ids: list[int]
+) -> None:
+    async def run() -> None:
+        unique = replace(generation, request_id=uuid4().hex)
+        async with journal_of("redis", redis) as journal:
+            lease = journal.open(unique)
+            journal.append(lease, 0, token_ids)
+            await journal.flush()
+            assert await journal.read(unique.request_id) == Record(unique, "me", 1, token_ids)
+
+    asyncio.run(run())
+
+
+@given(any_tokens)
+def test_tokens_take_four_bytes_and_come_back(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert len(packed) == 4 * len(token_ids)
+    assert unpack_tokens(packed) == token_ids
+    assert packed == b"".join(token_id.to_bytes(4, "little") for token_id in token_ids)
+
+
+@pytest.mark.parametrize(
+    "broken", [{}, {b"epoch": b"x"}, {b"request": b"[]"}, {b"prompt": b"123"}, {b"reason": b"bored"}]
+)
+def test_a_damaged_record_is_recognised(broken: dict[bytes, bytes]) -> None:
+    whole = {b"request": encode_request(request()), b"prompt": b"", b"owner": b"me", b"epoch": b"1"}
+    with pytest.raises(DamagedRecordError):
+        decode_record({**whole, **broken} if broken else {}, b"")
+
+
+# Only in memory
+
+
+async def test_finished_records_are_forgotten_after_the_retention_time() -> None:
+    now = [0.0]
+    journal = MemoryJournal(retention=10, clock=lambda: now[0])
+    journal.finish(journal.open(request("done")), FinishReason.STOP)
+    journal.open(request("running"))
+    now[0] = 9.9
+    assert await journal.read("done") is not None
+    now[0] = 10.0
+    assert await journal.read("done") is None
+    assert await journal.read("running") is not None
+
+
+async def test_memory_is_bounded_and_finished_records_make_room_first() -> None:
+    journal = MemoryJournal(max_records=2)
+    journal.open(request("running"))
+    journal.finish(journal.open(request("done")), FinishReason.STOP)
+    journal.open(request("new"))
+    assert await journal.read("done") is None
+    journal.append(journal.open(request("too many")), 0, [1])
+    assert await journal.read("too many") is None
+    assert await journal.read("running") is not None
+    assert await journal.read("new") is not None

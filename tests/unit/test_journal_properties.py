@@ -1,0 +1,118 @@
+"""Whatever is written, in whatever order, and whenever Redis dies: what is read equals a model of a few lines."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.generation import Generation
+from quire_router.journal.base import Lease, Record
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis import RedisJournal
+
+from tests.support.redis_server import RedisServer, redis_server
+
+NAMES = ["a", "b", "c"]
+names = st.sampled_from(NAMES)
+operations = st.one_of(
+    st.tuples(st.just("open"), names),
+    st.tuples(st.just("append"), names, st.lists(st.integers(0, 2**31 - 1), max_size=5)),
+    st.tuples(st.just("append"), names, st.lists(st.integers(0, 2**31 - 1), max_size=5)),
+    st.tuples(st.just("repeat"), names, st.integers(0, 5)),
+    st.tuples(st.just("finish"), names, st.sampled_from(FinishReason)),
+    st.tuples(st.just("stale"), names),
+    st.tuples(st.just("flush")),
+    st.tuples(st.just("kill")),
+)
+
+
+@pytest.fixture(scope="module")
+def persistent() -> Iterator[RedisServer]:
+    with redis_server(persistent=True) as server:
+        yield server
+
+
+@dataclass
+class Run:
+    """One journal, and the records as they ought to be."""
+
+    journal: MemoryJournal | RedisJournal
+    server: RedisServer | None
+    prefix: str = field(default_factory=lambda: uuid4().hex)
+    model: dict[str, Record] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    async def do(self, operation: str, name: str = "", value: object = None) -> None:
+        record = self.model.get(name)
+        running = record is not None and record.finish_reason is None
+        if operation == "open":
+            self.open(name)
+        elif operation == "flush":
+            await self.compare()
+        elif operation == "kill" and self.server is not None:
+            self.server.restart()
+        elif record is not None:
+            self.write(operation, record, name, value, running)
+
+    def open(self, name: str) -> None:
+        generation = Generation(self.prefix + name, "m", [1, 2, 3], SamplingParams(seed=len(self.model)))
+        lease = self.journal.open(generation)
+        if name in self.model:
+            # The id is taken: what is written with this lease must change nothing.
+            self.journal.append(lease, 0, [7] * 50)
+        else:
+            self.leases[name], self.model[name] = lease, Record(generation, "me", 1)
+
+    def write(self, operation: str, record: Record, name: str, value: object, running: bool) -> None:
+        lease = self.leases[name]
+        if operation == "append" and isinstance(value, list):
+            self.journal.append(lease, len(record.token_ids), value)
+            record.token_ids += value if running else []
+        elif operation == "repeat" and isinstance(value, int):
+            start = max(0, len(record.token_ids) - value)
+            self.journal.append(lease, start, record.token_ids[start:])
+        elif operation == "finish" and isinstance(value, FinishReason):
+            self.journal.finish(lease, value, "why")
+            if running:
+                record.finish_reason, record.error = value, "why"
+        elif operation == "stale":
+            self.journal.append(replace(lease, epoch=0), len(record.token_ids), [9, 9])
+            self.journal.finish(replace(lease, owner="other"), FinishReason.ERROR)
+
+    async def compare(self) -> None:
+        await asyncio.wait_for(self.journal.flush(), 20)
+        for name in NAMES:
+            assert await self.journal.read(self.prefix + name) == self.model.get(name)
+
+
+async def play(
+    journal: MemoryJournal | RedisJournal, server: RedisServer | None, script: list[tuple[object, ...]]
+) -> None:
+    run = Run(journal, server)
+    try:
+        for operation in script:
+            await run.do(*operation)  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+        await run.compare()
+    finally:
+        await journal.close()
+
+
+@given(st.lists(operations, max_size=40))
+def test_memory_holds_what_the_model_holds(script: list[tuple[object, ...]]) -> None:
+    asyncio.run(play(MemoryJournal(owner="me"), None, script))
+
+
+@given(st.lists(operations, max_size=40))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_redis_holds_what_the_model_holds_however_often_it_is_killed(
+    persistent: RedisServer, script: list[tuple[object, ...]]
+) -> None:
+    async def run() -> None:
+        await play(RedisJournal(persistent.url, owner="me"), persistent, script)
+
+    asyncio.run(run())
