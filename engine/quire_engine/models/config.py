@@ -62,6 +62,7 @@ class ModelConfig:
         raw = read_json(path)
         architecture = _architecture(path, raw)
         _check_sizes(path, raw)
+        eos_token_ids = _eos_token_ids(folder, raw)
         hf = _parse(path, architecture, raw)
         frequencies, scale = _rope(path, hf)
         qkv_bias, output_bias = _attention_biases(architecture, hf)
@@ -84,7 +85,7 @@ class ModelConfig:
             rope_frequencies=frequencies,
             rope_scale=scale,
             max_length=_max_length(hf),
-            eos_token_ids=_eos_token_ids(folder, raw),
+            eos_token_ids=eos_token_ids,
             model_revision=_revision(folder),
         )
         _check_shape(path, config)

@@ -1,8 +1,9 @@
-"""A linear layer whose weight is packed once for the processor. It knows nothing of models and of how weights are named.
+"""A linear layer whose weight is packed once for the processor. It knows nothing of models and of how weights
+are named.
 
-On the CPU torch's ``F.linear`` lets oneDNN (bf16) or MKL (fp32) rearrange the weight in every call. Here oneDNN rearranges it
-once, and the plain copy is let go. Measured on two cores of a Zen 5 server (AVX-512 with bf16 products), torch 2.13, medians of
-calls in alternation, as time of ``F.linear`` over time packed:
+On the CPU torch's ``F.linear`` lets oneDNN (bf16) or MKL (fp32) rearrange the weight in every call. Here
+oneDNN rearranges it once, and the plain copy is let go. Measured on two cores of a Zen 5 server (AVX-512 with
+bf16 products), torch 2.13, medians of calls in alternation, as time of ``F.linear`` over time packed:
 
     ===============  =====  =====  =====  ======  ========
     [out, in] dtype  M = 1  M = 8  M = 32  M = 64  M = 2048
@@ -13,9 +14,10 @@ calls in alternation, as time of ``F.linear`` over time packed:
     49152, 576 fp32    3.7    4.6     3.3     3.5
     ===============  =====  =====  =====  ======  ========
 
-MKL's own packing (``mkl._mkl_reorder_linear_weight``) gained only at M = 1, where oneDNN was still 1.8 times as fast, so both dtypes
-go through oneDNN. The number of rows given as a hint made no difference from 1 to 2048; one packing serves decode and prefill.
-fp16 has no good product on most processors and is left to ``F.linear``, as is everything that is not on a CPU.
+MKL's own packing (``mkl._mkl_reorder_linear_weight``) gained only at M = 1, where oneDNN was still 1.8 times
+as fast, so both dtypes go through oneDNN. The number of rows given as a hint made no difference from 1 to
+2048; one packing serves decode and prefill. fp16 has no good product on most processors and is left to
+``F.linear``, as is everything that is not on a CPU.
 """
 
 from collections.abc import Callable
@@ -24,8 +26,8 @@ import torch
 from torch.nn import functional as F
 
 _HINTED_ROWS = 32
-# What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses products that round
-# their operands to fewer bits.
+# What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
+# products that round their operands to fewer bits.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -34,8 +36,9 @@ Product = Callable[[torch.Tensor], torch.Tensor]
 class PackedLinear:
     """``x @ weight.T + bias`` for a weight that never changes.
 
-    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no reference to ``weight`` once it is
-    packed, so it is freed when the caller drops it; a caller that keeps it (a tied embedding) holds both copies.
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
+    reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
+    (a tied embedding) holds both copies.
     """
 
     __slots__ = ("_product", "in_features", "out_features", "packed")
@@ -56,9 +59,11 @@ def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
 
 
 def _packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
-    """The product with a packed weight, or None where there is no such thing or its result is not the plain one's.
+    """The product with a packed weight, or None where there is no such thing or its result is not the plain
+    one's.
 
-    torch's packing operators are private, and may be missing or change. Hence whatever they raise means: do without.
+    torch's packing operators are private, and may be missing or change. Hence whatever they raise means: do
+    without.
     """
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
         return None

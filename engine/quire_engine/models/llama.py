@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
+from quire_engine.attention.kernels.fused import add_rms_norm, rms_norm, rotate, silu_mul
 from quire_engine.models.config import ModelConfig
 from quire_engine.models.linear import PackedLinear
-from quire_engine.models.rope import RotaryEmbedding, rotate
+from quire_engine.models.rope import RotaryEmbedding
 from quire_engine.models.weights import Checkpoint
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -25,7 +26,6 @@ class Llama:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         weights = _Weights(checkpoint, dtype, device)
         table = (config.vocab_size, config.hidden_size)
-        self._dtype = dtype
         self._embedding = weights.fused(["model.embed_tokens.weight"], [table])
         self._rope = RotaryEmbedding(config, device)
         self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
@@ -41,11 +41,11 @@ class Llama:
         ``kv`` [blocks, layers, 2, kv_heads, block_size, head_dim] is read and written by ``attention``, which was
         prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
         """
-        states = F.embedding(token_ids, self._embedding)
-        angles = self._rope.angles(positions, self._dtype)
+        residual, update = F.embedding(token_ids, self._embedding), None
+        angles = self._rope.angles(positions)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
-            states = layer(states, angles, layer_kv, attention)
-        return self._norm(states)
+            update = layer(residual, update, angles, layer_kv, attention)
+        return self._norm(residual, update)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary] of hidden states [R, hidden]: ask only for the rows that sample."""
@@ -78,8 +78,11 @@ class _Norm:
         self._weight = weights.fused([f"{name}.weight"], [(size,)])
         self._eps = config.norm_eps
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(states, self._weight.shape, self._weight, self._eps)
+    def __call__(self, states: torch.Tensor, update: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of ``states``, to which ``update`` is added in place first."""
+        if update is None:
+            return rms_norm(states, self._weight, self._eps)
+        return add_rms_norm(update, states, self._weight, self._eps)
 
 
 class _Attention:
@@ -89,8 +92,8 @@ class _Attention:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
-        self._heads, self._kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._window = config.windows[index]
+        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._head_dim, self._window = config.head_dim, config.windows[index]
         self._qkv = weights.linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
         self._output = weights.linear([f"{name}.o_proj"], [hidden], queries, bias=config.attention_output_bias)
         self._norms = [
@@ -100,18 +103,14 @@ class _Attention:
     def __call__(
         self, states: torch.Tensor, angles: Angles, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        turning = self._heads + self._kv_heads
-        heads = self._qkv(states).view(len(states), turning + self._kv_heads, self._head_dim)
-        query, key = rotate(self._normed(heads[:, :turning]), *angles).split((self._heads, self._kv_heads), dim=1)
-        mixed = attention.forward(query, key, heads[:, turning:], kv, self._window)
+        heads = self._qkv(states).view(len(states), -1, self._head_dim)
+        query, key, value = heads.split(self._heads, dim=1)
+        if self._norms:
+            query, key = (norm(part) for norm, part in zip(self._norms, (query, key), strict=True))
+        rotate(query, *angles)
+        rotate(key, *angles)
+        mixed = attention.forward(query, key, value, kv, self._window)
         return self._output(mixed.reshape(len(states), -1))
-
-    def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        """Queries and keys after Qwen3's norm of each head, or as they are in the other models."""
-        if not self._norms:
-            return heads
-        parts = heads.split((self._heads, self._kv_heads), dim=1)
-        return torch.cat([norm(part) for norm, part in zip(self._norms, parts, strict=True)], dim=1)
 
 
 class _FeedForward:
@@ -124,12 +123,15 @@ class _FeedForward:
         self._down = weights.linear([f"{name}.down_proj"], [hidden], inner, bias=config.mlp_bias)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(states).chunk(2, dim=-1)
-        return self._down(F.silu(gate).mul_(up))
+        return self._down(silu_mul(self._gate_up(states)))
 
 
 class _Layer:
-    """Attention and feed-forward part, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward part, each behind a norm, around one residual stream.
+
+    A part's output is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
+    takes the update that the layer before it left, and leaves its own.
+    """
 
     def __init__(self, config: ModelConfig, weights: _Weights, index: int) -> None:
         name, hidden = f"model.layers.{index}", config.hidden_size
@@ -139,7 +141,12 @@ class _Layer:
         self._feed_forward = _FeedForward(config, weights, index)
 
     def __call__(
-        self, states: torch.Tensor, angles: Angles, kv: torch.Tensor, attention: AttentionBackend
+        self,
+        residual: torch.Tensor,
+        update: torch.Tensor | None,
+        angles: Angles,
+        kv: torch.Tensor,
+        attention: AttentionBackend,
     ) -> torch.Tensor:
-        states = states + self._attention(self._attention_norm(states), angles, kv, attention)
-        return states + self._feed_forward(self._feed_forward_norm(states))
+        mixed = self._attention(self._attention_norm(residual, update), angles, kv, attention)
+        return self._feed_forward(self._feed_forward_norm(residual, mixed))

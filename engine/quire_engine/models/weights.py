@@ -40,8 +40,8 @@ class Checkpoint:
     """The tensors of one folder, by name. Every failure is a ``ModelError`` that names the file."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._entries = _index(folder)
+        self._listing = folder / SINGLE if (folder / SINGLE).is_file() else folder / INDEX
+        self._entries = _index(self._listing)
         self._unread = set(self._entries)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -65,11 +65,11 @@ class Checkpoint:
         strange = sorted(name for name in self._unread if not name.endswith(HARMLESS))
         if strange:
             shown = ", ".join(strange[:5])
-            log.warning("%s has %d tensors that the model does not use: %s", self.folder, len(strange), shown)
+            log.warning("%s has %d tensors that the model does not use: %s", self._listing, len(strange), shown)
 
     def _entry(self, name: str) -> Entry:
         if name not in self._entries:
-            raise ModelError(f"The weights in {self.folder} have no tensor {name}.")
+            raise ModelError(f"{self._listing} has no tensor {name}.")
         entry = self._entries[name]
         if entry.dtype not in STORED_DTYPES:
             raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
@@ -104,17 +104,17 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
     return torch.float32 if wanted == torch.float64 else wanted
 
 
-def _index(folder: Path) -> dict[str, Entry]:
-    """All tensors of the folder, from one file or from those that the index names."""
-    if (folder / SINGLE).is_file():
-        return dict(_entries(folder / SINGLE))
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"The model folder {folder} has neither {SINGLE} nor {INDEX}.")
-    names = _weight_map(folder / INDEX)
-    found = {file: dict(_entries(folder / file)) for file in sorted(set(names.values()))}
+def _index(listing: Path) -> dict[str, Entry]:
+    """All tensors of the single file, or of those files that the index names."""
+    if not listing.is_file():
+        raise ModelError(f"The model folder {listing.parent} has neither {SINGLE} nor {INDEX}.")
+    if listing.name == SINGLE:
+        return dict(_entries(listing))
+    names = _weight_map(listing)
+    found = {file: dict(_entries(listing.parent / file)) for file in sorted(set(names.values()))}
     for name, file in names.items():
         if name not in found[file]:
-            raise ModelError(f"{folder / file} has no tensor {name}, although {INDEX} says so.")
+            raise ModelError(f"{listing.parent / file} has no tensor {name}, although {INDEX} says so.")
     return {name: found[file][name] for name, file in names.items()}
 
 

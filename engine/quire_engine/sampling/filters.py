@@ -29,28 +29,30 @@ class Top:
 def lowest_kept(
     scores: torch.Tensor, top: Top, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lowest score that each row keeps, [R, 1], and whether ``top`` holds all that is kept, [R].
+    """The lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
 
-    ``scores`` [R, V] is finite or -inf; ``top_k`` [R] int64, 0 for all; ``top_p`` [R] float64. The first
-    result means something only where the second is true, which it is everywhere if ``top`` is as wide as the
-    vocabulary.
+    ``scores`` [R, V] is finite or -inf; ``top_k`` [R] int64, 0 for all; ``top_p`` [R] float64. A ``top`` as wide as the
+    vocabulary always is wide enough.
     """
     vocab_size, width = scores.shape[1], top.scores.shape[1]
     unlimited = (top_k == 0) | (top_k >= vocab_size)
     kth = top.scores.gather(1, top_k.clamp(1, width)[:, None] - 1).masked_fill(unlimited[:, None], -torch.inf)
-    lowest = torch.maximum(kth, _nucleus(scores, kth, top, top_p))
-    if width == vocab_size:
-        return lowest, torch.ones_like(unlimited)
-    return lowest, (unlimited | (top_k <= width)) & (lowest > top.scores[:, -1:]).squeeze(1)
+    nucleus, reached = _nucleus(scores, kth, top, top_p)
+    bounded = (kth >= top.scores[:, -1:]).squeeze(1)
+    known = (unlimited | (top_k <= width)) & (reached | bounded)
+    return torch.maximum(kth, nucleus), known | (width == vocab_size)
 
 
-def _nucleus(scores: torch.Tensor, kth: torch.Tensor, top: Top, top_p: torch.Tensor) -> torch.Tensor:
-    """The lowest score [R, 1] inside the nucleus of what is not below ``kth``."""
-    if bool((top_p >= 1).all()):
-        return torch.full_like(kth, -torch.inf)
-    # The softmax runs over the whole row whatever the width, so that each probability has the same bits in
-    # both paths.
+def _nucleus(
+    scores: torch.Tensor, kth: torch.Tensor, top: Top, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest score [R, 1] in the nucleus of what is not below ``kth``, and whether it ends within ``top``, [R]."""
+    everything = top_p >= 1
+    if bool(everything.all()):
+        return torch.full_like(kth, -torch.inf), everything
+    # Over the whole row whatever the width of ``top``, so that a probability has the same bits for any width.
     probabilities = scores.masked_fill(scores < kth, -torch.inf).softmax(-1).gather(1, top.token_ids)
     mass = probabilities.double().cumsum(-1)
     kept = 1 + (mass[:, :-1] < top_p[:, None]).sum(-1, keepdim=True)
-    return top.scores.gather(1, kept - 1).masked_fill((top_p >= 1)[:, None], -torch.inf)
+    lowest = top.scores.gather(1, kept - 1).masked_fill(everything[:, None], -torch.inf)
+    return lowest, everything | (mass[:, -1] >= top_p)

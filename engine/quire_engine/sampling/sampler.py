@@ -8,8 +8,8 @@ and the noise is that of ``noise``: a function of seed, position and token id. G
 without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
 parameters alone, whatever else is in the batch.
 
-Filters look at the 1,024 highest scores first, and noise is then made for those only; a row that keeps more
-than that is sorted whole.
+Filters look at the 1,024 highest scores first, and noise is then made for those only. A row that keeps more is sorted
+whole, unless its border is known already, and gets noise for all tokens.
 """
 
 import torch
@@ -31,14 +31,15 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
     A row with a logit that is NaN or infinite gets ``NOT_FINITE``; the other rows are not touched by it.
     """
-    logits = logits.float()
     finite = _finite(logits)
     if not bool(finite.all()):
         logits = logits.masked_fill(~finite[:, None], 0)
-    greedy = rows.greedy()
     token_ids = torch.empty(len(rows), dtype=torch.int64)
-    token_ids[greedy] = _take(logits, greedy).argmax(-1).cpu()
-    token_ids[~greedy] = _draw(_take(logits, ~greedy), _rows(rows, ~greedy)).cpu()
+    greedy = rows.greedy()
+    if bool(greedy.any()):
+        token_ids[greedy] = _take(logits, greedy).max(-1).indices.cpu()
+    if not bool(greedy.all()):
+        token_ids[~greedy] = _draw(_take(logits, ~greedy).float(), _rows(rows, ~greedy))
     return token_ids.masked_fill_(~finite.cpu(), NOT_FINITE)
 
 
@@ -58,10 +59,8 @@ def _rows(rows: SamplingRows, mask: torch.Tensor) -> SamplingRows:
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [R] of rows with a temperature above 0."""
+    """Token ids [R], on the host, of rows with a temperature above 0; ``logits`` [R, V] float32."""
     token_ids = torch.empty(len(rows), dtype=torch.int64)
-    if not len(rows):
-        return token_ids
     temperature = rows.temperature.clamp(min=MIN_TEMPERATURE).to(logits.device)
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     filtered = rows.filtered(logits.shape[1])
@@ -88,19 +87,20 @@ def _draw_from_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 def _draw_from_top(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Token ids [R] drawn from what top-k and top-p keep."""
     top = Top.of(scores, _top_width(rows, scores.shape[1]))
-    lowest, complete = lowest_kept(scores, top, rows.top_k, rows.top_p)
+    lowest, known = lowest_kept(scores, top, rows.top_k, rows.top_p)
     token_ids = _draw_from_candidates(top, lowest, rows.keys)
-    if bool(complete.all()):
-        return token_ids
-    wide = (~complete).nonzero().squeeze(1)
-    token_ids[wide] = _draw_from_sorted(scores[wide], rows.take(wide))
+    # Where the border is the last score looked at, tokens that tie with it may lie outside.
+    wide = (~known | (lowest <= top.scores[:, -1:]).squeeze(1)).nonzero().squeeze(1)
+    if len(wide) and top.scores.shape[1] < scores.shape[1]:
+        scores, rows = scores[wide], rows.take(wide)
+        lowest = lowest[wide] if bool(known.all()) else _lowest_of_all(scores, rows)
+        token_ids[wide] = _draw_from_all(scores.masked_fill(scores < lowest, -torch.inf), rows)
     return token_ids
 
 
-def _draw_from_sorted(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """As ``_draw_from_top``, for rows that may keep any number of tokens."""
-    lowest, _ = lowest_kept(scores, Top.of(scores, scores.shape[1]), rows.top_k, rows.top_p)
-    return _draw_from_all(scores.masked_fill(scores < lowest, -torch.inf), rows)
+def _lowest_of_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """The lowest score that each row keeps, [R, 1], by sorting all of them."""
+    return lowest_kept(scores, Top.of(scores, scores.shape[1]), rows.top_k, rows.top_p)[0]
 
 
 def _draw_from_candidates(top: Top, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def _draw_from_candidates(top: Top, lowest: torch.Tensor, keys: torch.Tensor) ->
 
 
 def _top_width(rows: SamplingRows, vocab_size: int) -> int:
-    """One more than the largest top-k, so that a tie across its border shows, if every row has a small one."""
+    """Well above the largest top-k, as whatever ties with the last token is kept too; wider where no top-k is small."""
     bounded = (rows.top_k > 0) & (rows.top_k < TOP_WIDTH)
-    width = int(rows.top_k.max()) + 1 if bool(bounded.all()) else TOP_WIDTH
-    return min(width, vocab_size)
+    width = 2 * int(rows.top_k.max()) + 64 if bool(bounded.all()) else TOP_WIDTH
+    return min(width, TOP_WIDTH, vocab_size)

@@ -1,9 +1,9 @@
 // The CPU kernels: paged attention, and the small operations around it, for bf16 and fp32.
 //
-// Plain C++17 with the vector extensions of GCC and clang, a C interface, and no header of torch or Python: it compiles in seconds,
-// and one build serves every version of both. Callers check shapes and bounds. Every output row is computed in an order that
-// depends on its own sequence alone, never on the batch, the tiling or the thread; hence no -ffast-math, which may reorder sums
-// differently in each copy of an inlined loop. Hidden scores are masked without infinities.
+// Plain C++17 with the vector extensions of GCC and clang, a C interface, and no header of torch or Python: it compiles
+// in seconds, and one build serves every version of both. Callers check shapes and bounds. Every output row is computed
+// in an order that depends on its own sequence alone, never on the batch, the tiling or the thread; hence no -ffast-math,
+// which may reorder sums differently in each copy of an inlined loop. Hidden scores are masked without infinities.
 
 #include <cmath>
 #include <cstdint>
@@ -55,8 +55,12 @@ inline Floats widen(Halves h) { return (Floats)(__builtin_convertvector(h, Words
 
 // To the nearest, ties to even, as torch rounds.
 inline Halves narrow(Floats f) {
-  Words w = (Words)f;
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)f);
+#else
+  const Words w = (Words)f;
   return __builtin_convertvector((w + 0x7fff + ((w >> 16) & 1)) >> 16, Halves);
+#endif
 }
 
 inline Floats read(const float* from) { return load<Floats>(from); }
@@ -136,7 +140,7 @@ inline void transpose(Words (&m)[kLanes]) {
   exchange<1>(m, Lanes{});
 }
 
-// Products work on 32-bit words: one fp32 number, or two neighbours in bf16. Products of bf16 are exact in fp32, and summed there.
+// Products work on 32-bit words: one fp32 number, or two neighbours in bf16, whose products are exact in fp32.
 inline Floats fused(Floats sum, Words a, Words b, float) { return sum + (Floats)a * (Floats)b; }
 inline Floats fused(Floats sum, Words a, Words b, Bf16) {
 #ifdef __AVX512BF16__
@@ -149,8 +153,8 @@ inline Floats fused(Floats sum, Words a, Words b, Bf16) {
 
 // c[kRows][n vectors] = keep[row] * c + a[kRows][depth] * b[depth][n vectors], all strides in words.
 template <typename T, int n>
-inline void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth, float* c,
-                    int64_t c_stride, const float* keep) {
+inline void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, int64_t depth,
+                    float* c, int64_t c_stride, const float* keep) {
   Floats sum[kRows][n];
   for (int r = 0; r < kRows; ++r)
     for (int j = 0; j < n; ++j) sum[r][j] = keep ? read(c + r * c_stride + j * kLanes) * keep[r] : Floats{};
@@ -167,14 +171,16 @@ inline void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int6
 }
 
 template <typename T>
-void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t columns, int64_t depth, float* c, const float* keep) {
+void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t columns, int64_t depth, float* c,
+              const float* keep) {
   int64_t j = 0;
   for (; j + kVectors * kLanes <= columns; j += kVectors * kLanes)
     product<T, kVectors>(a, a_stride, b + j, columns, depth, c + j, columns, keep);
   for (; j < columns; j += kLanes) product<T, 1>(a, a_stride, b + j, columns, depth, c + j, columns, keep);
 }
 
-// Keys as rows -> packed[word][key].
+// Keys as rows -> packed[word][key]. Pages are scattered, which hides them from the processor's own prefetching; so the
+// rows of the tile ahead are asked for here, a few at a time, as asking for all of them at once drops some.
 void pack_keys(const char* const* rows, const char* const* ahead, int64_t words, uint32_t* packed) {
   for (int key = 0; key < kKeys; key += kLanes) {
     int64_t w = 0;
@@ -191,13 +197,15 @@ void pack_keys(const char* const* rows, const char* const* ahead, int64_t words,
 }
 
 // Values as rows -> packed[key][column] in fp32, packed[pair of keys][column] in bf16.
-void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed, float) {
+void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed,
+                 float) {
   for (int key = 0; key < kKeys; ++key) {
     for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(ahead[key] + 4 * d);
     std::memcpy(packed + key * columns, rows[key], 4 * dim);
   }
 }
-void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed, Bf16) {
+void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed,
+                 Bf16) {
   for (int key = 0; key < kKeys; key += 2, packed += columns) {
     int64_t d = 0;
     for (; d + kLanes <= dim; d += kLanes) {
@@ -218,10 +226,10 @@ void pack_values(const char* const* rows, const char* const* ahead, int64_t dim,
 
 // Probabilities take the place of their scores, in the element type of the values.
 inline void put(float* scores, int v, Floats p, float) { write(scores + v * kLanes, p); }
-inline void put(float* scores, int v, Floats p, Bf16) { write(reinterpret_cast<Bf16*>(scores) + v * kLanes, p); }
+inline void put(float* scores, int v, Floats p, Bf16) { write((Bf16*)scores + v * kLanes, p); }
 
-// One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far are to be
-// multiplied by. A row that sees none of the keys changes nothing, so it does not matter which tiles a row is shown.
+// One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far
+// are to be multiplied by. A row that sees none of the keys changes nothing, so it matters not which tiles it is shown.
 template <typename T>
 inline float soften(float* scores, float scale, int64_t first, int64_t last, float& peak, Floats& sum) {
   constexpr int n = kKeys / kLanes;
@@ -248,7 +256,7 @@ inline float soften(float* scores, float scale, int64_t first, int64_t last, flo
   return keep;
 }
 
-// One layer of one step. Strides are in elements; the last dimension is contiguous, and a page holds each head's rows without gaps.
+// One layer of one step. Strides are in elements; a row is contiguous, and so are a head's rows in a page.
 struct AttentionCall {
   const char *query, *key, *value;
   char *kv, *out;
@@ -258,7 +266,7 @@ struct AttentionCall {
   double scale;
 };
 
-// The tokens of a chunk that one KV head serves together. Rows are these tokens times the query heads that share the KV head.
+// Tokens of a chunk that one KV head serves together. Its rows are these tokens times the query heads of the KV head.
 struct Item {
   int32_t chunk, token, tokens, head;
 };
@@ -299,7 +307,7 @@ struct Attention {
     const char *keys[kKeys], *values[kKeys];
   };
 
-  // Where the rows of a key tile lie. Past the end it is a row of zeros: the unused slots of a page hold anything, NaN too.
+  // Where the rows of a key tile lie. Past the end lie zeros: the unused slots of a page hold anything, NaN too.
   void locate(const Item& item, int64_t begin, const char* zeros, KeyTile& tile) const {
     const int64_t end = past(item.chunk) + item.token + item.tokens;
     const char* row = nullptr;
@@ -323,8 +331,9 @@ struct Attention {
   void attend(const Item& item, const Item& after) const {
     const int64_t rows = item.tokens * group, padded = (rows + kRows - 1) / kRows * kRows;
     thread_local std::vector<uint32_t> scratch;
-    const size_t need = words * (padded + kKeys + 1) + columns * (padded + kKeys) + kKeys * kRows + padded * (kLanes + 1) + 8 * 16;
-    if (scratch.size() < need) scratch.resize(need);
+    const int64_t need = words * (padded + kKeys + 1) + columns * (padded + kKeys) + kKeys * kRows +
+                         padded * (kLanes + 1) + 8 * 16;  // up to a cache line before each of the eight parts
+    if (int64_t(scratch.size()) < need) scratch.resize(need);
     // Each part starts at a cache line: a load that straddles two costs as much as both.
     uintptr_t next = reinterpret_cast<uintptr_t>(scratch.data());
     const auto take = [&next](int64_t n) {
@@ -333,9 +342,9 @@ struct Attention {
       return reinterpret_cast<uint32_t*>(start);
     };
     uint32_t *query = take(words * padded), *packed_keys = take(words * kKeys), *packed_values = take(columns * kKeys);
-    float *sums = reinterpret_cast<float*>(take(columns * padded)), *scores = reinterpret_cast<float*>(take(kKeys * kRows));
-    float *masses = reinterpret_cast<float*>(take(padded * kLanes)), *peaks = reinterpret_cast<float*>(take(padded));
-    const char* zeros = reinterpret_cast<char*>(std::memset(take(words), 0, row_bytes));
+    float *sums = (float*)take(columns * padded), *scores = (float*)take(kKeys * kRows);
+    float *masses = (float*)take(padded * kLanes), *peaks = (float*)take(padded);
+    const char* zeros = (char*)std::memset(take(words), 0, row_bytes);
 
     const int64_t token = call.query_indptr[item.chunk] + item.token;
     for (int64_t r = 0; r < padded; ++r) {
@@ -351,10 +360,10 @@ struct Attention {
     const int64_t position = past(item.chunk) + item.token, end = position + item.tokens;
     KeyTile tiles[2];
     locate_first(item, zeros, tiles[0]);
-    for (int now = 0; tiles[now].begin < end; now ^= 1) {
+    for (int now = 0, last = 0; !last; now ^= 1) {
       const KeyTile &tile = tiles[now], &ahead = tiles[now ^ 1];
       const int64_t begin = tile.begin;
-      const bool last = begin + kKeys >= end;
+      last = begin + kKeys >= end;
       if (last) locate_first(after, zeros, tiles[now ^ 1]);
       else locate(item, begin + kKeys, zeros, tiles[now ^ 1]);
       pack_keys(tile.keys, ahead.keys, words, packed_keys);
@@ -370,14 +379,13 @@ struct Attention {
           keep[i] = soften<T>(scores + i * kKeys, scale, first_seen(p) - begin, p - begin, peaks[r + i], mass);
           write(masses + (r + i) * kLanes, mass);
         }
-        const uint32_t* shares = reinterpret_cast<uint32_t*>(scores);
-        multiply<T>(shares, kKeys, packed_values, columns, kKeys * sizeof(T) / 4, sums + r * columns, keep);
+        multiply<T>((uint32_t*)scores, kKeys, packed_values, columns, kKeys * sizeof(T) / 4, sums + r * columns, keep);
       }
-      if (last) break;
     }
     for (int64_t r = 0; r < rows; ++r) {
       const float share = 1.f / total(read(masses + r * kLanes));
-      T* to = reinterpret_cast<T*>(call.out) + ((token + r / group) * call.heads + item.head * group + r % group) * call.head_dim;
+      const int64_t row = (token + r / group) * call.heads + item.head * group + r % group;
+      T* to = (T*)call.out + row * call.head_dim;
       for (int64_t d = 0; d < call.head_dim; d += kLanes)
         write_some(to + d, read(sums + r * columns + d) * share, call.head_dim - d);
     }
@@ -463,33 +471,42 @@ void quire_attention(const AttentionCall* call) {
   else Attention<float>{*call}.run();
 }
 
-void quire_rms_norm(const void* x, int64_t x_row, void* residual, const void* weight, void* out, int64_t rows, int64_t dim, float eps,
-                    int64_t bf16, int64_t threads) {
+void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, const void* weight, void* out,
+                    int64_t tokens, int64_t heads, int64_t dim, float eps, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-#pragma omp parallel for num_threads(int(threads)) if (rows * dim > kWorthSharing)
-    for (int64_t r = 0; r < rows; ++r)
-      norm_row((const T*)x + r * x_row, residual ? (T*)residual + r * dim : nullptr, (const T*)weight, (T*)out + r * dim, dim, eps);
+#pragma omp parallel for num_threads(int(threads)) if (tokens * heads * dim > kWorthSharing)
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t row = (t * heads + h) * dim;  // of the tensors without gaps
+        T* sum = residual ? (T*)residual + row : nullptr;
+        norm_row((const T*)x + t * token + h * head, sum, (const T*)weight, (T*)out + row, dim, eps);
+      }
   };
   bf16 ? run(Bf16{}) : run(float{});
 }
 
-void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16, int64_t threads) {
+void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16,
+                    int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (rows * dim > kWorthSharing)
-    for (int64_t r = 0; r < rows; ++r) silu_row((const T*)gate_up + r * row, (const T*)gate_up + r * row + dim, (T*)out + r * dim, dim);
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* gate = (const T*)gate_up + r * row;
+      silu_row(gate, gate + dim, (T*)out + r * dim, dim);
+    }
   };
   bf16 ? run(Bf16{}) : run(float{});
 }
 
-void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, int64_t tokens, int64_t heads, int64_t half,
-                  int64_t bf16, int64_t threads) {
+void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, int64_t tokens,
+                  int64_t heads, int64_t half, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (tokens * heads * half > kWorthSharing)
     for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t h = 0; h < heads; ++h) rotate_row((T*)x + t * token + h * head, cos + t * half, sin + t * half, half);
+      for (int64_t h = 0; h < heads; ++h)
+        rotate_row((T*)x + t * token + h * head, cos + t * half, sin + t * half, half);
   };
   bf16 ? run(Bf16{}) : run(float{});
 }

@@ -51,7 +51,7 @@ class TorchExecutor:
     ) -> "TorchExecutor":
         """Loads the model of ``folder`` onto the CPU, with KV pools of at most the given bytes.
 
-        ``dtype`` is auto, float32 or bfloat16. ``max_model_len`` defaults to the model's own limit. Raises
+        ``dtype`` is auto, float32, bfloat16 or float16. ``max_model_len`` defaults to the model's own limit. Raises
         ``ModelError``, with one sentence, for whatever makes the folder or these settings impossible.
         """
         configure_threads()

@@ -13,12 +13,13 @@ ROOT = Path("/")
 def configure_threads() -> int:
     """Lets torch compute with as many threads as there are cores to run them; returns the number.
 
-    More threads than cores of quota is the classic slow pod: each waits for others that are throttled. A
-    value of ``OMP_NUM_THREADS`` is someone's decision and stays. Call it before the first torch operation.
+    More threads than cores of quota is the classic slow pod: each waits for others that are throttled.
+    ``OMP_NUM_THREADS`` is someone's decision and counts first. Call it before the first torch operation.
     """
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(usable_cores())
-    return int(torch.get_num_threads())
+    decided = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(decided) if decided.isdecimal() and int(decided) > 0 else usable_cores()
+    torch.set_num_threads(threads)
+    return threads
 
 
 def usable_cores(root: Path = ROOT) -> int:

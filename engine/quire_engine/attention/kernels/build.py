@@ -1,0 +1,127 @@
+"""Compiles ``kernels.cpp`` for this processor, once for each user, and finds it again. It knows nothing of
+what the kernels do.
+
+The source needs neither torch's headers nor Python's, so a bare compiler is enough and a build takes two
+seconds. Any number of engines may start at once: each compiles into a folder of its own and renames the
+result into place, which is atomic.
+"""
+
+import atexit
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
+_SECONDS_TO_COMPILE = 300
+
+logger = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled here; the text says why, in one line."""
+
+
+def shared_object() -> Path:
+    """The compiled kernels, from the cache or compiled now.
+
+    The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. Where
+    that folder cannot be written or not be trusted, the build goes to a fresh private folder that ends with
+    the process.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    name = f"kernels-{_fingerprint()}.so"
+    cache = _cache_folder()
+    if cache and (cache / name).exists():
+        return cache / name
+    folder = cache if cache and os.access(cache, os.W_OK) else _private_folder()
+    _compile(folder / name)
+    return folder / name
+
+
+def _cache_folder() -> Path | None:
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_trusted(folder) else None
+    except (OSError, RuntimeError):  # a home that is read-only, or none at all
+        return None
+
+
+def _is_trusted(folder: Path) -> bool:
+    """Whatever lies in the cache is loaded as code: only this user, or who built the image, may have put it there."""
+    status = folder.stat()
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _private_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _fingerprint() -> str:
+    """Of everything that decides the build: a home folder may be shared by unlike machines."""
+    machine = (*_flags(), *platform.libc_ver(), _processor())
+    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(machine).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What ``native`` means here: the instruction sets that Linux lists, or else the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _flags() -> tuple[str, ...]:
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return (*_FLAGS, "-march=native" if x86 else "-mcpu=native")
+
+
+def _compiler() -> list[str]:
+    named = os.environ.get("CXX")
+    if named:
+        return shlex.split(named)
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return [path]
+    raise BuildError(f"no C++ compiler was found (looked for {', '.join(_COMPILERS)} and $CXX)")
+
+
+def _compile(target: Path) -> None:
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+        output = Path(folder) / target.name
+        command = [*_compiler(), *_flags(), str(SOURCE), "-o", str(output)]
+        _run(command)
+        output.replace(target)
+    logger.info("compiled the CPU kernels in %.1f s into %s", time.monotonic() - started, target)
+
+
+def _run(command: list[str]) -> None:
+    try:
+        result = subprocess.run(  # noqa: S603 -- our own arguments, and no shell
+            command, capture_output=True, text=True, timeout=_SECONDS_TO_COMPILE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} did not run: {error}") from error
+    if result.returncode:
+        raise BuildError(f"{command[0]} failed: {_first_complaint(result.stderr)}")
+
+
+def _first_complaint(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")

@@ -1,0 +1,63 @@
+"""The compiled kernels as typed calls. They are loaded once a process, and what stops that is logged once."""
+
+import ctypes
+import functools
+import logging
+import os
+
+import torch
+
+from quire_engine.attention.kernels.build import BuildError, shared_object
+
+DTYPES = (torch.bfloat16, torch.float32)
+"""Element types that the kernels know."""
+
+_SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+
+logger = logging.getLogger(__name__)
+
+
+class AttentionCall(ctypes.Structure):
+    """The argument of ``quire_attention``: field by field the struct of that name in ``kernels.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query", "key", "value", "kv", "out")),
+        *((name, _INTEGER) for name in ("query_token", "query_head", "key_token", "key_head")),
+        *((name, _INTEGER) for name in ("value_token", "value_head", "kv_page", "kv_plane", "kv_head")),
+        *((name, _POINTER) for name in ("query_indptr", "page_indptr", "page_ids", "context_lens")),
+        *((name, _INTEGER) for name in ("chunks", "heads", "kv_heads", "head_dim", "block_size")),
+        *((name, _INTEGER) for name in ("window", "bf16", "threads")),
+        ("scale", ctypes.c_double),
+    )
+
+
+_SIGNATURES = {
+    "quire_attention": (ctypes.POINTER(AttentionCall),),
+    "quire_rms_norm": (
+        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER),
+        *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
+    ),
+    "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
+    "quire_rotate": (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, *(_INTEGER,) * 5),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, or None where they cannot be built or ``QUIRE_ENGINE_CPU_KERNELS=off`` refuses them.
+
+    They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls let go of the
+    interpreter lock.
+    """
+    if os.environ.get(_SWITCH, "").lower() in ("off", "0", "false"):
+        return None
+    try:
+        loaded = ctypes.CDLL(str(shared_object()))
+    except (BuildError, OSError) as error:
+        logger.warning("the CPU kernels are not available, torch stands in for them and is slower: %s", error)
+        return None
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    return loaded
