@@ -1,8 +1,8 @@
 """Output tokens a second beside transformers' static batch, in one run: `make bench`.
 
-A Llama-shaped model with 135 M random bf16 weights runs the same requests, greedy and ignoring end of sequence, through Quire's engine
-(continuous batching over paged memory) and through transformers' ``generate`` with one static batch. The two alternate, and the medians
-are compared: absolute figures depend on the machine, the ratio much less.
+A Llama-shaped model with 135 M random bf16 weights runs the same requests, greedy and ignoring end of sequence,
+through Quire's engine (continuous batching over paged memory) and through transformers' ``generate`` with one static
+batch. The two alternate, and the medians are compared: absolute figures depend on the machine, the ratio much less.
 """
 
 import argparse
@@ -147,11 +147,12 @@ def report(options: argparse.Namespace, rates: dict[str, list[float]], steps: li
         "bookkeeping_ms": round(1e3 * statistics.median(step.schedule + step.emit for step in decode), 3),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
-    print(f"{options.requests} requests, {options.input} tokens in, {options.output} out, bf16, {figures['threads']} threads")
+    shape = f"{options.requests} requests, {options.input} tokens in, {options.output} out"
+    print(f"{shape}, bf16, {figures['threads']} threads")
     for name, value in medians.items():
         print(f"  {name:<14}{value:8.1f} output tokens/s   {figures['all_rounds'][name]}")
     print(f"  ratio         {figures['ratio']:8.2f}")
-    print(f"  decode step {figures['decode_step_ms']} ms, of which scheduling and bookkeeping {figures['bookkeeping_ms']} ms")
+    print(f"  decode step   {figures['decode_step_ms']:8.2f} ms, bookkeeping {figures['bookkeeping_ms']} ms of it")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 

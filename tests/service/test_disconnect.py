@@ -33,8 +33,9 @@ def generated(stack: Stack) -> float:
 def open_request(stack: Stack, body: dict[str, object]) -> socket.socket:
     payload = json.dumps(body).encode()
     client = socket.create_connection(("127.0.0.1", stack.router.http_port))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    client.sendall(head.encode() + payload)
+    head = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head += [f"Content-Length: {len(payload)}", "", ""]
+    client.sendall("\r\n".join(head).encode() + payload)
     return client
 
 

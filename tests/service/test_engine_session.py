@@ -43,9 +43,7 @@ class Link:
         settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params}
         sampling = sampling_to_proto(SamplingParams(**settings))
         self.send(
-            submit=pb.Submit(
-                request_id=request_id, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling
-            )
+            submit=pb.Submit(request_id=request_id, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling)
         )
 
     def snapshot(self) -> pb.Snapshot:
@@ -101,7 +99,9 @@ def test_sequences_have_no_gaps_and_the_load_returns_to_nothing(engine: Engine) 
         batches = [link.batch()]
         while not any(output.finish_reason for output in batches[-1].outputs):
             batches.append(link.batch())
-    assert [batch.sequence for batch in batches] == list(range(snapshot.sequence + 1, snapshot.sequence + 1 + len(batches)))
+    assert [batch.sequence for batch in batches] == list(
+        range(snapshot.sequence + 1, snapshot.sequence + 1 + len(batches))
+    )
     load = batches[-1].load
     assert (load.running, load.waiting, load.blocks_free) == (0, 0, load.blocks_total)
 
@@ -236,9 +236,8 @@ def test_a_session_that_stays_away_is_forgotten_with_its_requests(engine: Engine
     ],
 )
 def test_a_session_must_begin_with_a_proper_open(engine: Engine, first: pb.SessionRequest) -> None:
-    with grpc.insecure_channel(engine.address) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            list(engine_pb2_grpc.EngineStub(channel).Session(iter([first])))
+    with grpc.insecure_channel(engine.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        list(engine_pb2_grpc.EngineStub(channel).Session(iter([first])))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 

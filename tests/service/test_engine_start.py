@@ -74,7 +74,11 @@ def test_memory_that_holds_no_block_is_refused_with_the_numbers(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [(("--max-num-seqs", "0"), "--max-num-seqs"), (("--dtype", "int3"), "--dtype"), (("--swap-space", "-1"), "--swap-space")],
+    [
+        (("--max-num-seqs", "0"), "--max-num-seqs"),
+        (("--dtype", "int3"), "--dtype"),
+        (("--swap-space", "-1"), "--swap-space"),
+    ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:
     code, sentence = sentence_of(DEMO, tmp_path, *flags)

@@ -1,7 +1,6 @@
 """Parts die while clients stream: the answer goes on, or ends with a typed error; never silently."""
 
 import json
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,9 +115,7 @@ def test_a_stopping_router_ends_its_streams_with_a_typed_error(fleet: Fleet) -> 
         DEMO, [engine.address for engine in fleet.engines], fleet.folder, "--shutdown-timeout", "0.5"
     ).wait_ready()
     body = json.dumps({**LONG, "stream": True, "ignore_eos": True, "max_tokens": 2000}).encode()
-    request = urllib.request.Request(
-        f"{router.url}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{router.url}/v1/completions", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         answer.readline()
         router.popen.terminate()

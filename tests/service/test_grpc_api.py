@@ -58,7 +58,11 @@ def test_chat_streams_the_same_answer_as_rest(client: ReflectedClient, stack: St
 def test_generate_takes_tokens(client: ReflectedClient) -> None:
     answers = list(
         client.call(
-            INFERENCE, "Generate", model=MODEL, token_ids={"ids": [10, 11, 12]}, sampling={"temperature": 0, "max_tokens": 5}
+            INFERENCE,
+            "Generate",
+            model=MODEL,
+            token_ids={"ids": [10, 11, 12]},
+            sampling={"temperature": 0, "max_tokens": 5},
         )
     )
     assert sum(len(answer.token_ids) for answer in answers) == answers[-1].usage.completion_tokens <= 5

@@ -51,7 +51,9 @@ def test_work_under_pressure_swaps_and_every_block_comes_back(tmp_path: Path) ->
         assert engine.metric("quire_engine_preemptions_total", mode="swap") > 0
         assert engine.metric("quire_engine_swapped_blocks_total", direction="in") > 0
         for tier in ("device", "host"):
-            assert engine.metric("quire_engine_free_blocks", tier=tier) == engine.metric("quire_engine_blocks", tier=tier)
+            assert engine.metric("quire_engine_free_blocks", tier=tier) == engine.metric(
+                "quire_engine_blocks", tier=tier
+            )
     finally:
         assert [router.stop(), engine.stop()] == [0, 0]
 

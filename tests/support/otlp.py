@@ -35,7 +35,9 @@ class Collector(rpc.TraceServiceServicer):
         with self._lock:
             return list(self._spans)
 
-    def Export(self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext) -> pb.ExportTraceServiceResponse:  # noqa: N802
+    def Export(  # noqa: N802 - named by the contract
+        self, request: pb.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> pb.ExportTraceServiceResponse:
         with self._lock:
             for resource in request.resource_spans:
                 service = _attributes(resource.resource.attributes).get("service.name", "")

@@ -1,8 +1,8 @@
 """An executor over paged memory of tokens instead of tensors: it notices any block that does not hold what it should.
 
-Each slot remembers the whole prefix up to its token (as a running hash), so that reading a block which was overwritten, never
-computed, or copied to the wrong place is found at once. The next token is a pure function of the prefix and the seed, so the
-right output of any request is known without running a scheduler.
+Each slot remembers the whole prefix up to its token (as a running hash), so that reading a block which was
+overwritten, never computed, or copied to the wrong place is found at once. The next token is a pure function of the
+prefix and the seed, so the right output of any request is known without running a scheduler.
 """
 
 from hashlib import blake2b

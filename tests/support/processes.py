@@ -96,7 +96,13 @@ class Router(Process):
     """A ``quire-router``."""
 
     def __init__(
-        self, model: Path, engines: Sequence[str], folder: Path, *flags: str, name: str = "quire-demo", **environment: str
+        self,
+        model: Path,
+        engines: Sequence[str],
+        folder: Path,
+        *flags: str,
+        name: str = "quire-demo",
+        **environment: str,
     ) -> None:
         self.http_port, self.grpc_port, self.metrics_port = free_port(), free_port(), free_port()
         command = [sys.executable, "-m", "quire_router.main", "--model", f"{name}={model}"]
@@ -122,7 +128,9 @@ class Router(Process):
 
 
 def wait_healthy(process: Process, port: int) -> None:
-    """Returns once ``/health`` on ``port`` answers 200; fails with the process's output when it ends or takes too long."""
+    """Returns once ``/health`` on ``port`` answers 200; fails with the process's output when it ends or takes too
+    long.
+    """
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.popen.poll() is not None:

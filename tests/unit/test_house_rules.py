@@ -34,8 +34,10 @@ def test_the_engines_service_does_not_import_torch() -> None:
 
 
 def test_the_router_never_imports_torch_or_transformers() -> None:
-    names = imported("import pkgutil, importlib, quire_router\n"
-                     "for m in pkgutil.walk_packages(quire_router.__path__, 'quire_router.'): importlib.import_module(m.name)")
+    names = imported(
+        "import pkgutil, importlib, quire_router\n"
+        "for m in pkgutil.walk_packages(quire_router.__path__, 'quire_router.'): importlib.import_module(m.name)"
+    )
     assert not names & {"torch", "transformers", "quire_engine", "numpy"}
 
 
