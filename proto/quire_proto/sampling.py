@@ -74,4 +74,4 @@ def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> Non
 
 
 def _out_of_range(param: str, value: float, allowed: str) -> QuireError:
-    return invalid(param, f"{param} is {value:g} but must be {allowed}.")
+    return invalid(param, f"{param} is {value} but must be {allowed}.")

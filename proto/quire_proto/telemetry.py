@@ -53,6 +53,7 @@ class Attribute:
     ERROR_TYPE = "error.type"
     SERVER_ADDRESS = "server.address"
     REQUEST_ID = "quire.request.id"
+    CLIENT_REQUEST_ID = "quire.client.request_id"
     ATTEMPT = "quire.attempt"
     POLICY = "quire.route.policy"
     CANDIDATES = "quire.route.candidates"

@@ -14,7 +14,7 @@ ABORT = types_pb2.FINISH_REASON_ABORT
 ERROR = types_pb2.FINISH_REASON_ERROR
 
 
-def output(  # noqa: PLR0917 - read as the fields of the message
+def output(
     request_id: str,
     token_ids: Sequence[int] = (),
     position: int = 0,

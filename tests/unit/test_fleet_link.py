@@ -102,6 +102,18 @@ async def test_a_broken_stream_is_resumed_and_nobody_notices() -> None:
         assert (await rest(stream))[0] == [2, 3]
 
 
+async def test_a_grace_that_was_not_needed_ends_nothing_later() -> None:
+    async with linked(LinkSettings(grace=0.1, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        engine.break_stream()
+        await connected(engine)
+        await asyncio.sleep(0.2)
+        engine.send(output("a", [2], 1, STOP))
+        assert (await rest(stream))[0] == [2]
+
+
 async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))

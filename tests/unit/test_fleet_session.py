@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode, QuireError
@@ -39,6 +39,7 @@ steps = st.lists(st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)), min
 
 
 @given(steps, st.data())
+@settings(deadline=None)
 def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]], data: st.DataObject) -> None:
     async def run() -> None:
         session = Session(LinkSettings())

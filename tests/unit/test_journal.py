@@ -160,6 +160,7 @@ any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 
 
 @given(generations, any_tokens, st.none() | st.sampled_from(FinishReason), st.text(st.characters()))
+@settings(deadline=None)
 def test_a_record_comes_back_exactly(
     generation: Generation, token_ids: list[int], reason: FinishReason | None, error: str
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_record_comes_back_exactly_from_redis(
 
 
 @given(any_tokens)
+@settings(deadline=None)
 def test_tokens_take_four_bytes_and_come_back(token_ids: list[int]) -> None:
     packed = pack_tokens(token_ids)
     assert len(packed) == 4 * len(token_ids)

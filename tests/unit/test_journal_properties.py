@@ -103,6 +103,7 @@ async def play(
 
 
 @given(st.lists(operations, max_size=40))
+@settings(deadline=None)
 def test_memory_holds_what_the_model_holds(script: list[tuple[object, ...]]) -> None:
     asyncio.run(play(MemoryJournal(owner="me"), None, script))
 

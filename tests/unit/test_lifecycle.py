@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
@@ -454,22 +457,53 @@ async def test_draining_ends_what_takes_too_long() -> None:
         await place.left_nothing("r", FinishReason.ERROR, "")
 
 
-# Metrics
+# Traces and metrics
+
+
+async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("quire_router.lifecycle.tracer", provider.get_tracer("test"))
+    async with house(ready=0) as place:
+        with provider.get_tracer("test").start_as_current_span("POST") as server:
+            answer = place.lifecycle.run(request())
+        task = asyncio.create_task(collect(answer))
+        await asyncio.sleep(0.02)
+        await place.engine.start()
+        first = await place.engine.submit()
+        place.engine.send(output("r", tokens("a"), 0, ABORT))
+        second = await place.engine.submit()
+        place.engine.send(output(second.request_id, tokens("b"), 1, STOP))
+        await task
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == [
+        "POST", "quire.route", "quire.queue", "quire.route", "chat m", "quire.route", "chat m",
+    ]  # fmt: skip
+    assert {span.parent.span_id for span in spans if span.parent} == {server.get_span_context().span_id}
+    attempts = [span for span in spans if span.name == "chat m"]
+    for submit, span in zip([first, second], attempts, strict=True):
+        assert submit.traceparent.split("-")[2] == f"{span.context.span_id:016x}"
+    attributes = [dict(span.attributes or {}) for span in attempts]
+    assert [each["quire.attempt"] for each in attributes] == [1, 2]
+    assert attributes[0]["error.type"] == "engine_lost"
+    assert "error.type" not in attributes[1]
+    assert attributes[1]["gen_ai.response.finish_reasons"] == ("stop",)
+    assert attributes[1]["gen_ai.usage.output_tokens"] == 2
 
 
 async def test_requests_and_tokens_are_counted() -> None:
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(name, {"model": "m", **labels}) or 0
 
+    def ended(reason: str) -> float:
+        return value("quire_requests_total", operation="chat", finish_reason=reason)
+
     async with house() as place:
-        before = (
-            value("quire_generation_tokens_total"),
-            value("quire_requests_total", operation="chat", finish_reason="stop"),
-        )
+        before = value("quire_generation_tokens_total"), ended("stop"), ended("abort")
         task, _ = await started(place, place.lifecycle.run(request()))
         assert value("quire_in_flight_requests") == 1
         place.engine.send(output("r", tokens("abc"), 0, STOP))
         await task
         assert value("quire_in_flight_requests") == 0
         assert value("quire_generation_tokens_total") == before[0] + 3
-        assert value("quire_requests_total", operation="chat", finish_reason="stop") == before[1] + 1
+        assert (ended("stop"), ended("abort")) == (before[1] + 1, before[2])

@@ -1,6 +1,6 @@
 """The choice of an engine: where the least work is in flight."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import SamplingParams
 from quire_router.generation import Generation
@@ -24,6 +24,7 @@ views = st.lists(
 
 
 @given(views)
+@settings(deadline=None)
 def test_no_engine_has_less_in_flight_than_the_chosen_one(engines: list[EngineView]) -> None:
     chosen = choose(REQUEST, engines)
     if chosen is None:
@@ -34,6 +35,7 @@ def test_no_engine_has_less_in_flight_than_the_chosen_one(engines: list[EngineVi
 
 
 @given(views, st.data())
+@settings(deadline=None)
 def test_engines_with_more_in_flight_do_not_change_the_choice(engines: list[EngineView], data: st.DataObject) -> None:
     chosen = choose(REQUEST, engines)
     if chosen is not None:

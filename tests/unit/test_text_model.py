@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
+from quire_router.text.chat_template import ChatTemplate
 from quire_router.text.errors import ModelTextError
 from quire_router.text.model_text import ModelText
 from transformers import AutoTokenizer
@@ -66,6 +67,36 @@ def test_a_text_is_encoded_as_by_transformers(tmp_path):
     folder = write_model_folder(tmp_path)
 
     assert ModelText.load(folder).encode("hello café") == AutoTokenizer.from_pretrained(folder)("hello café").input_ids
+
+
+def test_a_text_that_can_never_fit_is_refused_by_its_beginning():
+    text = ModelText(byte_level(), ChatTemplate("{{ messages[0].content }}", {}, "the test"))
+    long = "=" * 8000 + "never ending " * 10_000
+    for refused in (
+        lambda: text.encode(long, 1000),
+        lambda: text.render_chat([{"role": "user", "content": long}], 1000),
+    ):
+        with pytest.raises(QuireError, match="more than 1000 tokens") as refusal:
+            refused()
+        assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "prompt")
+
+
+def with_long_tokens() -> ModelText:
+    tokenizer = type(byte_level()).from_str(byte_level().to_str())
+    tokenizer.add_tokens(["=" * 128, "hello " * 20])
+    return ModelText(tokenizer, None)
+
+
+LONG_TOKENS = with_long_tokens()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["=", "hello ", "€"]), st.integers(0, 3000)), max_size=4))
+@settings(deadline=None, max_examples=30)
+def test_no_text_that_fits_is_refused_however_long_its_tokens_are(parts):
+    text = "".join(piece * times for piece, times in parts)
+    tokens = LONG_TOKENS.encode(text)
+
+    assert LONG_TOKENS.encode(text, len(tokens)) == tokens
 
 
 def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path):

@@ -3,8 +3,9 @@
 isort:skip_file
 The public API over gRPC: one stream a request. What it accepts and refuses equals the REST API.
 
-Every call may carry the metadata `authorization: Bearer KEY`. Errors are gRPC statuses; the text says what is wrong and the
-trailing metadata `quire-request-id` names the request.
+Every call may carry the metadata `authorization: Bearer KEY`. Initial and trailing metadata name the request in
+`quire-request-id`. Errors are gRPC statuses whose text says what is wrong; their trailing metadata carry a serialised
+quire.v1.Error in `quire-error-bin`, which names the parameter at fault, and seconds in `retry-after` where trying again may help.
 """
 
 from collections import abc as _abc

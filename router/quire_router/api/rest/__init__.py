@@ -1,0 +1,1 @@
+"""The OpenAI-style REST API with server-sent events."""

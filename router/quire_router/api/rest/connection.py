@@ -1,0 +1,118 @@
+"""One client's connection during one request: reading its body, noticing that it left, writing the answer."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Send
+
+from quire_router.api.patience import Patience
+from quire_router.api.rest.refusals import body_too_large, body_too_slow
+
+T = TypeVar("T")
+Header = tuple[bytes, bytes]
+JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+EVENTS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
+)
+
+
+class ClientGoneError(Exception):
+    """The client disconnected, or did not read for too long. There is nobody left to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The most bytes of a request's body, and the seconds within which it must arrive."""
+
+    max_bytes: int
+    patience: float
+
+
+async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
+    """The body, whatever its length was said to be. Raises ``HttpError`` and ``ClientGoneError``."""
+    try:
+        async with asyncio.timeout(limits.patience):
+            return await _read(receive, limits.max_bytes)
+    except TimeoutError:
+        raise body_too_slow(limits.patience) from None
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise body_too_large(limit)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled at once when the client disconnects. The body must have been read.
+    Raises ``ClientGoneError``.
+    """
+    task = asyncio.create_task(work)
+    left = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        left.cancel()
+        task.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Reply:
+    """The answer on its way: it starts once, and every write ends within ``patience`` seconds or the client is given
+    up.
+    """
+
+    def __init__(self, send: Send, patience: float) -> None:
+        self._send = send
+        self._patience = Patience(patience)
+        self.started = False
+        self.ended = False
+
+    async def whole(self, status: int, body: bytes, headers: Iterable[Header] = JSON) -> None:
+        """An answer in one piece."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, (*headers, length))
+        await self.end(body)
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        """Status and headers."""
+        self.started = True
+        await self._write({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def write(self, data: bytes) -> None:
+        """Some of the body."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """The last of the body."""
+        self.ended = True
+        await self._write({"type": "http.response.body", "body": data, "more_body": False})
+
+    def close(self) -> None:
+        """Lets go of the client."""
+        self._patience.close()
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        try:
+            await self._patience.wait(self._send(message))
+        except OSError:  # the connection broke, or (TimeoutError) the client does not read
+            raise ClientGoneError from None

@@ -1,0 +1,56 @@
+"""One HTTP request and its answer, as the routes see them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from starlette.types import Receive, Scope
+
+from quire_router.api.identity import ANYONE, Caller
+from quire_router.api.rest.connection import Reply
+
+_STATE = "quire.exchange"
+
+
+@dataclass
+class Exchange:
+    """``request_id`` is ours, whatever the client sent. ``caller`` is known once the key was checked."""
+
+    scope: Scope
+    receive: Receive
+    reply: Reply
+    request_id: str
+    caller: Caller = ANYONE
+
+    @classmethod
+    def of(cls, scope: Scope) -> "Exchange":
+        """The exchange that a route was called with."""
+        exchange = scope[_STATE]
+        assert isinstance(exchange, cls)
+        return exchange
+
+    def attach(self) -> Scope:
+        """The scope for the routes, with this exchange in it."""
+        self.scope[_STATE] = self
+        return self.scope
+
+    @property
+    def path(self) -> str:
+        """The path that routing uses; never one that a Host header could change."""
+        return str(self.scope["path"])
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Headers by their names in small letters; of several with one name, the last."""
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of the request line and headers."""
+        target = len(self.scope["raw_path"]) + len(self.scope["query_string"])
+        return target + sum(len(name) + len(value) + 4 for name, value in self.scope["headers"])
+
+    @property
+    def path_parameters(self) -> dict[str, Any]:
+        """What the route's pattern took from the path."""
+        return dict(self.scope["path_params"])

@@ -1,0 +1,44 @@
+"""The routes that only tell: models, health, metrics."""
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from quire_router.api.frontend import Frontend
+from quire_router.api.rest.answers import model_object, to_json
+from quire_router.api.rest.exchange import Exchange
+from quire_router.api.validate import RETRY_UNREADY
+
+
+class Pages:
+    """Handlers of GET routes."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def models(self, exchange: Exchange) -> None:
+        """All configured models, whether or not an engine is ready."""
+        cards = [model_object(card) for card in self._frontend.models()]
+        await exchange.reply.whole(200, to_json({"object": "list", "data": cards}))
+
+    async def model(self, exchange: Exchange) -> None:
+        """One configured model."""
+        card = self._frontend.model(exchange.path_parameters["model"])
+        await exchange.reply.whole(200, to_json(model_object(card)))
+
+    async def health(self, exchange: Exchange) -> None:
+        """Whether requests can be served now: 200 when some model has an engine, and how many each has."""
+        serving = self._frontend.serving()
+        engines = {card.name: card.ready_engines for card in self._frontend.models()}
+        body = to_json({"status": "ok" if serving else "unavailable", "ready_engines": engines})
+        if serving:
+            await exchange.reply.whole(200, body)
+        else:
+            retry = (b"retry-after", str(int(RETRY_UNREADY)).encode())
+            await exchange.reply.whole(503, body, ((b"content-type", b"application/json"), retry))
+
+    async def live(self, exchange: Exchange) -> None:
+        """Whether the process answers at all."""
+        await exchange.reply.whole(200, to_json({"status": "ok"}))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """All metrics in Prometheus' text format."""
+        await exchange.reply.whole(200, generate_latest(), ((b"content-type", CONTENT_TYPE_LATEST.encode()),))

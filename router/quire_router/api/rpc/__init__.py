@@ -1,0 +1,1 @@
+"""``quire.v1.Inference`` over gRPC, with health and reflection."""

@@ -1,0 +1,122 @@
+"""The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+def _split(value: Any) -> Any:
+    """Comma-separated entries, as an environment variable holds them; a repeated flag adds entries."""
+    entries = [value] if isinstance(value, str) else value
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        return entries
+    return [part.strip() for entry in entries for part in entry.split(",") if part.strip()]
+
+
+def _model(entry: str) -> str:
+    name, _ = split_model(entry)
+    if not _MODEL_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot name a model: letters, digits, '.', '_', '-' and '/', at most 128")
+    return entry
+
+
+def _distinct(entries: list[str]) -> list[str]:
+    names = [split_model(entry)[0] for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name!r} is given twice")
+    return entries
+
+
+def _address(entry: str) -> str:
+    match = _ADDRESS.fullmatch(entry)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ValueError(f"{entry!r} is not HOST:PORT")
+    return entry
+
+
+def _key(entry: SecretStr) -> SecretStr:
+    key = entry.get_secret_value()
+    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("a key must have at least 8 printable ASCII characters and no spaces")
+    return entry
+
+
+def split_model(entry: str) -> tuple[str, Path]:
+    """``NAME=FOLDER``, or ``FOLDER`` whose last part is the name."""
+    name, separator, folder = entry.partition("=")
+    if separator:
+        return name, Path(folder)
+    return Path(entry).resolve().name, Path(entry)
+
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Models = Annotated[
+    list[Annotated[str, AfterValidator(_model)]], NoDecode, BeforeValidator(_split), AfterValidator(_distinct)
+]
+Addresses = Annotated[list[Annotated[str, AfterValidator(_address)]], NoDecode, BeforeValidator(_split)]
+Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """Quire's router: OpenAI-style REST and gRPC in front of engines.
+
+    Every flag can also be given as an environment variable: QUIRE_ROUTER_ and the flag's name in capitals with
+    underscores, lists separated by commas.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", extra="ignore")
+
+    model: Models = Field(min_length=1, description="[NAME=]FOLDER of a model that is served; repeatable.")
+    engine: Addresses = Field(default=[], description="HOST:PORT of an engine; repeatable.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    http_port: Port = Field(default=8000, description="Port of the REST API.")
+    grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
+    metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
+    redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
+    api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
+    max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
+    max_concurrent_requests: Count = Field(default=1024, description="Requests in progress before 429.")
+    request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
+    slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
+    shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
+    retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+
+    @property
+    def models(self) -> dict[str, Path]:
+        """The folder of each model by its name."""
+        return dict(split_model(entry) for entry in self.model)
+
+
+def read_settings(arguments: Sequence[str]) -> Settings:
+    """The settings from ``arguments`` and the environment; ends the process with one line an error, as command line
+    tools do, where they are wrong.
+    """
+    try:
+        source: CliSettingsSource[Any] = CliSettingsSource(
+            Settings, cli_parse_args=list(arguments), cli_prog_name="quire-router", cli_kebab_case=True
+        )
+        return Settings(_cli_settings_source=source)  # type: ignore[call-arg]
+    except ValidationError as error:
+        _stop([_describe(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)])
+    except SettingsError as error:
+        _stop([str(error)])
+
+
+def _describe(location: tuple[int | str, ...], message: str) -> str:
+    flag = str(location[0]).replace("_", "-") if location else "settings"
+    return f"--{flag}: {message.removeprefix('Value error, ')}"
+
+
+def _stop(problems: Sequence[str]) -> NoReturn:
+    raise SystemExit("\n".join(f"quire-router: {problem}" for problem in problems))

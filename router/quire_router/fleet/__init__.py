@@ -1,0 +1,1 @@
+"""Links to the engines and what is known of each."""

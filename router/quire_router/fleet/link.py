@@ -1,0 +1,216 @@
+"""The way to one engine: keeps its Session stream open and moves messages over it. What they mean is ``session``'s."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterator
+
+import grpc
+from quire.v1 import engine_pb2
+from quire.v1.engine_pb2_grpc import EngineStub
+
+from quire_router.fleet.output import EngineLost, OutputStream
+from quire_router.fleet.session import KvListener, SequenceGap, Session
+from quire_router.fleet.settings import LinkSettings
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+CHANNEL_OPTIONS = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Each try to connect is ours to time, so it must not inherit the library's own waiting from the one before.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
+
+
+class LinkBroken(Exception):  # noqa: N818 - handled here, never shown
+    """The stream cannot go on."""
+
+
+class EngineLink:
+    """One engine at ``address`` (``host:port``), connected for as long as the link is started.
+
+    A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
+    still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: LinkSettings | None = None,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        on_kv_event: KvListener | None = None,
+    ) -> None:
+        self.address = address
+        self.settings = settings or LinkSettings()
+        self.session = Session(self.settings, on_kv_event)
+        self.description: engine_pb2.DescribeResponse | None = None
+        self._on_change = on_change
+        self._connected = False
+        self._lost = True
+        self._unacknowledged = 0
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is submitted now would be run."""
+        return self._connected and not self.session.draining
+
+    @property
+    def load(self) -> engine_pb2.Load:
+        """What the engine was busy with after its last step."""
+        return self.session.load
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails."""
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.address}")
+
+    async def close(self) -> None:
+        """Gives back what is in flight and lets go of the engine."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._give_up()
+
+    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+        """Sends a request. Raises ``EngineLost`` when the engine is away, ``QuireError`` when too many wait already."""
+        if self._lost:
+            raise EngineLost("the engine is not connected")
+        return self.session.submit(message)
+
+    # The stream's life
+
+    async def _run(self) -> None:
+        delays = self._delays()
+        outage_reported = False
+        while True:
+            try:
+                await self._converse()
+            except* (grpc.aio.AioRpcError, LinkBroken, SequenceGap, TimeoutError) as errors:
+                problem = _describe(errors)
+            except* Exception:  # the link must outlive whatever one message did
+                log.exception("the link to engine %s failed", self.address)
+                problem = "a failure of the link itself"
+            if self._connected:
+                self._broken()
+                delays, outage_reported = self._delays(), False
+            if not outage_reported:
+                log.warning("engine %s cannot be reached: %s", self.address, problem)
+                outage_reported = True
+            await asyncio.sleep(next(delays))
+
+    def _delays(self) -> Iterator[float]:
+        delay = self.settings.backoff
+        while True:
+            yield delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads reconnects, hides nothing
+            delay = min(2 * delay, self.settings.max_backoff)
+
+    async def _converse(self) -> None:
+        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+            stub = EngineStub(channel)
+            async with asyncio.timeout(self.settings.connect_timeout):
+                description = await stub.Describe(engine_pb2.DescribeRequest())
+                call = stub.Session()
+                snapshot = await self._open(call)
+            self._opened(description, snapshot)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._read(call))
+
+    async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
+        await call.write(self.session.opening())
+        response = await _receive(call)
+        if response.WhichOneof("event") != "snapshot":
+            raise LinkBroken("the engine did not begin with a snapshot")
+        return response.snapshot
+
+    async def _write(self, call: SessionCall) -> None:
+        while True:
+            await call.write(await self.session.outbox.next())
+
+    async def _read(self, call: SessionCall) -> None:
+        while True:
+            response = await _receive(call)
+            if response.WhichOneof("event") == "step_batch":
+                self._apply(response.step_batch)
+
+    def _apply(self, batch: engine_pb2.StepBatch) -> None:
+        ready = self.ready
+        try:
+            self.session.apply(batch)
+        except SequenceGap:
+            self.session.forget()
+            raise
+        self._acknowledge()
+        if ready != self.ready:
+            self._on_change()
+
+    def _opened(self, description: engine_pb2.DescribeResponse, snapshot: engine_pb2.Snapshot) -> None:
+        if description.generation != snapshot.generation:
+            raise LinkBroken("the engine restarted while it was being asked")
+        self.description = description
+        self.session.begin(snapshot)
+        self._connected, self._lost = True, False
+        _cancel(self._grace_timer)
+        log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
+        self._on_change()
+
+    def _broken(self) -> None:
+        self._connected = False
+        _cancel(self._ack_timer)
+        self._ack_timer, self._unacknowledged = None, 0
+        self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._give_up)
+        self._on_change()
+
+    def _give_up(self) -> None:
+        self._connected, self._lost = False, True
+        _cancel(self._grace_timer)
+        _cancel(self._ack_timer)
+        self.session.lose("the engine did not come back in time")
+
+    # Acknowledgements
+
+    def _acknowledge(self) -> None:
+        self._unacknowledged += 1
+        if self._unacknowledged >= self.settings.ack_batches:
+            _cancel(self._ack_timer)
+            self._send_ack()
+        elif self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(self.settings.ack_interval, self._send_ack)
+
+    def _send_ack(self) -> None:
+        self._ack_timer, self._unacknowledged = None, 0
+        self.session.outbox.ack(self.session.sequence)
+
+
+async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:
+    response = await call.read()
+    if isinstance(response, engine_pb2.SessionResponse):
+        return response
+    raise LinkBroken(f"the engine ended the stream ({(await call.code()).name})")
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _describe(errors: BaseExceptionGroup) -> str:
+    """One line about the first error of a group."""
+    error = errors.exceptions[0]
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,72 @@
+"""Commands on their way to one engine. Knows no gRPC call; one writer empties it."""
+
+import asyncio
+from collections import OrderedDict
+
+from quire.v1 import engine_pb2
+from quire_proto.errors import ErrorCode, QuireError
+
+
+class Outbox:
+    """A bounded queue. Cancels go first, because they free memory; of acknowledgements only the newest is kept.
+
+    Cancels need no limit of their own: there is at most one for each request that was submitted and has not ended.
+    """
+
+    def __init__(self, max_submits: int) -> None:
+        self._max_submits = max_submits
+        self._submits: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
+        self._cancels: OrderedDict[str, None] = OrderedDict()
+        self._ack = 0
+        self._news = asyncio.Event()
+
+    def submit(self, message: engine_pb2.Submit) -> None:
+        """Raises ``QuireError`` OVERLOADED when the engine does not take commands fast enough."""
+        if len(self._submits) >= self._max_submits:
+            raise QuireError(ErrorCode.OVERLOADED, "Too many requests wait to be sent to an engine.", retry_after=1.0)
+        self._submits[message.request_id] = message
+        self._news.set()
+
+    def holds(self, request_id: str) -> bool:
+        """Whether the request's Submit has not been handed to the writer."""
+        return request_id in self._submits
+
+    def withdraw(self, request_id: str) -> bool:
+        """Takes a Submit back; False when it is with the writer, or has been sent."""
+        return self._submits.pop(request_id, None) is not None
+
+    def cancel(self, request_id: str) -> None:
+        """Asks the engine to end a request. Asking twice is asking once."""
+        self._cancels[request_id] = None
+        self._news.set()
+
+    def ack(self, sequence: int) -> None:
+        """Every batch up to ``sequence`` was processed."""
+        self._ack = sequence
+        self._news.set()
+
+    def restart(self) -> None:
+        """A new stream begins: acknowledgements and Cancels of the old one mean nothing on it."""
+        self._cancels.clear()
+        self._ack = 0
+
+    async def next(self) -> engine_pb2.SessionRequest:
+        """Waits for a command and takes it out."""
+        while True:
+            command = self._pop()
+            if command is not None:
+                return command
+            self._news.clear()
+            await self._news.wait()
+
+    def _pop(self) -> engine_pb2.SessionRequest | None:
+        if self._cancels:
+            request_id, _ = self._cancels.popitem(last=False)
+            return engine_pb2.SessionRequest(cancel=engine_pb2.Cancel(request_id=request_id))
+        if self._submits:
+            _, message = self._submits.popitem(last=False)
+            return engine_pb2.SessionRequest(submit=message)
+        if self._ack:
+            sequence, self._ack = self._ack, 0
+            return engine_pb2.SessionRequest(ack=engine_pb2.Ack(sequence=sequence))
+        return None

@@ -1,0 +1,171 @@
+"""One router's conversation with one engine, as state: what is in flight and what can be trusted. Does no I/O."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from uuid import uuid4
+
+from quire.v1 import engine_pb2
+from quire_proto.convert import error_from_proto, finish_from_proto
+from quire_proto.errors import ErrorCode, internal
+from quire_proto.sampling import FinishReason
+
+from quire_router.fleet.outbox import Outbox
+from quire_router.fleet.output import OutputStream
+from quire_router.fleet.settings import LinkSettings
+
+KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
+"""Hears of every change of an engine's prefix cache; a Snapshot replaces all that was said before."""
+
+MAX_REMEMBERED_CANCELS = 65_536
+
+
+class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
+    """A batch is missing: what the engine said since is of no use."""
+
+
+class Session:
+    """Outlives the streams it is spoken over.
+
+    A Cancel may be lost with a stream, so cancelled requests are remembered until the engine says that they ended, and
+    are cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: such a
+    request is cancelled and given back with ``EngineLost``.
+    """
+
+    def __init__(self, settings: LinkSettings, on_kv_event: KvListener | None = None) -> None:
+        self.id = uuid4().hex
+        self.generation = 0
+        self.sequence = 0
+        self.load = engine_pb2.Load()
+        self.draining = False
+        self.kv_events = 0
+        self.outbox = Outbox(settings.max_unsent)
+        self._settings = settings
+        self._on_kv_event = on_kv_event
+        self._streams: dict[str, OutputStream] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose output has not ended."""
+        return len(self._streams)
+
+    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+        """Sends a request, once the writer gets to it. Raises ``QuireError`` when the way to the engine is full."""
+        if message.request_id in self._streams:
+            raise internal()
+        self.outbox.submit(message)
+        stream = OutputStream(
+            message.request_id,
+            len(message.output_token_ids),
+            message.sampling.max_tokens,
+            on_cancel=self._cancel,
+            slow_client_timeout=self._settings.slow_client_timeout,
+        )
+        self._streams[message.request_id] = stream
+        return stream
+
+    def opening(self) -> engine_pb2.SessionRequest:
+        """The first command of a stream."""
+        return engine_pb2.SessionRequest(open=engine_pb2.Open(session_id=self.id, last_sequence=self.sequence))
+
+    def begin(self, snapshot: engine_pb2.Snapshot) -> None:
+        """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke."""
+        same_engine = snapshot.generation == self.generation
+        self.outbox.restart()
+        if same_engine and snapshot.resumed and snapshot.sequence <= self.sequence:
+            self._lose_unconfirmed()
+        else:
+            self._start_over(snapshot)
+        if same_engine:
+            self._repeat_cancels()
+        else:
+            self._cancelled.clear()
+        self.generation, self.draining = snapshot.generation, False
+        self.load.CopyFrom(snapshot.load)
+
+    def apply(self, batch: engine_pb2.StepBatch) -> None:
+        """Hands a batch's outputs to their requests. A batch that came before is ignored; raises ``SequenceGap`` when
+        one is missing.
+        """
+        if batch.sequence <= self.sequence:
+            return
+        if batch.sequence != self.sequence + 1:
+            raise SequenceGap(f"batch {batch.sequence} came after {self.sequence}")
+        self.sequence = batch.sequence
+        if batch.HasField("load"):
+            self.load.CopyFrom(batch.load)
+        self._report_kv_events(batch)
+        for output in batch.outputs:
+            self._receive(output)
+
+    def lose(self, reason: str) -> None:
+        """Gives every request back with ``EngineLost``."""
+        for request_id, stream in list(self._streams.items()):
+            self._remember_cancel(request_id)
+            stream.lose(reason)
+        self._streams.clear()
+
+    def forget(self) -> None:
+        """What the engine said last cannot be trusted: the next stream asks for a new session instead."""
+        self.lose("a batch of the engine was lost")
+        self.sequence = 0
+
+    def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
+        self.lose("the engine has restarted or forgot this router's session")
+        self.sequence = snapshot.sequence
+        if self._on_kv_event is not None:
+            self._on_kv_event(snapshot)
+
+    def _lose_unconfirmed(self) -> None:
+        for stream in list(self._streams.values()):
+            if not stream.heard_of and not self.outbox.holds(stream.request_id):
+                stream.fail_over("the stream to the engine broke while the request was on its way")
+
+    def _receive(self, output: engine_pb2.SequenceOutput) -> None:
+        reason = finish_from_proto(output.finish_reason)
+        stream = self._streams.get(output.request_id)
+        if reason is not None:
+            self._streams.pop(output.request_id, None)
+            self._cancelled.pop(output.request_id, None)
+        if stream is not None:
+            self._deliver(stream, output, reason)
+
+    def _deliver(self, stream: OutputStream, output: engine_pb2.SequenceOutput, reason: FinishReason | None) -> None:
+        error = error_from_proto(output.error) if reason is FinishReason.ERROR else None
+        refused = error is not None and error.code is ErrorCode.UNAVAILABLE
+        self.draining = self.draining or refused
+        if refused or reason is FinishReason.ABORT:
+            # Nobody asked for this end (a cancelled request has no stream any more): the engine is shutting down.
+            stream.push(output.position, output.token_ids, cached_tokens=output.cached_tokens)
+            stream.lose("the engine gave the request back")
+        else:
+            stream.push(
+                output.position,
+                output.token_ids,
+                finish_reason=reason,
+                error=error,
+                cached_tokens=output.cached_tokens,
+            )
+
+    def _report_kv_events(self, batch: engine_pb2.StepBatch) -> None:
+        self.kv_events += len(batch.kv_events)
+        if self._on_kv_event is not None:
+            for event in batch.kv_events:
+                self._on_kv_event(event)
+
+    def _cancel(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None and self._remember_cancel(request_id):
+            self.outbox.cancel(request_id)
+
+    def _remember_cancel(self, request_id: str) -> bool:
+        """False when the engine cannot have heard of the request."""
+        if self.outbox.withdraw(request_id):
+            return False
+        self._cancelled[request_id] = None
+        if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
+            self._cancelled.popitem(last=False)
+        return True
+
+    def _repeat_cancels(self) -> None:
+        for request_id in self._cancelled:
+            self.outbox.cancel(request_id)

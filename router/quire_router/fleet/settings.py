@@ -1,0 +1,23 @@
+"""How a link behaves; every number has a default that suits a cluster. Plain data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Times in seconds.
+
+    ``grace`` is how long a broken stream may take to come back before its requests go on elsewhere; an engine keeps
+    them for about as long. ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged
+    after ``ack_batches`` of them, or ``ack_interval``, whichever comes first. Between two tries to connect a link
+    waits from ``backoff`` up to ``max_backoff``, doubling.
+    """
+
+    grace: float = 5.0
+    slow_client_timeout: float = 30.0
+    connect_timeout: float = 5.0
+    ack_batches: int = 32
+    ack_interval: float = 0.1
+    backoff: float = 0.05
+    max_backoff: float = 2.0
+    max_unsent: int = 1024

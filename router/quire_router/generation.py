@@ -1,0 +1,51 @@
+"""One request as the rooms behind the API see it: validated, in tokens; and the pieces of its answer."""
+
+from dataclasses import dataclass, field
+from time import time
+
+from quire_proto.sampling import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A request that passed the validator.
+
+    ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``params`` has every default filled in, also a seed. ``stop``
+    strings are the router's: engines know no text. ``tenant`` is an opaque name of who asks, the empty string when
+    keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches apart. ``operation`` is
+    ``chat`` or ``text_completion``, for traces and metrics.
+    """
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    stop: tuple[str, ...] = ()
+    operation: str = "chat"
+    tenant: str = ""
+    cache_salt: bytes = b""
+    stream: bool = False
+    created: float = field(default_factory=time)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that a request consumed; ``cached_tokens`` are part of ``prompt_tokens``."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer. ``finish_reason`` and ``usage`` are set in the last piece, and only there.
+
+    ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop string,
+    comes later.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None

@@ -1,0 +1,1 @@
+"""Request state: the ``Journal`` protocol in ``base``, kept in ``memory`` or in ``redis``."""

@@ -1,0 +1,80 @@
+"""How a record is stored: a hash of few fields, and tokens as packed little-endian int32. Knows no database."""
+
+import json
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from sys import byteorder
+from typing import Any
+
+from quire_proto.sampling import FinishReason, SamplingParams
+
+from quire_router.generation import Generation
+from quire_router.journal.base import Record
+
+TOKEN_BYTES = 4
+
+
+class DamagedRecordError(ValueError):
+    """What is stored is not a record."""
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Four bytes a token, each below 2^31."""
+    packed = array("i", token_ids)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """The tokens again. Raises ``DamagedRecordError`` when the last one is cut off."""
+    if len(packed) % TOKEN_BYTES:
+        raise DamagedRecordError("the tokens end within a token")
+    token_ids = array("i", packed)
+    if byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
+def encode_request(generation: Generation) -> bytes:
+    """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
+    fields = {
+        "request_id": generation.request_id,
+        "model": generation.model,
+        "params": asdict(generation.params),
+        "stop": generation.stop,
+        "operation": generation.operation,
+        "tenant": generation.tenant,
+        "cache_salt": generation.cache_salt.hex(),
+        "stream": generation.stream,
+        "created": generation.created,
+    }
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode_record(fields: Mapping[bytes, bytes], tokens: bytes) -> Record:
+    """The record from its hash and its tokens. Raises ``DamagedRecordError``."""
+    try:
+        return Record(
+            generation=_decode_request(json.loads(fields[b"request"]), unpack_tokens(fields[b"prompt"])),
+            owner=fields[b"owner"].decode(),
+            epoch=int(fields[b"epoch"]),
+            token_ids=unpack_tokens(tokens),
+            finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
+            error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def _decode_request(fields: dict[str, Any], prompt: list[int]) -> Generation:
+    params = fields.pop("params")
+    params["stop_token_ids"] = tuple(params["stop_token_ids"])
+    return Generation(
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),
+        stop=tuple(fields.pop("stop")),
+        cache_salt=bytes.fromhex(fields.pop("cache_salt")),
+        **fields,
+    )

@@ -1,0 +1,3 @@
+"""Text to tokens and back: tokenizers, chat templates, the incremental detokeniser, stop strings. Does no I/O after
+loading.
+"""
