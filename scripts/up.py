@@ -1,8 +1,9 @@
 """``make up``: Redis, engines and a router on this machine, until Ctrl-C.
 
-Settings come from the environment: MODEL (a folder; the demo model by default), ENGINES (2), and the services' own variables, of
-which QUIRE_ROUTER_HTTP_PORT, QUIRE_ROUTER_GRPC_PORT, QUIRE_ROUTER_METRICS_PORT, QUIRE_ENGINE_PORT and QUIRE_ENGINE_METRICS_PORT move the
-ports. Engine number i listens 10 * i above the engines' ports. QUIRE_REDIS_PORT moves Redis.
+Settings come from the environment: MODEL (a folder; the demo model by default), ENGINES (2), and the services' own
+variables, of which QUIRE_ROUTER_HTTP_PORT, QUIRE_ROUTER_GRPC_PORT, QUIRE_ROUTER_METRICS_PORT, QUIRE_ENGINE_PORT and
+QUIRE_ENGINE_METRICS_PORT move the ports. Engine number i listens 10 * i above the engines' ports. QUIRE_REDIS_PORT
+moves Redis.
 """
 
 import json
@@ -160,7 +161,7 @@ def tokenizer_config(model: Path) -> dict[str, object]:
 def is_up(port: int) -> bool:
     """Whether the service's health probe says so."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:  # noqa: S310
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

@@ -67,6 +67,11 @@ class House:
     async def ready(self, count: int) -> None:
         await until(lambda: self.fleet.ready("m") == count)
 
+    async def delivered(self, text: str) -> None:
+        async with asyncio.timeout(10):
+            while (record := await self.journal.read("r")) is None or record.token_ids != tokens(text):
+                await asyncio.sleep(0.002)
+
     async def left_nothing(self, request_id: str, reason: FinishReason, delivered: str) -> None:
         """Nothing is in flight anywhere, and the record tells what the client got."""
         assert self.lifecycle.in_flight == 0
@@ -343,7 +348,7 @@ async def test_when_an_engine_dies_the_client_sees_only_a_pause() -> None:
     async with house(2, grace=0.05) as place:
         task, first = await started(place, place.lifecycle.run(request(stop=("END",))))
         place.engine.send(output("r", tokens("one E"), 0, cached_tokens=2))
-        await asyncio.sleep(0.02)
+        await place.delivered("one E")
         await place.engine.stop()
         second = await place.engines[1].submit()
         assert list(second.prompt_token_ids) == tokens("hello")
@@ -362,7 +367,7 @@ async def test_a_request_can_go_on_at_the_engine_that_was_restarted() -> None:
     async with house() as place:
         task, _ = await started(place, place.lifecycle.run(request()))
         place.engine.send(output("r", tokens("ab"), 0))
-        await asyncio.sleep(0.02)
+        await place.delivered("ab")
         place.engine.restart_as(generation=2)
         place.engine.break_stream()
         again = await place.engine.submit()

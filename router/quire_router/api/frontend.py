@@ -25,7 +25,6 @@ from quire_router.generation import Delta, Generation
 from quire_router.text.model_text import ModelText
 
 _TRACER = trace.get_tracer("quire.router")
-CLIENT_REQUEST_ID = "quire.client.request_id"  # the client's own name for the request: a label and nothing else
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MESSAGE = 64  # what a template makes of an empty message, in characters
 _LONG_TEXT = 2048  # characters from which tokenising would hold up the streams of others
@@ -141,7 +140,7 @@ def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> Abst
     attributes = {Attribute.REQUEST_ID: request_id}
     label = headers.get("x-request-id", "")
     if _LABEL.fullmatch(label):
-        attributes[CLIENT_REQUEST_ID] = label
+        attributes[Attribute.CLIENT_REQUEST_ID] = label
     return _TRACER.start_as_current_span(
         name,
         context=extract(headers),
