@@ -69,7 +69,7 @@ class House:
 
     async def delivered(self, text: str) -> None:
         async with asyncio.timeout(10):
-            while (record := await self.journal.read("r")) is None or record.token_ids != tokens(text):
+            while (record := await self.journal.read("r")) is None or record.token_ids != tokens(text):  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.002)
 
     async def left_nothing(self, request_id: str, reason: FinishReason, delivered: str) -> None:
