@@ -124,7 +124,10 @@ def _journal(settings: Settings) -> Journal:
     from quire_router.journal.writer import WriterSettings
 
     writing = WriterSettings(retention=settings.retention)
-    journal = RedisJournal(settings.redis_url.get_secret_value(), settings=writing)
+    try:
+        journal = RedisJournal(settings.redis_url.get_secret_value(), settings=writing)
+    except ValueError as error:
+        raise SystemExit(f"quire-router: --redis-url: {error}") from None
     journal.start()
     return journal
 
