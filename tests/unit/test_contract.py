@@ -99,7 +99,7 @@ def test_a_parameter_out_of_range_is_refused_by_name(name: str, value: object) -
 
 @given(st.integers(0, 100), st.integers(1, 100), st.integers(1, 100))
 def test_a_request_must_fit_the_model(prompt: int, output: int, limit: int) -> None:
-    if 0 < prompt and prompt + output <= limit:
+    if prompt > 0 and prompt + output <= limit:
         check_length(prompt, output, limit)
         return
     with pytest.raises(QuireError) as refused:

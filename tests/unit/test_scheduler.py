@@ -1,0 +1,118 @@
+"""What a plan holds: order, budget, admission and preemption."""
+
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.memory import KvMemory
+from quire_engine.request import Request, Sequence, Status
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_proto.sampling import SamplingParams
+
+SIZE = 4
+
+
+class Bench:
+    """A scheduler that is stepped by hand; every token drawn is 9."""
+
+    def __init__(self, device: int = 100, host: int = 0, **limits: int) -> None:
+        self.memory = KvMemory(KvCapacity(SIZE, device, host), prefix_caching=False)
+        self.scheduler = Scheduler(SchedulerConfig(max_model_len=400, **limits), self.memory)
+
+    def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return self.scheduler.add(Request(request_id, [1] * prompt, params))
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.plan()
+        self.scheduler.commit(plan, StepResult({c.sequence_id: 9 for c in plan.chunks if c.sampling}))
+        return plan
+
+
+def lengths(plan: StepPlan) -> list[tuple[int, int]]:
+    return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in plan.chunks]
+
+
+def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=10)
+    bench.add("a", 3)
+    bench.add("b", 4)
+    assert lengths(bench.step()) == [(0, 3), (1, 4)]
+    bench.add("long", 25)
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    last = bench.step()
+    assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
+    assert last.chunks[2].sampling is not None, "the last token of the prompt draws the first of the output"
+
+
+def test_a_chunk_that_does_not_reach_the_end_draws_nothing() -> None:
+    bench = Bench(max_num_batched_tokens=10)
+    bench.add("a", 25)
+    assert [bench.step().chunks[0].sampling is not None for _ in range(3)] == [False, False, True]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
+    bench = Bench(device=11, max_num_batched_tokens=8)
+    bench.add("a", 16, max_tokens=2)
+    bench.step()
+    late = bench.add("b", 24, max_tokens=2)
+    bench.step()
+    assert late.status is Status.WAITING
+    bench.step()
+    bench.step()
+    assert late.status is Status.RUNNING
+
+
+def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
+    bench = Bench(device=10, host=20)
+    one, two = bench.add("one", 15), bench.add("two", 13)
+    bench.step()
+    waiting = bench.add("three", 1)
+    while not (plan := bench.step()).preempted:
+        pass
+    assert (one.status, two.status, waiting.status) == (Status.RUNNING, Status.SWAPPED, Status.WAITING)
+    assert [chunk.sequence_id for chunk in plan.chunks] == [one.id]
+    bench.step()
+    assert waiting.status is Status.WAITING, "admitted although a sequence is swapped out"
+
+
+def test_swap_is_preferred_while_the_host_has_room() -> None:
+    for host, expected in ((20, Status.SWAPPED), (2, Status.WAITING), (0, Status.WAITING)):
+        bench = Bench(device=10, host=host)
+        bench.add("one", 15)
+        two = bench.add("two", 13)
+        while not bench.step().preempted:
+            pass
+        assert two.status is expected
+
+
+def test_a_preempted_sequence_is_the_next_to_run() -> None:
+    bench = Bench(device=10)
+    bench.add("one", 15, max_tokens=12)
+    two = bench.add("two", 13)
+    while not bench.step().preempted:
+        pass
+    bench.add("three", 1)
+    assert bench.scheduler.waiting.first() is two
+
+
+def test_a_step_that_copies_out_copies_nothing_in() -> None:
+    bench = Bench(device=12, host=40, max_num_batched_tokens=16)
+    for index in range(6):
+        bench.add(str(index), 7, max_tokens=30)
+    seen_in = seen_out = 0
+    while bench.scheduler.has_work:
+        plan = bench.step()
+        assert not (plan.swap_in and plan.swap_out)
+        seen_in, seen_out = seen_in + len(plan.swap_in), seen_out + len(plan.swap_out)
+    assert seen_in
+    assert seen_out
+
+
+def test_a_sequence_ends_at_the_models_length() -> None:
+    bench = Bench(device=200)
+    sequence = bench.add("a", 390, max_tokens=10)
+    while bench.scheduler.has_work:
+        bench.step()
+    assert sequence.num_tokens == 400
