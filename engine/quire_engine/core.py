@@ -157,8 +157,6 @@ class EngineCore:
         for part in plan.split():
             try:
                 result = self._executor.run(part)
-            except CopyError:
-                raise
             except Exception:
                 log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
                 merged.errors[part.chunks[0].sequence_id] = internal()

@@ -1,5 +1,6 @@
 """Pools and tables: who gets which block, and what is copied when a sequence is swapped."""
 
+import pytest
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.events import Removed, Stored, Tier
 from quire_engine.kv.memory import KvMemory
@@ -97,6 +98,31 @@ def test_blocks_that_are_still_there_are_not_copied_again() -> None:
     again = kv.swap_out(table, 10)
     assert len(again) == 1, "the host still held both full blocks under their names"
     assert len(out) == 3
+
+
+@pytest.mark.parametrize("evicted", [0, 9, 19])
+@pytest.mark.parametrize("num_tokens", [10, 12, 13, 20])
+def test_what_a_swap_in_will_take_is_known_before(evicted: int, num_tokens: int) -> None:
+    kv = memory()
+    table = filled(kv, list(range(10)))
+    sharing = filled(kv, list(range(5))) if evicted == 9 else None
+    kv.swap_out(table, 10)
+    kv.release(filled(kv, [50 + token for token in range(evicted * SIZE)]))
+    before, missing = kv.device.num_free, kv.missing_on_device(table, num_tokens)
+    kv.swap_in(table)
+    kv.grow(table, num_tokens)
+    assert before - kv.device.num_free == missing
+    assert sharing is None or missing == kv.blocks_for(num_tokens) - 1
+
+
+def test_blocks_that_came_back_can_be_hit_again() -> None:
+    kv = memory()
+    table = filled(kv, list(range(10)))
+    kv.swap_out(table, 10)
+    kv.release(filled(kv, [50 + token for token in range(19 * SIZE)]))
+    assert kv.match(BlockTable(b""), list(range(10))) == []
+    kv.swap_in(table)
+    assert kv.match(BlockTable(b""), list(range(10))) == table.block_ids[:2]
 
 
 def test_two_sequences_swap_a_shared_prefix_once() -> None:

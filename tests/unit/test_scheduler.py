@@ -1,5 +1,7 @@
 """What a plan holds: order, budget, admission and preemption."""
 
+from collections.abc import Callable
+
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request, Sequence, Status
@@ -26,6 +28,16 @@ class Bench:
         plan = self.scheduler.plan()
         self.scheduler.commit(plan, StepResult({c.sequence_id: 9 for c in plan.chunks if c.sampling}))
         return plan
+
+    def step_until(self, condition: Callable[[StepPlan], object]) -> StepPlan:
+        for _ in range(200):
+            if condition(plan := self.step()):
+                return plan
+        raise AssertionError("it never happened")
+
+
+def preempted(plan: StepPlan) -> bool:
+    return plan.preempted > 0
 
 
 def lengths(plan: StepPlan) -> list[tuple[int, int]]:
@@ -69,8 +81,7 @@ def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
     one, two = bench.add("one", 15), bench.add("two", 13)
     bench.step()
     waiting = bench.add("three", 1)
-    while not (plan := bench.step()).preempted:
-        pass
+    plan = bench.step_until(preempted)
     assert (one.status, two.status, waiting.status) == (Status.RUNNING, Status.SWAPPED, Status.WAITING)
     assert [chunk.sequence_id for chunk in plan.chunks] == [one.id]
     bench.step()
@@ -82,19 +93,31 @@ def test_swap_is_preferred_while_the_host_has_room() -> None:
         bench = Bench(device=10, host=host)
         bench.add("one", 15)
         two = bench.add("two", 13)
-        while not bench.step().preempted:
-            pass
+        bench.step_until(preempted)
         assert two.status is expected
 
 
 def test_a_preempted_sequence_is_the_next_to_run() -> None:
-    bench = Bench(device=10)
+    bench = Bench(device=10, max_num_seqs=2)
     bench.add("one", 15, max_tokens=12)
     two = bench.add("two", 13)
-    while not bench.step().preempted:
-        pass
     bench.add("three", 1)
+    bench.step_until(preempted)
     assert bench.scheduler.waiting.first() is two
+
+
+def test_of_two_victims_the_older_comes_back_first() -> None:
+    bench = Bench(device=14, host=40)
+    sequences = [bench.add(str(index), 15, max_tokens=30) for index in range(3)]
+    bench.step_until(lambda _: len(bench.scheduler.swapped) == 2)
+    assert list(bench.scheduler.swapped) == sequences[1:]
+
+
+def test_a_prompt_that_takes_the_whole_pool_runs_when_it_is_alone() -> None:
+    bench = Bench(device=9)
+    sequence = bench.add("a", 31, max_tokens=1)
+    bench.step()
+    assert sequence.status is Status.FINISHED
 
 
 def test_a_step_that_copies_out_copies_nothing_in() -> None:
@@ -102,10 +125,11 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
     for index in range(6):
         bench.add(str(index), 7, max_tokens=30)
     seen_in = seen_out = 0
-    while bench.scheduler.has_work:
+    for _ in range(500):
         plan = bench.step()
         assert not (plan.swap_in and plan.swap_out)
         seen_in, seen_out = seen_in + len(plan.swap_in), seen_out + len(plan.swap_out)
+    assert not bench.scheduler.has_work
     assert seen_in
     assert seen_out
 
@@ -113,6 +137,5 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
 def test_a_sequence_ends_at_the_models_length() -> None:
     bench = Bench(device=200)
     sequence = bench.add("a", 390, max_tokens=10)
-    while bench.scheduler.has_work:
-        bench.step()
+    bench.step_until(lambda _: not bench.scheduler.has_work)
     assert sequence.num_tokens == 400

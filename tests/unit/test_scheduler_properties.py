@@ -1,5 +1,6 @@
 """Whatever arrives, is aborted, finishes or is preempted: outputs are right and every block comes back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,7 @@ from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.plan import StepPlan, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import FinishReason, SamplingParams
 
@@ -26,6 +28,18 @@ class Client:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+
+
+class CheckedExecutor(PagedExecutor):
+    """Shows each plan to a check before it runs."""
+
+    def __init__(self, capacity: KvCapacity, check: Callable[[StepPlan], None]) -> None:
+        super().__init__(capacity)
+        self._check = check
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._check(plan)
+        return super().run(plan)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -48,10 +62,18 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.memory = KvMemory(capacity, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(config, self.memory)
-        self.core = EngineCore(self.scheduler, PagedExecutor(capacity), self.receive)
+        self.core = EngineCore(self.scheduler, CheckedExecutor(capacity, self.check_plan), self.receive)
         self.clients: dict[str, Client] = {}
         self.cached: set[bytes] = set()
+        self.ran_before: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, self.memory.device.num_blocks * block_size)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """A step that preempts takes nobody in."""
+        if plan.preempted:
+            assert not plan.swap_in
+            assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
+        self.ran_before = {sequence.id for sequence in self.scheduler.running}
 
     @rule(
         shared=st.integers(0, 20),
@@ -121,7 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
     def queues_agree_with_their_sequences(self):
         if not hasattr(self, "memory"):
             return
-        assert not any(s.table.block_ids for s in self.scheduler.waiting)
+        assert not any(s.table.block_ids or s.num_computed for s in self.scheduler.waiting)
         assert not any(s.table.block_ids for s in self.scheduler.swapped)
         assert self.scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed for s in self.scheduler.waiting)
         assert len(self.scheduler.running) <= self.scheduler.config.max_num_seqs

@@ -127,7 +127,6 @@ class KvMemory:
         """Gives back every block that the table holds, in either pool."""
         self._release_device(table)
         self._release_host(table)
-        table.named = 0
 
     def drain_events(self) -> list[KvEvent]:
         """What changed in the prefix cache since the last call, in order."""
