@@ -45,14 +45,14 @@ class CheckedExecutor(PagedExecutor):
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
-        num_blocks=st.integers(12, 60),
-        host_blocks=st.sampled_from([0, 3, 40]),
-        budget=st.sampled_from([1, 3, 7, 64]),
-        max_num_seqs=st.integers(1, 8),
+        pool_tokens=st.integers(30, 70),
+        host_blocks=st.sampled_from([0, 80, 3, 80]),
+        budget=st.sampled_from([3, 7, 64]),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
         prefix_caching=st.booleans(),
     )
-    def start(self, block_size, num_blocks, host_blocks, budget, max_num_seqs, prefix_caching):
-        capacity = KvCapacity(block_size, num_blocks, host_blocks)
+    def start(self, block_size, pool_tokens, host_blocks, budget, max_num_seqs, prefix_caching):
+        capacity = KvCapacity(block_size, 1 + pool_tokens // block_size, host_blocks)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -76,14 +76,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.ran_before = {sequence.id for sequence in self.scheduler.running}
 
     @rule(
-        shared=st.integers(0, 20),
-        own=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12),
+        count=st.integers(1, 4),
+        shared=st.sampled_from([0, 3, 6, 9]),
+        own=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
         max_tokens=st.integers(1, 25),
-        seed=st.integers(0, 3),
-        ignore_eos=st.booleans(),
-        delivered=st.integers(0, 5),
+        ignore_eos=st.sampled_from([True, True, False]),
+        delivered=st.integers(0, 3),
     )
-    def arrive(self, shared, own, max_tokens, seed, ignore_eos, delivered):
+    def arrive(self, count, shared, own, max_tokens, ignore_eos, delivered):
+        for seed in range(count):
+            self.arrive_one(shared, own, max_tokens, seed, ignore_eos, delivered)
+
+    def arrive_one(self, shared, own, max_tokens, seed, ignore_eos, delivered):
         prompt = [token % VOCAB_SIZE for token in range(shared)] + own
         params = SamplingParams(seed=seed, max_tokens=max_tokens, ignore_eos=ignore_eos)
         output = self.expected(prompt, params)[:delivered] if prompt else []
