@@ -58,8 +58,9 @@ def main() -> None:
     run_dir.mkdir(exist_ok=True)
     for name, command in commands(plan, run_dir):
         manager.add_process(name, "exec " + shlex.join(command), cwd=str(ROOT))
-    # A closed terminal ends everything just like Ctrl-C.
-    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    # A closed terminal and Ctrl-\\ end everything just like Ctrl-C.
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     Thread(target=announce, args=(plan, manager), daemon=True).start()
     manager.loop()
     sys.exit(manager.returncode)

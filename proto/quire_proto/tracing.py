@@ -4,11 +4,13 @@ recorded at all.
 
 import os
 from collections.abc import Mapping
+from threading import Thread
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+SHUTDOWN_TIMEOUT = 2.0
 ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -38,10 +40,14 @@ def setup_tracing(service: str, *, max_links: int = 128) -> bool:
 
 
 def shutdown_tracing() -> None:
-    """Sends what is still held back. Call it before the process ends."""
+    """Sends what is still held back, for at most ``SHUTDOWN_TIMEOUT`` seconds: a collector that is gone must not keep a
+    pod from ending. Call it before the process ends.
+    """
     shutdown = getattr(trace.get_tracer_provider(), "shutdown", None)
     if shutdown is not None:
-        shutdown()
+        sending = Thread(target=shutdown, name="last spans", daemon=True)
+        sending.start()
+        sending.join(SHUTDOWN_TIMEOUT)
 
 
 def extract(headers: Mapping[str, str]) -> Context:

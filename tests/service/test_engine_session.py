@@ -163,18 +163,26 @@ def test_parameters_out_of_range_are_refused(engine: Engine) -> None:
     assert output.error.param == "temperature"
 
 
-def test_an_id_cannot_be_used_twice_at_once(engine: Engine) -> None:
+def test_a_repeated_submit_changes_nothing(engine: Engine) -> None:
     with Link(engine, "twice") as link:
         link.snapshot()
-        link.submit("same", PROMPT, max_tokens=500)
-        link.submit("same", PROMPT, max_tokens=500)
-        errors: list[pb.SequenceOutput] = []
-        while not errors:
-            errors = [output for output in link.batch().outputs if output.finish_reason]
-        assert errors[0].error.code == types_pb2.ERROR_CODE_CONFLICT
-        link.send(cancel=pb.Cancel(request_id="same"))
-        while not any(o.finish_reason == types_pb2.FINISH_REASON_ABORT for o in link.batch().outputs):
-            pass
+        for _ in range(2):
+            link.submit("same", PROMPT, max_tokens=100)
+        tokens, last = link.collect("same")
+        assert len(tokens) == 100
+        assert last.finish_reason == types_pb2.FINISH_REASON_LENGTH
+        link.submit("next", PROMPT, max_tokens=3)
+        assert {output.request_id for output in link.batch().outputs} == {"next"}
+
+
+def test_a_command_that_cannot_be_read_ends_the_stream(engine: Engine) -> None:
+    with grpc.insecure_channel(engine.address) as channel:
+        call = channel.stream_stream("/quire.v1.Engine/Session")
+        opening = pb.SessionRequest(open=pb.Open(session_id="garbage")).SerializeToString()
+        for sent in ([b"\xff\xff"], [opening, b"\xff\xff\xff"]):
+            with pytest.raises(grpc.RpcError) as ended:
+                list(call(iter(sent), timeout=20))
+            assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 def test_a_cancelled_request_frees_its_blocks(engine: Engine) -> None:

@@ -19,8 +19,8 @@ def broken(tmp_path: Path, **config: object) -> Path:
     return folder
 
 
-def sentence_of(model: Path, tmp_path: Path, *flags: str) -> tuple[int, str]:
-    engine = Engine(model, tmp_path, *flags)
+def sentence_of(model: Path, tmp_path: Path, *flags: str, port: int = 0) -> tuple[int, str]:
+    engine = Engine(model, tmp_path, *flags, port=port)
     code = engine.wait()
     lines = [line for line in engine.text.splitlines() if line.startswith("quire-engine: ")]
     assert len(lines) == 1, engine.text
@@ -70,6 +70,16 @@ def test_memory_that_holds_no_block_is_refused_with_the_numbers(tmp_path: Path) 
     code, sentence = sentence_of(DEMO, tmp_path, "--kv-cache-memory", "1000")
     assert code == 1
     assert "1000" in sentence
+
+
+def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path: Path) -> None:
+    first = Engine(DEMO, tmp_path).wait_ready()
+    try:
+        code, sentence = sentence_of(DEMO, tmp_path, port=first.port)
+        assert code == 1
+        assert str(first.port) in sentence
+    finally:
+        assert first.stop() == 0
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,13 @@ class Process:
 class Engine(Process):
     """A ``quire-engine``."""
 
-    def __init__(self, model: Path, folder: Path, *flags: str, name: str = "quire-demo", **environment: str) -> None:
-        self.port, self.metrics_port = free_port(), free_port()
+    def __init__(
+        self, model: Path, folder: Path, *flags: str, name: str = "quire-demo", port: int = 0, **environment: str
+    ) -> None:
+        self.port, self.metrics_port = port or free_port(), free_port()
         command = [sys.executable, "-m", "quire_engine.main", "--model", str(model), "--served-model-name", name]
         command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port), *flags]
-        super().__init__(command, folder / f"engine-{self.port}.log", environment)
+        super().__init__(command, folder / f"engine-{self.metrics_port}.log", environment)
 
     @property
     def address(self) -> str:

@@ -417,6 +417,15 @@ def test_a_build_is_logged_once_and_found_again_without_a_compiler(cache, monkey
 
 
 @needs_kernel
+@pytest.mark.parametrize("kept", [0, 1000])
+def test_a_damaged_build_is_not_loaded_but_made_again(cache, kept):
+    first = build.shared_object()
+    whole = first.read_bytes()
+    first.write_bytes(whole[:kept])
+    assert build.shared_object().read_bytes() == whole
+
+
+@needs_kernel
 def test_a_cache_that_others_may_write_to_is_not_trusted(cache):
     cache.mkdir()
     cache.chmod(0o777)
@@ -424,7 +433,8 @@ def test_a_cache_that_others_may_write_to_is_not_trusted(cache):
 
 
 @pytest.mark.parametrize(
-    ("compiler", "complaint"), [("/nonexistent/compiler", "did not run"), ("/bin/false", "failed")]
+    ("compiler", "complaint"),
+    [("/nonexistent/compiler", "did not run"), ("/bin/false", "failed"), ("g++ 'x", "not a command")],
 )
 def test_without_a_working_compiler_torch_stands_in_after_one_warning(cache, monkeypatch, caplog, compiler, complaint):
     monkeypatch.setenv("CXX", compiler)

@@ -28,6 +28,7 @@ from quire_engine.service.spans import SpanBuilder
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
+HEARTBEAT = 0.5
 
 
 class SessionHub:
@@ -45,6 +46,7 @@ class SessionHub:
         self._live: dict[str, tuple[Session, str]] = {}
         self._keys = count(1)
         self._ended = asyncio.Event()
+        self._heard: dict[str, int] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._load = pb.Load()
         self._core: EngineCore | None = None
@@ -66,6 +68,15 @@ class SessionHub:
             self._ended.clear()
             await self._ended.wait()
 
+    async def beat(self) -> None:
+        """Lets routers that wait for something hear that the engine is there, also while a long step runs."""
+        while True:
+            await asyncio.sleep(HEARTBEAT)
+            for session in list(self._sessions.values()):
+                if session.requests and session.sequence == self._heard.get(session.session_id):
+                    self._hand_over(session, 0, [], [])
+            self._heard = {name: session.sequence for name, session in self._sessions.items()}
+
     async def open(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
         """Opens or resumes a session: the session, the number of its new stream, and the snapshot to send first.
 
@@ -84,7 +95,7 @@ class SessionHub:
         """Stream ``number`` broke: without a newer one, the session's requests go on for the grace period only."""
         if self._sessions.get(session.session_id) is not session or not session.is_attached(number):
             return
-        if not session.requests:
+        if session.is_finished:
             self.close(session)
             return
         loop = asyncio.get_running_loop()
@@ -146,7 +157,7 @@ class SessionHub:
         if self.draining:
             raise QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
         if message.request_id in session.requests:
-            raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
+            return  # repeated by a router that could not know whether it had arrived
         request = request_from_proto(message, str(next(self._keys)))
         self._live[request.request_id] = session, message.request_id
         session.requests[message.request_id] = request.request_id

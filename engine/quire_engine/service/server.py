@@ -33,7 +33,9 @@ _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_SEND_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Two engines on one port would share its connections, and a router's session would end up at either.
+    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -88,9 +90,11 @@ class EngineServer:
         thread = Thread(target=self._run_core, name="engine-core", daemon=True)
         thread.start()
         await self._set_ready(True)
+        beating = asyncio.create_task(self._hub.beat(), name="session heartbeats")
         await self._wait_for_end()
         await self._set_ready(False)
         await self._drain()
+        beating.cancel()
         await server.stop(grace=1.0)
         self._core.send(Stop())
         await asyncio.to_thread(thread.join, 5.0)
@@ -105,7 +109,7 @@ class EngineServer:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.port}")
+        port = _listen(server, self._config.host, self._config.port)
         await server.start()
         log.info("serving %s on %s:%d", self._description.served_model_names[0], self._config.host, port)
         return server, checks
@@ -151,3 +155,12 @@ class EngineServer:
 
     def _is_live(self) -> bool:
         return self._failure is None and self._heartbeat_age() < self._config.stall_timeout
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+    """The port that the server listens on. Raises ``OSError`` when it cannot be had."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"{address} is in use or cannot be bound") from error

@@ -1,11 +1,12 @@
 """``quire.v1.Engine`` over gRPC: one stream a router, as the contract in ``engine.proto`` says."""
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc.aio import ServicerContext
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc
@@ -13,6 +14,8 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 
 from quire_engine.service import session as sessions
 from quire_engine.service.hub import SessionHub
+
+log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT = 10.0
 _SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -48,18 +51,28 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             yield snapshot
             async for batch in session.stream(number):
                 yield pb.SessionResponse(step_batch=batch)
+            if reader.done() and reader.exception() is not None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "A command could not be read.")
             await context.abort(grpc.StatusCode.ABORTED, "The session was closed or taken over.")
         finally:
             reader.cancel()
             self._hub.detach(session, number)
 
     async def _read(self, session: sessions.Session, number: int, requests: _Requests) -> None:
-        """Carries out the router's commands. When it says no more, the stream to it goes on."""
-        with suppress(grpc.aio.AioRpcError):
+        """Carries out the router's commands. When it says no more, the stream to it goes on; when one cannot be read
+        or carried out, the stream ends, because what follows could depend on it.
+        """
+        try:
             async for message in requests:
                 if not session.is_attached(number):
                     return
                 self._carry_out(session, message)
+        except grpc.aio.AioRpcError:
+            return
+        except Exception:
+            log.exception("a command of session %s failed", session.session_id)
+            session.break_stream(number)
+            raise
 
     def _carry_out(self, session: sessions.Session, message: pb.SessionRequest) -> None:
         match message.WhichOneof("command"):
@@ -80,6 +93,8 @@ async def _first_open(requests: _Requests) -> pb.Open:
             first = await anext(aiter(requests))
     except StopAsyncIteration:
         raise invalid("open", "The stream ended before it was opened.") from None
+    except DecodeError:
+        raise invalid("open", "The first message could not be read.") from None
     except TimeoutError:
         raise QuireError(ErrorCode.DEADLINE, "No Open came in time.") from None
     if first.WhichOneof("command") != "open":

@@ -3,10 +3,12 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from itertools import islice
 
 from quire.v1 import engine_pb2 as pb
 
 MAX_UNACKNOWLEDGED = 8192
+MAX_UNACKNOWLEDGED_BYTES = 16 << 20
 
 
 class SessionOverflowError(Exception):
@@ -25,13 +27,20 @@ class Session:
         self.sequence = 0
         self._generation = generation
         self._kept: deque[pb.StepBatch] = deque()
+        self._kept_bytes = 0
         self._stream = 0
+        self._broken = 0
         self._news = asyncio.Event()
 
     @property
     def acknowledged(self) -> int:
         """The last sequence that is no longer kept."""
         return self.sequence - len(self._kept)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the router has heard of the end of everything that it submitted."""
+        return not self.requests and not self._kept
 
     def can_resume(self, last_sequence: int) -> bool:
         """Whether everything after ``last_sequence`` is still here."""
@@ -40,7 +49,7 @@ class Session:
     def acknowledge(self, sequence: int) -> None:
         """Forgets the batches up to ``sequence``."""
         while self._kept and self._kept[0].sequence <= sequence:
-            self._kept.popleft()
+            self._kept_bytes -= self._kept.popleft().ByteSize()
 
     def publish(
         self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
@@ -48,10 +57,12 @@ class Session:
         """Adds a batch, 0 as its step when no step was needed. Raises ``SessionOverflowError`` when too many are
         kept.
         """
-        if len(self._kept) >= MAX_UNACKNOWLEDGED:
+        if len(self._kept) >= MAX_UNACKNOWLEDGED or self._kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
         self.sequence += 1
-        self._kept.append(pb.StepBatch(sequence=self.sequence, step=step, outputs=outputs, load=load, kv_events=events))
+        batch = pb.StepBatch(sequence=self.sequence, step=step, outputs=outputs, load=load, kv_events=events)
+        self._kept.append(batch)
+        self._kept_bytes += batch.ByteSize()
         self._news.set()
 
     def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
@@ -73,14 +84,21 @@ class Session:
         """Whether no newer stream took over."""
         return number == self._stream
 
+    def break_stream(self, number: int) -> None:
+        """Ends stream ``number``, and only that one."""
+        self._broken = number
+        self._news.set()
+
     async def stream(self, number: int) -> AsyncIterator[pb.StepBatch]:
-        """The batches after the acknowledged ones, as they come; ends when a newer stream attaches."""
+        """The batches after the acknowledged ones, as they come; ends when a newer stream attaches or this one is
+        broken.
+        """
         sent = self.acknowledged
-        while self.is_attached(number):
+        while self.is_attached(number) and self._broken != number:
             self._news.clear()
-            for batch in list(self._kept):
-                if batch.sequence > sent:
-                    yield batch
-                    sent = batch.sequence
+            unsent = list(islice(reversed(self._kept), self.sequence - sent))
+            sent = self.sequence
+            for batch in reversed(unsent):
+                yield batch
             if sent == self.sequence:
                 await self._news.wait()

@@ -106,7 +106,9 @@ Global___Open: _TypeAlias = Open  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """Runs one request. Every answer to it, also a refusal, is a SequenceOutput in a StepBatch."""
+    """Runs one request. Every answer to it, also a refusal, is a SequenceOutput in a StepBatch. A Submit whose id is live in the same
+    session is ignored, so that a router may repeat one that it cannot know to have arrived.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -117,7 +119,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the engine's live requests."""
+    """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache, 0 to 32 bytes: requests share blocks only within one salt."""
     traceparent: _builtins.str
@@ -264,7 +266,9 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
-    """All that one step made for one session."""
+    """All that one step made for one session. While the session has live requests, an empty one comes at least every second, so that
+    a router can tell a long step from an engine that is gone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -276,7 +280,7 @@ class StepBatch(_message.Message):
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
-    """The engine's step number; 0 when no step was needed (a refusal)."""
+    """The engine's step number; 0 when no step was needed (a refusal, a sign of life)."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutput]: ...
     @_builtins.property

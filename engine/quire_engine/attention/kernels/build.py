@@ -41,13 +41,17 @@ def shared_object() -> Path:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    name = f"kernels-{_fingerprint()}.so"
+    stem = f"kernels-{_fingerprint()}"
     cache = _cache_folder()
-    if cache and (cache / name).exists():
-        return cache / name
-    folder = cache if cache and os.access(cache, os.W_OK) else _private_folder()
-    _compile(folder / name)
-    return folder / name
+    for build in sorted(cache.glob(f"{stem}-*.so")) if cache else ():
+        if build.stem == f"{stem}-{_digest(build)}":
+            return build
+    return _compile(cache if cache and os.access(cache, os.W_OK) else _private_folder(), stem)
+
+
+def _digest(build: Path) -> str:
+    """Part of a build's name: half a file, left by a full disk, would end the process without a word when loaded."""
+    return hashlib.sha256(build.read_bytes()).hexdigest()[:16]
 
 
 def _cache_folder() -> Path | None:
@@ -94,21 +98,25 @@ def _flags() -> tuple[str, ...]:
 def _compiler() -> list[str]:
     named = os.environ.get("CXX")
     if named:
-        return shlex.split(named)
+        try:
+            return shlex.split(named)
+        except ValueError as error:
+            raise BuildError(f"$CXX is not a command: {error}") from error
     for name in _COMPILERS:
         if path := shutil.which(name):
             return [path]
     raise BuildError(f"no C++ compiler was found (looked for {', '.join(_COMPILERS)} and $CXX)")
 
 
-def _compile(target: Path) -> None:
+def _compile(folder: Path, stem: str) -> Path:
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
-        output = Path(folder) / target.name
-        command = [*_compiler(), *_flags(), str(SOURCE), "-o", str(output)]
-        _run(command)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as temporary:
+        output = Path(temporary) / "kernels.so"
+        _run([*_compiler(), *_flags(), str(SOURCE), "-o", str(output)])
+        target = folder / f"{stem}-{_digest(output)}.so"
         output.replace(target)
     logger.info("compiled the CPU kernels in %.1f s into %s", time.monotonic() - started, target)
+    return target
 
 
 def _run(command: list[str]) -> None:
