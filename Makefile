@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-SOURCES := proto/quire_proto engine/quire_engine router/quire_router
+SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
 .PHONY: up test lint bench proto proto-check clean help
 

@@ -50,7 +50,10 @@ Command = Add | Abort | Inspect | Stop
 
 @dataclass(slots=True)
 class StepTrace:
-    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds."""
+    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds.
+
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too.
+    """
 
     step: int
     started: int
@@ -95,24 +98,32 @@ class EngineCore:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._refused: list[Output] = []
         self._stopped = False
-        self.last_progress = perf_counter()
+        self._waiting_since: float | None = None
 
     @property
-    def busy(self) -> bool:
-        """Whether work is pending: then an old ``last_progress`` means that the loop hangs."""
-        return self.scheduler.has_work or not self._commands.empty()
+    def silence(self) -> float:
+        """Seconds since the loop last came round while it has something to do, 0 when it waits for work. An old one
+        means that the loop hangs. May be read from any thread.
+        """
+        since = self._waiting_since
+        return 0.0 if since is None else perf_counter() - since
 
     def send(self, command: Command) -> None:
         """Queues a command for the next gap between two steps."""
+        if self._waiting_since is None:
+            self._waiting_since = perf_counter()
         self._commands.put(command)
 
     def run(self) -> None:
         """Steps until ``Stop``. Raises what no single request is to blame for: then the engine must end."""
         while not self._stopped:
             self._take_commands()
-            if self.scheduler.has_work or self._refused:
+            if self._has_work:
                 self.step()
-            self.last_progress = perf_counter()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._refused)
 
     def step(self) -> None:
         """One step: plan, run, commit, publish."""
@@ -163,12 +174,15 @@ class EngineCore:
             else:
                 merged.token_ids.update(result.token_ids)
                 merged.errors.update(result.errors)
+                merged.timings.add(result.timings)
         return merged
 
     def _take_commands(self) -> None:
         """Carries out what has arrived; waits for something to do when there is nothing else."""
-        if not (self.scheduler.has_work or self._refused):
+        if not self._has_work:
+            self._waiting_since = None
             self._carry_out(self._commands.get())
+        self._waiting_since = perf_counter()
         while not (self._stopped or self._commands.empty()):
             self._carry_out(self._commands.get())
 

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 from pydantic_settings import CliApp
@@ -11,15 +11,21 @@ from quire_proto import __version__
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.config import EngineConfig
-from quire_engine.executor.base import KvCapacity
+from quire_engine.kv.capacity import KvCapacity
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.service.server import EngineServer, ServerConfig
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch.runner import TorchExecutor
 
 log = logging.getLogger("quire_engine")
 
 
 def main() -> None:
-    """The command. Exits with 2 for wrong settings, 1 with one sentence for a model that cannot be served."""
+    """The command. Exits with 2 for wrong settings, 1 with one sentence for a model that cannot be served.
+
+    Torch is imported only once the settings are known to be right.
+    """
     try:
         config = CliApp.run(EngineConfig)
     except ValidationError as error:
@@ -37,11 +43,27 @@ def main() -> None:
 def _serve(config: EngineConfig, tracing: bool) -> None:
     import uvloop
 
+    executor = _load(config)
+    length = _servable_length(executor.max_model_len, executor.capacity)
+    server = EngineServer(
+        _server_config(config, tracing),
+        executor,
+        _scheduling(config, executor, length),
+        _description(config, executor, length),
+        prefix_caching=config.enable_prefix_caching,
+    )
+    try:
+        uvloop.run(server.serve())
+    except OSError as error:
+        _quit(1, f"The engine cannot listen: {error}.")
+
+
+def _load(config: EngineConfig) -> "TorchExecutor":
     from quire_engine.executor.torch.runner import TorchExecutor
     from quire_engine.models.errors import ModelError
 
     try:
-        executor = TorchExecutor.load(
+        return TorchExecutor.load(
             config.model,
             dtype=config.dtype,
             block_size=config.block_size,
@@ -52,23 +74,27 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
         )
     except ModelError as error:
         _quit(1, str(error))
-    length = _model_length(executor.max_model_len, executor.capacity)
-    model = executor.config
-    scheduling = SchedulerConfig(
+
+
+def _scheduling(config: EngineConfig, executor: "TorchExecutor", length: int) -> SchedulerConfig:
+    return SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=length,
         max_waiting=config.max_waiting,
-        eos_token_ids=frozenset(model.eos_token_ids),
-        vocab_size=model.vocab_size,
-        model_revision=model.model_revision,
+        eos_token_ids=frozenset(executor.config.eos_token_ids),
+        vocab_size=executor.config.vocab_size,
+        model_revision=executor.config.model_revision,
     )
-    description = pb.DescribeResponse(
+
+
+def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
+    return pb.DescribeResponse(
         served_model_names=config.names,
-        model_revision=model.model_revision,
+        model_revision=executor.config.model_revision,
         max_model_len=length,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
+        vocab_size=executor.config.vocab_size,
+        eos_token_ids=executor.config.eos_token_ids,
         block_size=executor.capacity.block_size,
         blocks_total=executor.capacity.device_blocks - 1,
         host_blocks_total=executor.capacity.host_blocks,
@@ -78,13 +104,6 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
     )
-    server = EngineServer(
-        _server_config(config, tracing), executor, scheduling, description, prefix_caching=config.enable_prefix_caching
-    )
-    try:
-        uvloop.run(server.serve())
-    except OSError as error:
-        _quit(1, f"The engine cannot listen: {error}.")
 
 
 def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
@@ -100,7 +119,7 @@ def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
     )
 
 
-def _model_length(wanted: int, capacity: KvCapacity) -> int:
+def _servable_length(wanted: int, capacity: KvCapacity) -> int:
     """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
     if capacity.usable_tokens < wanted:
         log.warning(

@@ -70,7 +70,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "error", "finish_reason", "id", "num_cached", "num_computed", "num_preemptions", "num_reported", "request",
+        "error", "finish_reason", "id", "num_cached", "num_computed", "num_reported", "request",
         "status", "table", "timeline", "token_ids",
     )  # fmt: skip
 
@@ -81,7 +81,6 @@ class Sequence:
         self.num_computed = 0
         self.num_reported = len(request.output_token_ids)
         self.num_cached: int | None = None
-        self.num_preemptions = 0
         self.table = BlockTable(extra_key(model_revision, request.cache_salt))
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
@@ -107,11 +106,6 @@ class Sequence:
     def num_output(self) -> int:
         """Output tokens, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Whether more than the newest token is still to be computed."""
-        return self.num_uncomputed > 1
 
     def append(self, token_id: int) -> None:
         """Adds a drawn token."""

@@ -27,7 +27,12 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
 
 def error_to_proto(error: QuireError) -> pb.Error:
     """The error as it travels beside ``FINISH_REASON_ERROR``."""
-    return pb.Error(code=pb.ErrorCode.ValueType(error.code), message=error.message, param=error.param or "")
+    return pb.Error(
+        code=pb.ErrorCode.ValueType(error.code),
+        message=error.message,
+        param=error.param or "",
+        retry_after=error.retry_after,
+    )
 
 
 def error_from_proto(message: pb.Error) -> QuireError:
@@ -36,7 +41,8 @@ def error_from_proto(message: pb.Error) -> QuireError:
         code = ErrorCode(message.code)
     except ValueError:
         return internal()
-    return QuireError(code, message.message, param=message.param or None)
+    retry_after = message.retry_after if message.HasField("retry_after") else None
+    return QuireError(code, message.message, param=message.param or None, retry_after=retry_after)
 
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:

@@ -5,13 +5,11 @@ Attributes that describe a model call follow OpenTelemetry's GenAI conventions; 
 
 
 class Span:
-    """Names of spans. ``chat`` takes the model's name after it."""
+    """Names of spans. A router's attempt is called after its operation and model, such as ``chat quire-demo``."""
 
     ADMIT = "quire.admit"
     ROUTE = "quire.route"
     QUEUE = "quire.queue"
-    CHAT = "chat"
-    GENERATE = "text_completion"
     WAIT = "quire.engine.wait"
     PREFILL = "quire.engine.prefill"
     DECODE = "quire.engine.decode"
@@ -44,8 +42,6 @@ class Attribute:
     REQUEST_TOP_P = "gen_ai.request.top_p"
     REQUEST_TOP_K = "gen_ai.request.top_k"
     REQUEST_STREAM = "gen_ai.request.stream"
-    RESPONSE_ID = "gen_ai.response.id"
-    RESPONSE_MODEL = "gen_ai.response.model"
     FINISH_REASONS = "gen_ai.response.finish_reasons"
     INPUT_TOKENS = "gen_ai.usage.input_tokens"
     OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
@@ -67,6 +63,7 @@ class Attribute:
     BLOCKS_FREE = "quire.step.kv_free_blocks"
     BLOCKS_TOTAL = "quire.step.kv_total_blocks"
     BLOCKS = "quire.blocks"
+    PREEMPTION = "quire.preemption"
     FIRST_STEP = "quire.step.first"
     LAST_STEP = "quire.step.last"
 
@@ -97,6 +94,7 @@ class Metric:
     ENGINE_BLOCKS_TOTAL = "quire_engine_blocks"
     ENGINE_BLOCKS_FREE = "quire_engine_free_blocks"
     ENGINE_STEP_SECONDS = "quire_engine_step_seconds"
+    ENGINE_COMPUTED_TOKENS = "quire_engine_computed_tokens"
     ENGINE_PREEMPTIONS = "quire_engine_preemptions"
     ENGINE_SWAP_BLOCKS = "quire_engine_swapped_blocks"
     ENGINE_PREFIX_QUERIES = "quire_engine_prefix_query_tokens"

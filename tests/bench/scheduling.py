@@ -53,7 +53,7 @@ def measure(running: int, waiting: int, steps: int) -> list[float]:
     params = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
     for index in range(running + waiting):
         core.scheduler.add(Request(str(index), [index % 1000 + 1] * 200, params))
-    while len(core.scheduler.running) < running or any(s.is_prefilling for s in core.scheduler.running):
+    while len(core.scheduler.running) < running or any(s.num_uncomputed > 1 for s in core.scheduler.running):
         core.step()
     return [timed(core) for _ in range(steps)]
 

@@ -13,6 +13,8 @@ from tests.support.redis_server import RedisServer, redis_server
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "model"
 MODEL = "quire-demo"
+# Where texts of different batches are compared: in bfloat16 the last bit of a logit may differ between them.
+FLOAT32 = ("--dtype", "float32")
 SMALL_POOLS = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625")
 
 

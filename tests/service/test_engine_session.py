@@ -185,17 +185,27 @@ def test_a_command_that_cannot_be_read_ends_the_stream(engine: Engine) -> None:
             assert ended.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_cancelled_request_frees_its_blocks(engine: Engine) -> None:
+def test_a_cancelled_request_frees_its_blocks_within_two_steps(engine: Engine) -> None:
+    """A Submit goes down right after the Cancel: no later than its first token, the cancelled request is gone."""
     with Link(engine, "cancel") as link:
         link.snapshot()
-        link.submit("long", PROMPT, max_tokens=1000)
+        link.submit("long", PROMPT, max_tokens=1900)
         for _ in range(3):
             link.batch()
         link.send(cancel=pb.Cancel(request_id="long"))
-        batch = link.batch()
-        while not any(output.finish_reason for output in batch.outputs):
+        link.submit("marker", PROMPT, max_tokens=5)
+        aborted = first_of_marker = None
+        while aborted is None or first_of_marker is None:
             batch = link.batch()
-        assert batch.load.blocks_free == batch.load.blocks_total
+            for output in batch.outputs:
+                if output.request_id == "marker" and first_of_marker is None:
+                    first_of_marker = batch
+                if output.finish_reason == types_pb2.FINISH_REASON_ABORT:
+                    aborted = batch
+    assert aborted.step <= first_of_marker.step + 1
+    assert aborted.load.running <= 1, "the aborted request still holds blocks"
+    held = aborted.load.blocks_total - aborted.load.blocks_free
+    assert held <= 3, "more is held than the second request needs"
 
 
 def test_a_session_that_reconnects_in_time_misses_nothing(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
 from tests.support.processes import Engine, Process, Router, eventually
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -43,7 +43,7 @@ class Fleet:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with redis_server() as redis:
-        engines = [Engine(DEMO, tmp_path, *SMALL_POOLS) for _ in range(2)]
+        engines = [Engine(DEMO, tmp_path, *SMALL_POOLS, *FLOAT32) for _ in range(2)]
         router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
         try:
             for process in (*engines, router):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from openai import OpenAI
 
-from tests.service.conftest import DEMO, MODEL, SMALL_POOLS, Stack
+from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS, Stack
 from tests.support.processes import Engine, Router
 
 POOLS_MIB = 64 + 64
@@ -37,7 +37,7 @@ def test_the_router_has_no_torch_loaded(stack: Stack) -> None:
 
 def test_work_under_pressure_swaps_and_every_block_comes_back(tmp_path: Path) -> None:
     """Real requests on a pool far too small for them: they swap, all answers come, no block is lost."""
-    engine = Engine(DEMO, tmp_path, "--kv-cache-memory", str(3 << 20), "--swap-space", "0.0625")
+    engine = Engine(DEMO, tmp_path, "--kv-cache-memory", str(6 << 20), "--swap-space", "0.125", *FLOAT32)
     router = Router(DEMO, [engine.address], tmp_path)
     try:
         engine.wait_ready()

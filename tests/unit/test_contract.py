@@ -109,9 +109,11 @@ def test_a_request_must_fit_the_model(prompt: int, output: int, limit: int) -> N
 
 @pytest.mark.parametrize("code", ErrorCode)
 def test_every_error_has_a_status_and_survives_the_wire(code: ErrorCode) -> None:
-    error = QuireError(code, "Something is wrong.", param="prompt")
-    received = error_from_proto(pb.Error.FromString(error_to_proto(error).SerializeToString()))
-    assert (received.code, received.message, received.param) == (code, error.message, "prompt")
+    for param, retry_after in (("prompt", None), (None, 1.5)):
+        error = QuireError(code, "Something is wrong.", param=param, retry_after=retry_after)
+        received = error_from_proto(pb.Error.FromString(error_to_proto(error).SerializeToString()))
+        assert (received.code, received.message) == (code, error.message)
+        assert (received.param, received.retry_after) == (param, retry_after)
     assert received.status is STATUS[code]
     assert pb.ErrorCode.Value(f"ERROR_CODE_{code.name}") == code
 

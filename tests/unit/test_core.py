@@ -1,5 +1,8 @@
 """The engine's loop: what a failing step, a bad request and an abort do to everybody else."""
 
+from threading import Event, Thread
+from time import sleep
+
 import pytest
 from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, Stop
 from quire_engine.executor.base import CopyError
@@ -129,6 +132,31 @@ def test_a_snapshot_is_taken_between_two_steps() -> None:
     assert seen[0] == (1, set())
     assert seen[1] == (0, set(engine.memory.device.names()))
     assert len(seen[1][1]) == 6
+
+
+def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
+    entered, released = Event(), Event()
+
+    class HangingExecutor(PagedExecutor):
+        def run(self, plan: StepPlan) -> StepResult:
+            entered.set()
+            assert released.wait(30)
+            return super().run(plan)
+
+    engine = Engine(HangingExecutor(CAPACITY))
+    thread = Thread(target=engine.core.run)
+    thread.start()
+    sleep(0.2)
+    assert engine.core.silence == 0.0, "idle time counts as a hang"
+    engine.add("a", [1, 2, 3])
+    assert entered.wait(30)
+    first = engine.core.silence
+    assert first < 0.2, "idle time counts as a hang once work comes"
+    sleep(0.3)
+    assert engine.core.silence >= 0.3
+    released.set()
+    engine.core.send(Stop())
+    thread.join(30)
 
 
 def test_a_step_says_what_it_did() -> None:

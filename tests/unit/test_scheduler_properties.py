@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from quire_engine.core import Abort, Add, EngineCore, StepOutput
 from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.events import Stored
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
@@ -107,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def receive(self, output: StepOutput) -> None:
         for event in output.kv_events:
-            if type(event).__name__ == "Stored":
+            if isinstance(event, Stored):
                 assert event.block_hash not in self.cached, "a block was stored twice"
                 self.cached.add(event.block_hash)
             else:
@@ -135,10 +136,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert in_use == len(set(held)), "a block is held by nobody"
         on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
         assert self.memory.host.num_blocks - self.memory.host.num_free == len(set(on_host))
-        assert set(self.memory.device.names()) == self.cached or self.scheduler._news or self.pending_events()
-
-    def pending_events(self) -> bool:
-        return bool(self.memory._events)
+        known = set(self.cached)
+        for event in self.memory._events:
+            (known.add if isinstance(event, Stored) else known.remove)(event.block_hash)
+        assert set(self.memory.device.names()) == known, "routers are told something else than what is cached"
 
     def queues(self):
         return self.scheduler.running, self.scheduler.swapped, self.scheduler.waiting

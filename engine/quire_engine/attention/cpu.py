@@ -3,7 +3,7 @@
 It owns the pointers of the step's plan, and nothing else. What the kernel may touch is checked here, the plan
 once a step and the tensors once a layer, because the kernel itself checks nothing.
 
-Measured on one thread of a Zen 5 server, bf16, medians in alternation: prefill of 2,048 tokens (9 query and 3
+Measured on one thread with AVX-512, bf16, medians in alternation: prefill of 2,048 tokens (9 query and 3
 KV heads of 64) takes a third of the time of torch's ``scaled_dot_product_attention`` on contiguous keys and
 values, so there is no second way for long chunks.
 """

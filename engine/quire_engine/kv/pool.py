@@ -78,10 +78,6 @@ class BlockPool:
         self._names[block_id] = name
         self._emit(Stored(name, self._tier))
 
-    def name_of(self, block_id: int) -> bytes | None:
-        """The name under which the block can be found."""
-        return self._names[block_id]
-
     def names(self) -> list[bytes]:
         """Everything that can be hit, in the order in which it was stored."""
         return list(self._index)

@@ -2,7 +2,7 @@
 are named.
 
 On the CPU torch's ``F.linear`` lets oneDNN (bf16) or MKL (fp32) rearrange the weight in every call. Here
-oneDNN rearranges it once, and the plain copy is let go. Measured on two cores of a Zen 5 server (AVX-512 with
+oneDNN rearranges it once, and the plain copy is let go. Measured on two cores (AVX-512 with
 bf16 products), torch 2.13, medians of calls in alternation, as time of ``F.linear`` over time packed:
 
     ===============  =====  =====  =====  ======  ========

@@ -69,6 +69,12 @@ class StepTimings:
     forward: float = 0.0
     sample: float = 0.0
 
+    def add(self, other: "StepTimings") -> None:
+        """Adds another run's seconds, part by part."""
+        self.swap += other.swap
+        self.forward += other.forward
+        self.sample += other.sample
+
 
 @dataclass(slots=True)
 class StepResult:

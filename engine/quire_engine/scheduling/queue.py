@@ -18,9 +18,6 @@ class SequenceQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.id in self._sequences
-
     def push(self, sequence: Sequence) -> None:
         """Adds at the end."""
         self._sequences[sequence.id] = sequence

@@ -189,7 +189,6 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
         """Takes a running sequence off the device: to the host pool if that has room, otherwise back to the start."""
         plan.preempted += 1
-        victim.num_preemptions += 1
         self.running.remove(victim)
         if self.memory.can_swap_out(victim.num_computed):
             self._swap_out(victim, plan)
@@ -282,4 +281,5 @@ def _report(sequence: Sequence) -> Output:
 
 
 def _out_of_memory() -> QuireError:
-    return QuireError(ErrorCode.OVERLOADED, "The engine's KV memory cannot hold this request any longer.")
+    message = "The engine's KV memory cannot hold this request any longer."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0)

@@ -62,6 +62,7 @@ class EngineMetrics:
         self._set_blocks("host", load.host_blocks_total, load.host_blocks_free)
         for phase, seconds in (
             ("schedule", times.schedule),
+            ("swap", times.timings.swap),
             ("forward", times.timings.forward),
             ("sample", times.timings.sample),
             ("emit", times.emit),
@@ -91,9 +92,7 @@ class EngineMetrics:
                 self._model
             ),
             "prefix_hit_tokens": self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found").labels(self._model),
-            "computed_tokens": self._counter(
-                Metric.PROMPT_TOKENS.replace("prompt", "computed"), "Tokens computed"
-            ).labels(self._model),
+            "computed_tokens": self._counter(Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed").labels(self._model),
             "generated_tokens": self._counter(Metric.GENERATION_TOKENS, "Tokens generated").labels(self._model),
         }
 
@@ -114,6 +113,8 @@ class ProbeServer:
         self, host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool], live: Callable[[], bool]
     ) -> None:
         class Handler(MetricsHandler):
+            timeout = 10  # seconds, so that a silent client cannot hold a thread for ever
+
             def do_GET(self) -> None:  # noqa: N802 - named by the library
                 probe = {"/health": ready, "/live": live}.get(self.path.partition("?")[0])
                 if probe is not None:

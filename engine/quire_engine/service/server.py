@@ -7,7 +7,6 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
-from time import perf_counter
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -75,7 +74,7 @@ class EngineServer:
         self._core = EngineCore(scheduler, executor, self._publish)
         self._hub.bind(self._core)
         name = description.served_model_names[0]
-        self._metrics = EngineMetrics(name, scheduler.statistics, self._heartbeat_age)
+        self._metrics = EngineMetrics(name, scheduler.statistics, lambda: self._core.silence)
         self._failure: BaseException | None = None
         self._ready = False
 
@@ -149,12 +148,8 @@ class EngineServer:
         for name in ("", SERVICE):
             await self._health.set(name, status)
 
-    def _heartbeat_age(self) -> float:
-        """Seconds since the loop last made progress while it had something to do; 0 when it is idle."""
-        return perf_counter() - self._core.last_progress if self._core.busy else 0.0
-
     def _is_live(self) -> bool:
-        return self._failure is None and self._heartbeat_age() < self._config.stall_timeout
+        return self._failure is None and self._core.silence < self._config.stall_timeout
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int) -> int:

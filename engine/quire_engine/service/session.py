@@ -94,11 +94,15 @@ class Session:
         broken.
         """
         sent = self.acknowledged
-        while self.is_attached(number) and self._broken != number:
-            self._news.clear()
+        while self._is_open(number):
             unsent = list(islice(reversed(self._kept), self.sequence - sent))
             sent = self.sequence
             for batch in reversed(unsent):
                 yield batch
-            if sent == self.sequence:
+            # A newer stream may have cleared the event for itself meanwhile, so it alone does not tell.
+            while sent == self.sequence and self._is_open(number):
+                self._news.clear()
                 await self._news.wait()
+
+    def _is_open(self, number: int) -> bool:
+        return self.is_attached(number) and self._broken != number

@@ -138,7 +138,7 @@ class SpanBuilder:
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
         for moment in times.moments:
             name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
-            span.add_event(name, {"quire.preemption": moment.name}, timestamp=moment.time)
+            span.add_event(name, {Attribute.PREEMPTION: moment.name}, timestamp=moment.time)
         span.end(times.finished)
 
     def _export_swaps(self, traced: _Traced, times: Timeline) -> None:
