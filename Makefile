@@ -44,7 +44,7 @@ proto: $(READY)
 # Fails when the committed stubs are not what the .proto files generate.
 proto-check: $(READY)
 	@set -e; fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; proto/generate.sh "$$fresh"; \
-	diff -r -x '*.proto' -x __init__.py -x __pycache__ proto/quire "$$fresh/quire" \
+	diff -r -x '*.proto' -x '__init__.py' -x py.typed -x __pycache__ proto/quire "$$fresh/quire" \
 	  || { echo "the stubs are stale: run make proto"; exit 1; }
 
 clean:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+MIN_KEY_CHARACTERS = 16
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
@@ -44,8 +45,11 @@ def _address(entry: str) -> str:
 
 def _key(entry: SecretStr) -> SecretStr:
     key = entry.get_secret_value()
-    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError("a key must have at least 8 printable ASCII characters and no spaces")
+    if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(
+            f"a key must have at least {MIN_KEY_CHARACTERS} printable ASCII characters and no spaces, "
+            "such as `openssl rand -hex 32` prints"
+        )
     return entry
 
 
@@ -86,6 +90,7 @@ class Settings(BaseSettings):
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
     max_concurrent_requests: Count = Field(default=1024, description="Requests in progress before 429.")
+    max_connections: Count = Field(default=4096, description="Open HTTP connections before 429, each port.")
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")

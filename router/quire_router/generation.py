@@ -1,5 +1,6 @@
 """One request as the rooms behind the API see it: validated, in tokens; and the pieces of its answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
 
@@ -10,15 +11,16 @@ from quire_proto.sampling import FinishReason, SamplingParams
 class Generation:
     """A request that passed the validator.
 
-    ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``params`` has every default filled in, also a seed. ``stop``
-    strings are the router's: engines know no text. ``tenant`` is an opaque name of who asks, the empty string when
-    keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches apart. ``operation`` is
-    ``chat`` or ``text_completion``, for traces and metrics.
+    ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``prompt_token_ids`` come from the validator as
+    ``array("i")``: journals keep them for long, and a list takes nine times as much. ``params`` has every default
+    filled in, also a seed. ``stop`` strings are the router's: engines know no text. ``tenant`` is an opaque name of who
+    asks, the empty string when keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches
+    apart. ``operation`` is ``chat`` or ``text_completion``, for traces and metrics.
     """
 
     request_id: str
     model: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     stop: tuple[str, ...] = ()
     operation: str = "chat"

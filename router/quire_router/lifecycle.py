@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from itertools import count
 from typing import Any
 
 from opentelemetry import context, trace
@@ -17,26 +18,26 @@ from quire_proto.tracing import traceparent
 
 from quire_router import metrics
 from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.output import EngineLost
+from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.generation import Delta, Generation
 from quire_router.journal.base import Journal
 from quire_router.placement.choose import choose
 from quire_router.placement.view import EngineView
-from quire_router.progress import Progress
+from quire_router.progress import RETRY_AFTER, Progress
 from quire_router.text.model_text import ModelText
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer("quire.router")
 
 POLICY = "least_in_flight"
-RETRY_AFTER = 5.0  # seconds that a client should wait where no engine is ready
 
 
 class Lifecycle:
     """Runs requests that passed the validator.
 
     A request that finds no engine ready is held for ``hold_timeout`` seconds. One whose engine is lost is submitted to
-    another, ``max_attempts`` times in all, and its client sees a pause. ``request_timeout`` seconds, where given, end
+    another, ``max_attempts`` times in all, and its client sees a pause; engines that are too full to take it do not
+    count, and only when all of them are does it end with OVERLOADED. ``request_timeout`` seconds, where given, end
     a request with DEADLINE.
     """
 
@@ -108,7 +109,8 @@ class Lifecycle:
                 raise internal() from None
 
     async def _answer(self, progress: Progress) -> AsyncGenerator[Delta]:
-        for attempt in range(1, self._max_attempts + 1):
+        losses = 0
+        for attempt in count(1):
             engine = await self._route(progress)
             if engine is None:
                 yield progress.conclude(FinishReason.ABORT)
@@ -118,12 +120,17 @@ class Lifecycle:
                     async for delta in deltas:
                         yield delta
                 return
+            except EngineFull as refusal:
+                log.info("engine %s did not take request %s: %s", engine.engine_id, progress.id, refusal)
+                progress.refused_by.add(engine.engine_id)
             except EngineLost as loss:
                 log.warning("attempt %d of request %s lost engine %s: %s", attempt, progress.id, engine.engine_id, loss)
+                losses += 1
             if progress.complete():
                 yield progress.conclude(FinishReason.LENGTH)
                 return
-        raise _unavailable("The engines that ran this request were lost.")
+            if losses == self._max_attempts:
+                raise _error(ErrorCode.UNAVAILABLE, "The engines that ran this request were lost.")
 
     async def _attempt(self, progress: Progress, engine: EngineView, attempt: int) -> AsyncGenerator[Delta]:
         with _attempt_span(progress, engine, attempt) as span:
@@ -143,19 +150,21 @@ class Lifecycle:
     async def _route(self, progress: Progress) -> EngineView | None:
         """The engine to run on; None when the request was cancelled while it was held."""
         engine = self._choose(progress)
-        if engine is None and not progress.interrupted.done():
+        if engine is None and not progress.refused_by and not progress.interrupted.done():
             await self._hold(progress)
             engine = self._choose(progress)
         if progress.interrupted.done():
             progress.raise_interruption()
             return None
         if engine is None:
-            metrics.REJECTIONS.labels("unavailable").inc()
-            raise _unavailable("No engine is ready to run this model.")
+            error = _nowhere(progress)
+            metrics.REJECTIONS.labels(error.code.name.lower()).inc()
+            raise error
         return engine
 
     def _choose(self, progress: Progress) -> EngineView | None:
-        candidates = self._fleet.candidates(progress.generation.model)
+        ready = self._fleet.candidates(progress.generation.model)
+        candidates = [engine for engine in ready if engine.engine_id not in progress.refused_by]
         attributes: dict[str, str | int] = {Attribute.POLICY: POLICY, Attribute.CANDIDATES: len(candidates)}
         span = tracer.start_span(telemetry.Span.ROUTE, progress.caller, attributes=attributes)
         engine = choose(progress.generation, candidates)
@@ -215,12 +224,18 @@ class Lifecycle:
         return asyncio.get_running_loop().call_later(self._request_timeout, progress.interrupt, error)
 
 
-def _unavailable(message: str) -> QuireError:
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER)
+def _error(code: ErrorCode, message: str) -> QuireError:
+    return QuireError(code, message, retry_after=RETRY_AFTER[code])
+
+
+def _nowhere(progress: Progress) -> QuireError:
+    if progress.refused_by:
+        return _error(ErrorCode.OVERLOADED, "Every engine that is ready has as many requests waiting as it takes.")
+    return _error(ErrorCode.UNAVAILABLE, "No engine is ready to run this model.")
 
 
 def _shutting_down() -> QuireError:
-    return _unavailable("This router is shutting down.")
+    return _error(ErrorCode.UNAVAILABLE, "This router is shutting down.")
 
 
 # Spans
@@ -235,8 +250,8 @@ def _attempt_span(progress: Progress, engine: EngineView, attempt: int) -> Itera
     span = tracer.start_span(name, progress.caller, SpanKind.CLIENT, attributes)
     try:
         yield span
-    except (EngineLost, QuireError) as error:
-        kind = error.code.name.lower() if isinstance(error, QuireError) else "engine_lost"
+    except (EngineFull, EngineLost, QuireError) as error:
+        kind = error.code.name.lower() if isinstance(error, QuireError) else error.kind
         span.set_attribute(Attribute.ERROR_TYPE, kind)
         span.set_status(StatusCode.ERROR, kind)
         raise

@@ -17,12 +17,15 @@ from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.base import Journal
 from quire_router.text.model_text import ModelText
 
+RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
+"""Seconds that a client should wait before it tries again."""
+
 
 class Progress:
     """A request between its first and its last piece.
 
     ``caller`` is the trace context it came with. ``interrupted`` is done once somebody else than the engine ends the
-    request: with an error, or with None when it was cancelled.
+    request: with an error, or with None when it was cancelled. ``refused_by`` are the engines that were too full.
     """
 
     def __init__(self, generation: Generation, text: ModelText, journal: Journal, caller: Context) -> None:
@@ -31,6 +34,7 @@ class Progress:
         self.token_ids: list[int] = []
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.refused_by: set[str] = set()
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._text = text.open_output(generation.prompt_token_ids, generation.stop)
         self._journal = journal
@@ -151,5 +155,9 @@ def _attempt_id(request_id: str) -> str:
 
 
 def _as_told(error: QuireError) -> QuireError:
-    """The engine's error as the client sees it: that an id is in use there is no client's fault."""
-    return internal() if error.code is ErrorCode.CONFLICT else error
+    """The engine's error as the client sees it: that an id is in use there is no client's fault, and an error that will
+    pass says when.
+    """
+    if error.code is ErrorCode.CONFLICT:
+        return internal()
+    return QuireError(error.code, error.message, param=error.param, retry_after=RETRY_AFTER.get(error.code))

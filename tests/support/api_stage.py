@@ -12,6 +12,7 @@ from quire_router.api.backend import FleetView, Runner
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
 from quire_router.api.rest.app import RestApp, build_admin, build_api
+from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import RpcServer
 from quire_router.api.running import Running
@@ -142,13 +143,14 @@ async def open_stage(
     max_body_bytes: int = 100_000,
     patience: float = 20.0,
     template: str = CHAT_TEMPLATE,
+    limits: ConnectionLimits | None = None,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends."""
     texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, runner = ScriptedFleet(), ScriptedRunner(script)
     frontend = _frontend(texts, fleet, runner, keys, concurrent)
     app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience)
-    server = HttpServer(app, listen("127.0.0.1", 0))
+    server = HttpServer(app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience)
     await rpc.start()

@@ -1,5 +1,8 @@
 """Keys: every door but health and metrics is closed without one, whatever a client calls itself."""
 
+import asyncio
+import hashlib
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -9,7 +12,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api.identity import ANYONE, Keys
 
-from tests.support.api_stage import ask, chat, open_stage
+from tests.support.api_stage import ask, chat, open_stage, read_answer
 
 KEY, OTHER = "the-right-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
@@ -78,6 +81,22 @@ async def test_without_a_key_not_even_what_exists_can_be_learned(path):
         assert (await ask(stage.port, "GET", path)).status == 401
 
 
+@pytest.mark.parametrize("other", [KEY, "wrong"])
+async def test_two_keys_are_no_key(other):
+    lines = f"authorization: Bearer {other}\r\nauthorization: Bearer {KEY}\r\n"
+    async with open_stage(keys=[KEY]) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{lines}\r\n".encode())
+        over_rest = await read_answer(reader)
+        writer.close()
+        async with stage.channel() as channel:
+            metadata = (("authorization", f"Bearer {other}"), ("authorization", f"Bearer {KEY}"))
+            over_grpc = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), metadata=metadata).code()
+
+    assert over_rest.status == 401
+    assert over_grpc == grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_a_body_is_not_read_before_the_key_was_checked():
     async with open_stage(keys=[KEY]) as stage:
         answer = await ask(stage.port, "POST", "/v1/chat/completions", b"", {"content-length": "1000"})
@@ -98,6 +117,14 @@ async def test_each_key_has_its_own_tenant_and_cache_salt():
     assert KEY not in first.tenant
 
 
+def test_what_is_stored_of_a_key_is_slow_to_guess_from_and_the_same_in_every_router():
+    derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
+
+    for _ in range(2):
+        caller = Keys([KEY]).caller(f"Bearer {KEY}")
+        assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
+
+
 async def test_without_configured_keys_everyone_shares():
     async with open_stage() as stage:
         await ask(stage.port, "POST", "/v1/chat/completions", chat(), RIGHT)
@@ -110,7 +137,7 @@ def test_a_caller_is_known_by_the_key_alone():
 
     assert keys.caller(f"Bearer {KEY}") != ANYONE
     with pytest.raises(QuireError) as refusal:
-        keys.caller(None)
+        keys.caller()
     assert refusal.value.code == ErrorCode.UNAUTHENTICATED
 
 

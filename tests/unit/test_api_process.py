@@ -82,7 +82,7 @@ def test_a_router_without_engines_tells_its_models_and_stays_small(tmp_path):
 
 
 def test_heavy_libraries_are_never_imported(tmp_path):
-    code = "import sys, quire_router.main; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    code = "import sys, quire_router.process; print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
 
     assert answer.stdout.strip() == "[]"
@@ -96,6 +96,32 @@ def test_a_signal_ends_it_cleanly(number, tmp_path):
 
     assert process.returncode == 0
     assert "Traceback" not in output
+
+
+def test_a_second_signal_does_not_break_off_the_orderly_end(tmp_path):
+    with running(write_model_folder(tmp_path)) as (process, _):
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.001)
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 0
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", [0.2, 0.5])
+def test_a_signal_during_the_start_ends_it_without_a_traceback(moment, number, tmp_path):
+    process = subprocess.Popen(
+        command(write_model_folder(tmp_path), free_ports(3)), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(moment)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode in (0, 128 + number)
+    assert "Traceback" not in errors
 
 
 def test_a_port_that_is_taken_ends_the_start_with_one_line(tmp_path):

@@ -9,6 +9,7 @@ import openai
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
+from quire_router.api.rest.protocol import ConnectionLimits
 
 from tests.support.api_stage import ANSWER, MAX_MODEL_LEN, MODEL, ask, chat, completion, open_stage, read_answer
 
@@ -254,6 +255,107 @@ async def test_headers_that_never_end_are_not_collected():
         with suppress(ConnectionError):
             await reader.read()
         writer.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"GET /live HTTP/1.1\r\nx-slow: ", b"\r\n"], ids=["nothing", "half a head", "a line"]
+)
+@pytest.mark.parametrize("before", [b"", b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "next"])
+async def test_a_head_that_does_not_arrive_is_given_up(before, sent):
+    async with open_stage(limits=ConnectionLimits(head=0.05, idle=0.05)) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(before)
+        if before:
+            assert (await read_answer(reader)).status == 200
+        writer.write(sent)
+        if sent.startswith(b"GET"):
+            answer = await read_answer(reader)
+            assert (answer.status, answer.error["code"]) == (408, "headers_too_slow")
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+
+
+async def test_a_head_that_comes_drop_by_drop_is_given_up_all_the_same():
+    async with open_stage(limits=ConnectionLimits(head=0.1)) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        reading = asyncio.create_task(read_answer(reader))
+        writer.write(b"GET /live HTTP/1.1\r\nx-slow: ")
+        async with asyncio.timeout(10):
+            while not reading.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.01)
+        writer.close()
+
+    assert (await reading).status == 408
+
+
+async def test_the_rest_of_a_refused_body_does_not_hold_a_connection():
+    async with open_stage(max_body_bytes=10, limits=ConnectionLimits(idle=0.1)) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n".encode())
+        writer.write(b"content-type: application/json\r\ncontent-length: 1000000\r\n\r\n")
+        assert (await read_answer(reader)).status == 413
+        reading = asyncio.create_task(reader.read())
+        async with asyncio.timeout(10):
+            with suppress(ConnectionError):
+                while not reading.done():
+                    writer.write(b"x")
+                    await asyncio.sleep(0.01)
+                await reading
+        writer.close()
+
+
+async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut_off():
+    release = asyncio.Event()
+    async with open_stage(["one", release, *ANSWER], limits=ConnectionLimits(head=0.05, idle=0.05)) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        body = json.dumps(chat(stream=True)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body + b"GET /live HTTP/1.1\r\n")
+        await asyncio.sleep(0.2)
+        release.set()
+        assert (await read_answer(reader)).events[-1] == "[DONE]"
+        assert (await read_answer(reader)).status == 408  # only now it is the next request's turn
+        writer.close()
+
+
+async def test_more_connections_than_allowed_are_told_so():
+    async with open_stage(limits=ConnectionLimits(connections=2)) as stage:
+        held = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(2)]
+        refused, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        answer = await read_answer(refused)
+        assert await refused.read() == b""
+        for each in (writer, held[0][1]):
+            each.close()
+            await each.wait_closed()
+        async with asyncio.timeout(10):
+            while (again := await ask(stage.port, "GET", "/live")).status != 200:  # noqa: ASYNC110 - it tells nobody
+                await asyncio.sleep(0.01)
+        held[1][1].close()
+
+    assert (answer.status, answer.error["type"]) == (429, "rate_limit_error")
+    assert "retry-after" in answer.headers
+    assert again.json == {"status": "ok"}
+
+
+@pytest.mark.parametrize("sent", [b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
+async def test_what_is_no_request_is_refused_in_the_same_words(sent):
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(sent)
+        answer = await read_answer(reader)
+        assert await reader.read() == b""
+        writer.close()
+
+    assert (answer.status, answer.error["code"]) == (400, "malformed_request")
+    assert answer.error["request_id"] == answer.headers["x-request-id"]
+
+
+async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for():
+    async with open_stage(max_body_bytes=1000) as stage:
+        answer = await ask(stage.port, "POST", CHAT, b"", {"content-length": "1001"})
+
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

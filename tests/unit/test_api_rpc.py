@@ -68,7 +68,20 @@ async def test_token_ids_are_used_as_they_are():
         async for _ in InferenceStub(channel).Generate(request):
             pass
 
-    assert stage.runner.generations[0].prompt_token_ids == [5, 6, 7]
+    assert list(stage.runner.generations[0].prompt_token_ids) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat", "Cancel", "ListModels"])
+async def test_what_is_no_message_is_refused_and_not_logged(method, caplog):
+    async with open_stage() as stage, stage.channel() as channel:
+        call = channel.unary_unary(f"/quire.v1.Inference/{method}")(b"\xff\xff\xff")
+        code, details = await call.code(), await call.details()
+        error = types_pb2.Error.FromString(dict(await call.trailing_metadata())["quire-error-bin"])
+
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert details == error.message == "The message is not what this method takes."
+    assert error.code == types_pb2.ERROR_CODE_INVALID
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))

@@ -1,6 +1,7 @@
 """What a request may say: fields that are known, fields that must be neutral, and how values are read."""
 
 import json
+from array import array
 from contextlib import suppress
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
+from quire_router.api.fields import MAX_PROMPT_TOKENS
 from quire_router.api.identity import ANYONE
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.validate import Validator
@@ -27,7 +29,7 @@ NEUTRAL_IN_BOTH = {
     "logit_bias": [None, {}],
     "service_tier": [None, "auto", "default"],
     "user": [None, "someone"],
-    "metadata": [None, {}, {"a": "b"}],
+    "metadata": [None, {}, {"a": "b"}, {f"{i:064d}": "v" * 512 for i in range(16)}],
     "store": [None, True, False],
     "seed": [None, 0],
     "stop": [None, []],
@@ -67,7 +69,7 @@ REFUSED_IN_BOTH = {
     "stream": ["true", 1],
     "ignore_eos": ["yes", 0],
     "user": [7, "x" * 513],
-    "metadata": ["x"],
+    "metadata": ["x", {"a": 1}, {"a": None}, {"k" * 65: "v"}, {"k": "v" * 513}, {str(i): "v" for i in range(17)}],
     "guided_json": [{}],
     "prompt_embeds": [""],
     "chat_template": ["{{ 1 }}"],
@@ -193,12 +195,32 @@ def test_an_answer_of_ours_can_be_sent_back_as_a_message():
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello"]])
 def test_a_text_prompt_may_stand_alone_in_a_list(prompt):
-    assert generation_of(completion(prompt)).prompt_token_ids == TEXT.encode("hello")
+    assert list(generation_of(completion(prompt)).prompt_token_ids) == TEXT.encode("hello")
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_a_token_prompt_may_stand_alone_in_a_list(prompt):
-    assert generation_of(completion(prompt)).prompt_token_ids == [1, 2, 3]
+    assert list(generation_of(completion(prompt)).prompt_token_ids) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fields", [chat(), completion(), completion([1, 2, 3])], ids=["chat", "text", "tokens"])
+def test_a_prompt_is_kept_at_four_bytes_a_token(fields):
+    prompt = generation_of(fields).prompt_token_ids
+
+    assert isinstance(prompt, array)
+    assert prompt.itemsize == 4
+
+
+@pytest.mark.parametrize("prompt", [[1] * (MAX_PROMPT_TOKENS + 1), [[1] * (MAX_PROMPT_TOKENS + 1)]])
+def test_a_prompt_of_too_many_tokens_for_any_model_is_refused_with_the_limit(prompt):
+    refusal = refusal_of(CompletionRequest, completion(prompt))
+
+    assert (refusal.param, str(MAX_PROMPT_TOKENS) in refusal.message) == ("prompt", True)
+
+
+def test_a_prompt_that_is_too_long_is_refused_for_its_length_before_its_tokens_are_looked_at():
+    assert "limit is" in refusal_of(CompletionRequest, completion([VOCAB_SIZE] * (MAX_MODEL_LEN + 1))).message
+    assert "vocabulary" in refusal_of(CompletionRequest, completion([VOCAB_SIZE])).message
 
 
 def test_a_completion_has_16_tokens_unless_it_says_otherwise():

@@ -9,7 +9,7 @@ import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.config import read_settings
-from quire_router.main import Router
+from quire_router.process import Router
 from quire_router.text.chat_template import ChatTemplate
 from quire_router.text.model_text import ModelText
 

@@ -1,6 +1,7 @@
 """What a link promises its requests: every token once and in order, or ``EngineLost``."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,13 +11,14 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
 from quire_router.fleet.link import EngineLink
-from quire_router.fleet.output import EngineLost, Output, OutputStream
+from quire_router.fleet.output import EngineFull, EngineLost, Output, OutputStream
 from quire_router.fleet.settings import LinkSettings
 
+from tests.support.processes import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
-PATIENT = LinkSettings(grace=30, backoff=0.01, ack_interval=0.01)
+PATIENT = LinkSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01)
 
 
 def submit(
@@ -184,6 +186,71 @@ async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None
             link.submit(submit("b"))
 
 
+async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> None:
+    async with linked(LinkSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await engine.stop()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineLost):
+                await anext(stream)
+
+
+async def test_an_engine_that_falls_silent_gets_no_new_work_until_it_speaks_again() -> None:
+    changes: list[None] = []
+    settings = LinkSettings(silence=0.05, stall=3600)
+    async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
+        await submitted(engine, link, submit("a"))
+        changes.clear()
+        await until(lambda: not link.ready)
+        assert len(changes) == 1
+        engine.send()
+        await until(lambda: len(changes) == 2)
+        assert engine.opened.empty()
+        await until(lambda: not link.ready)  # speaking once is not enough
+
+
+async def test_a_stream_that_stays_silent_is_left_for_a_new_one() -> None:
+    async with linked(LinkSettings(silence=0.02, stall=0.05, grace=30, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await until(lambda: link.session.sequence == 1)
+        assert (await connected(engine)).last_sequence == 1
+        engine.send(output("a", [2], 1, STOP))
+        assert (await rest(stream))[0] == [1, 2]
+
+
+async def test_an_engine_without_requests_may_be_silent() -> None:
+    async with linked(LinkSettings(silence=0.01, stall=0.02)) as (engine, link):
+        await asyncio.sleep(0.1)
+        assert link.ready
+        assert engine.opened.empty()
+
+
+async def test_an_engine_that_is_still_starting_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    assert await levels_told(LinkSettings(backoff=0.001, max_backoff=0.001), caplog, 1) == [logging.INFO]
+
+
+async def test_an_engine_that_does_not_come_is_a_reason_to_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    settings = LinkSettings(backoff=0.001, max_backoff=0.001, start_patience=0.05)
+    assert await levels_told(settings, caplog, 2) == [logging.INFO, logging.WARNING]
+
+
+async def levels_told(settings: LinkSettings, caplog: pytest.LogCaptureFixture, lines: int) -> list[int]:
+    """What a link says of an engine that was never there, and that it goes on trying in silence."""
+    link = EngineLink(f"127.0.0.1:{free_port()}", settings)
+    link.start()
+    await until(lambda: len(told(caplog)) == lines)
+    await asyncio.sleep(0.1)
+    await link.close()
+    return [record.levelno for record in told(caplog)]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if "cannot be reached" in record.getMessage()]
+
+
 async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:
     async with linked(LinkSettings(grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
@@ -315,11 +382,30 @@ async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None
 async def test_an_engines_error_comes_with_the_last_output() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
         error = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="Full.")
-        engine.send(output("a", [], 0, ERROR, error))
+        engine.send(output("a", [], 1, ERROR, error))
         _, last = await rest(stream)
         assert last.finish_reason is FinishReason.ERROR
         assert str(last.error) == "Full."
+
+
+async def test_an_engine_that_takes_no_more_requests_says_so_before_anything_else() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED)))
+        with pytest.raises(EngineFull):
+            await anext(stream)
+        assert link.ready
+        assert link.session.in_flight == 0
+
+
+async def test_requests_that_cannot_even_be_sent_are_too_many() -> None:
+    async with linked(LinkSettings(max_unsent=2)) as (_, link):
+        link.submit(submit("a"))
+        link.submit(submit("b"))
+        with pytest.raises(EngineFull):
+            link.submit(submit("c"))
 
 
 async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more() -> None:
@@ -389,3 +475,14 @@ async def test_closing_the_link_gives_requests_back() -> None:
         await link.close()
         with pytest.raises(EngineLost):
             await anext(stream)
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_a_link_can_be_closed_at_whatever_moment_its_stream_breaks(steps: int) -> None:
+    async with linked() as (engine, link):
+        engine.break_stream()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await link.close()
+        assert not link.ready

@@ -223,6 +223,55 @@ async def test_finished_records_are_forgotten_after_the_retention_time() -> None
     assert await journal.read("running") is not None
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.booleans()), max_size=30))
+@settings(deadline=None)
+def test_memory_is_bounded_in_tokens_and_only_the_oldest_finished_records_make_room(
+    script: list[tuple[int, int, bool]],
+) -> None:
+    """Each request of ``script`` has a prompt, then an output, and then it may finish."""
+
+    async def run() -> None:
+        most = 20
+        journal = MemoryJournal(max_tokens=most)
+        running: dict[str, int] = {}
+        finished: dict[str, int] = {}
+        for number, (prompt, output, finishes) in enumerate(script):
+            name = str(number)
+            lease = journal.open(request(name, [1] * prompt))
+            finished = newest(finished, most - sum(running.values()) - prompt)
+            if sum(running.values()) + prompt <= most:
+                running[name] = prompt + output
+            journal.append(lease, 0, [1] * output)
+            finished = newest(finished, most - sum(running.values()))
+            if finishes and name in running:
+                journal.finish(lease, FinishReason.STOP)
+                finished = newest(finished | {name: running.pop(name)}, most - sum(running.values()))
+            for each in map(str, range(number + 1)):
+                assert (await journal.read(each) is not None) == (each in running or each in finished)
+
+    asyncio.run(run())
+
+
+def newest(finished: dict[str, int], room: int) -> dict[str, int]:
+    """The last entries that have room together."""
+    kept = dict(finished)
+    while kept and sum(kept.values()) > room:
+        del kept[next(iter(kept))]
+    return kept
+
+
+async def test_a_running_record_is_kept_whole_however_long_it_grows() -> None:
+    journal = MemoryJournal(max_tokens=10)
+    lease = journal.open(request("long"))
+    for position in range(0, 100, 10):
+        journal.append(lease, position, list(range(position, position + 10)))
+    journal.open(request("new"))
+    record = await journal.read("long")
+    assert record is not None
+    assert record.token_ids == list(range(100))
+    assert await journal.read("new") is None
+
+
 async def test_memory_is_bounded_and_finished_records_make_room_first() -> None:
     journal = MemoryJournal(max_records=2)
     journal.open(request("running"))

@@ -81,6 +81,49 @@ async def test_without_redis_everything_goes_on_and_is_written_when_it_comes() -
             assert record.token_ids == [1, 2, 3, 4]
 
 
+REFUSALS = {"out of memory": "maxmemory", "too few replicas": "min-replicas-to-write"}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+async def test_a_redis_that_answers_but_does_not_write_is_one_outage(
+    kind: str, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = WriterSettings(lease=0.03)  # so that Redis is asked, and answers, many times
+    async with journal_at(server, settings=settings) as journal, redis_at(server) as redis:
+        lease = journal.open(request())
+        await flushed(journal)
+        await redis.config_set(REFUSALS[kind], 1)
+        before = await script_loads(redis)
+        journal.append(lease, 0, [1])
+        await until(lambda: not journal.available)
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            assert not journal.available
+        assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+        assert await script_loads(redis) == before
+        assert await rejected(redis) < 20
+        await redis.config_set(REFUSALS[kind], 0)
+        await flushed(journal)
+        assert journal.available
+        record = await journal.read("r")
+        assert record is not None
+        assert record.token_ids == [1]
+
+
+async def script_loads(redis: Redis) -> int:
+    return (await calls(redis, "script|load"))["calls"]
+
+
+async def rejected(redis: Redis) -> int:
+    """How often scripts were tried in vain."""
+    stats = await calls(redis, "evalsha")
+    return stats["failed_calls"] + stats["rejected_calls"]
+
+
+async def calls(redis: Redis, command: str) -> dict[str, int]:
+    return (await redis.info("commandstats"))[f"cmdstat_{command}"]
+
+
 async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServer) -> None:
     async with journal_at(server) as journal:
         generation = request()

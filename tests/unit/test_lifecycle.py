@@ -3,7 +3,7 @@ leaves nothing behind.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
+QUICK = {"backoff": 0.01, "max_backoff": 0.05, "slow_client_timeout": 0.05}
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -84,13 +85,15 @@ class House:
 
 
 @asynccontextmanager
-async def house(count: int = 1, *, grace: float = 30, ready: int | None = None, **options: Any) -> AsyncIterator[House]:
+async def house(
+    count: int = 1, *, ready: int | None = None, grace: float = 30, link: Mapping[str, float] = QUICK, **options: Any
+) -> AsyncIterator[House]:
     engines = [ScriptedEngine() for _ in range(count)]
     for engine in engines:
         await engine.start()
         if ready == 0:
             await engine.stop()
-    settings = LinkSettings(grace=grace, backoff=0.01, max_backoff=0.05, slow_client_timeout=0.05)
+    settings = LinkSettings(grace=grace, **link)
     fleet = Fleet(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
     await fleet.start()
     journal = MemoryJournal()
@@ -179,6 +182,7 @@ async def test_an_engines_error_is_the_clients_error() -> None:
         with pytest.raises(QuireError, match="queue is full") as caught:
             await task
         assert caught.value.code is ErrorCode.OVERLOADED
+        assert caught.value.retry_after
         await place.left_nothing("r", FinishReason.ERROR, "a")
 
 
@@ -407,6 +411,47 @@ async def test_an_engine_that_is_going_away_is_not_asked_again() -> None:
         second = await place.engines[1].submit()
         place.engines[1].send(output(second.request_id, tokens("a"), 0, STOP))
         assert told(await task) == "a"
+
+
+FULL = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="The engine's queue is full.")
+
+
+async def test_a_request_goes_on_to_the_engine_that_has_room_however_many_are_full() -> None:
+    async with house(4, max_attempts=1) as place:
+        task = asyncio.create_task(collect(place.lifecycle.run(request())))
+        for engine in place.engines[:3]:
+            engine.send(output((await engine.submit()).request_id, [], 0, ERROR, FULL))
+        last = await place.engines[3].submit()
+        place.engines[3].send(output(last.request_id, tokens("a"), 0, STOP))
+        assert told(await task) == "a"
+        await place.left_nothing("r", FinishReason.STOP, "a")
+
+
+async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() -> None:
+    async with house(2) as place:
+        task = asyncio.create_task(collect(place.lifecycle.run(request())))
+        for engine in place.engines:
+            engine.send(output((await engine.submit()).request_id, [], 0, ERROR, FULL))
+        with pytest.raises(QuireError) as caught:
+            await task
+        assert (caught.value.code, caught.value.retry_after) == (ErrorCode.OVERLOADED, 1.0)
+        for engine in place.engines:
+            assert engine.commands.empty()
+        await place.left_nothing("r", FinishReason.ERROR, "")
+
+
+async def test_an_engine_that_falls_silent_is_left_for_another() -> None:
+    impatient = {**QUICK, "silence": 0.2, "stall": 0.4, "connect_timeout": 0.2}
+    async with house(2, grace=0.05, link=impatient) as place:
+        task, _ = await started(place, place.lifecycle.run(request()))
+        place.engine.send(output("r", tokens("a"), 0))
+        await place.delivered("a")
+        place.engine.freeze()
+        second = await place.engines[1].submit()
+        place.engines[1].send(output(second.request_id, tokens("b"), 1, STOP))
+        assert told(await task) == "ab"
+        place.engine.thaw()
+        assert (await place.engine.cancel()).request_id == "r"
 
 
 async def test_an_answer_whose_end_alone_was_lost_needs_no_other_engine() -> None:

@@ -73,10 +73,12 @@ def test_a_flag_counts_more_than_its_variable(monkeypatch):
         (["--model", "/m", "--engine", "http://host:1"], "--engine"),
         (["--model", "/m", "--http-port", "65536"], "--http-port"),
         (["--model", "/m", "--grpc-port", "x"], "--grpc-port"),
-        (["--model", "/m", "--api-key", "short"], "--api-key"),
+        (["--model", "/m", "--api-key", "fifteen-letters"], "--api-key"),
+        (["--model", "/m", "--api-key", "long enough but with spaces"], "--api-key"),
         (["--model", "/m", "--request-timeout", "0"], "--request-timeout"),
         (["--model", "/m", "--request-timeout", "inf"], "--request-timeout"),
         (["--model", "/m", "--max-concurrent-requests", "0"], "--max-concurrent-requests"),
+        (["--model", "/m", "--max-connections", "0"], "--max-connections"),
         (["--model", "/m", "--log-level", "loud"], "--log-level"),
     ],
 )
@@ -86,6 +88,12 @@ def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, fla
 
     assert flag in str(end.value)
     assert "pydantic" not in str(end.value)
+
+
+def test_a_key_of_sixteen_characters_will_do_and_a_shorter_one_is_told_so():
+    assert read_settings(["--model", "/m", "--api-key", "sixteen-letters!"]).api_key
+    with pytest.raises(SystemExit, match="at least 16"):
+        read_settings(["--model", "/m", "--api-key", "fifteen-letters"])
 
 
 def test_a_model_cannot_be_given_twice():

@@ -14,12 +14,14 @@ from quire_router.api.fields import (
     Content,
     Integer,
     Label,
+    Metadata,
     Number,
     Prompt,
     Stops,
     StopTokenIds,
     only,
 )
+from quire_router.api.weight import check_weight
 
 MAX_MESSAGES = 4096
 T = TypeVar("T")
@@ -33,6 +35,7 @@ class Strict(BaseModel):
     @classmethod
     def from_json(cls, body: bytes) -> Self:
         """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
+        check_weight(body)
         return _refusing(lambda: cls.model_validate_json(body))
 
     @classmethod
@@ -64,7 +67,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
 
     user: Label = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     store: bool | None = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
@@ -119,7 +122,7 @@ class Message(Strict):
 class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Integer = None
 
     audio: Annotated[None, only()] = None

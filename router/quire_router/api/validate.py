@@ -1,6 +1,7 @@
 """The one validator: a request of either API becomes a ``Generation``, or is refused with the parameter at fault."""
 
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from secrets import randbits
 
@@ -34,7 +35,7 @@ class Validator:
         return Generation(
             request_id=request_id,
             model=request.model,
-            prompt_token_ids=prompt,
+            prompt_token_ids=array("i", prompt),
             params=_sampling(request, output_limit, limits),
             stop=tuple(request.stop),
             operation="chat" if isinstance(request, ChatRequest) else "text_completion",
@@ -73,8 +74,9 @@ def _prompt(request: GenerationRequest, text: ModelText, limits: Limits) -> tupl
     assert isinstance(request, CompletionRequest)
     given = request.prompt
     prompt = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
+    output_limit = _checked_limit(request, "prompt", len(prompt), COMPLETION_MAX_TOKENS, limits)
     _check_ids("prompt", prompt, limits)
-    return prompt, _checked_limit(request, "prompt", len(prompt), COMPLETION_MAX_TOKENS, limits)
+    return prompt, output_limit
 
 
 def _checked_limit(request: GenerationRequest, param: str, prompt_tokens: int, default: int, limits: Limits) -> int:
@@ -111,6 +113,6 @@ def _sampling(request: GenerationRequest, output_limit: int, limits: Limits) -> 
     )
 
 
-def _check_ids(param: str, token_ids: list[int] | tuple[int, ...], limits: Limits) -> None:
+def _check_ids(param: str, token_ids: Sequence[int], limits: Limits) -> None:
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")

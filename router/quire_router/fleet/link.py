@@ -2,23 +2,25 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 
+from quire_router.fleet.outage import Outage, Problem
 from quire_router.fleet.output import EngineLost, OutputStream
 from quire_router.fleet.session import KvListener, SequenceGap, Session
 from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.silence import Silence
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -54,8 +56,10 @@ class EngineLink:
         self.settings = settings or LinkSettings()
         self.session = Session(self.settings, on_kv_event)
         self.description: engine_pb2.DescribeResponse | None = None
+        self._silence = Silence(self.settings)
         self._on_change = on_change
         self._connected = False
+        self._closing = False
         self._lost = True
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -65,7 +69,7 @@ class EngineLink:
     @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
-        return self._connected and not self.session.draining
+        return self._connected and not self.session.draining and not self._silence.suspicious
 
     @property
     def load(self) -> engine_pb2.Load:
@@ -78,13 +82,14 @@ class EngineLink:
 
     async def close(self) -> None:
         """Gives back what is in flight and lets go of the engine."""
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         self._give_up()
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
-        """Sends a request. Raises ``EngineLost`` when the engine is away, ``QuireError`` when too many wait already."""
+        """Sends a request. Raises ``EngineLost`` when the engine is away, ``EngineFull`` when too many wait already."""
         if self._lost:
             raise EngineLost("the engine is not connected")
         return self.session.submit(message)
@@ -92,29 +97,22 @@ class EngineLink:
     # The stream's life
 
     async def _run(self) -> None:
-        delays = self._delays()
-        outage_reported = False
-        while True:
+        outage = Outage(self.address, self.settings, self.settings.start_patience)
+        while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
             try:
                 await self._converse()
             except* (grpc.aio.AioRpcError, LinkBroken, SequenceGap, TimeoutError) as errors:
-                problem = _describe(errors)
+                problem = Problem.of(errors)
             except* Exception:  # the link must outlive whatever one message did
                 log.exception("the link to engine %s failed", self.address)
-                problem = "a failure of the link itself"
+                problem = Problem("a failure of the link itself")
             if self._connected:
                 self._broken()
-                delays, outage_reported = self._delays(), False
-            if not outage_reported:
-                log.warning("engine %s cannot be reached: %s", self.address, problem)
-                outage_reported = True
-            await asyncio.sleep(next(delays))
-
-    def _delays(self) -> Iterator[float]:
-        delay = self.settings.backoff
-        while True:
-            yield delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads reconnects, hides nothing
-            delay = min(2 * delay, self.settings.max_backoff)
+                outage = Outage(self.address, self.settings)
+            if problem.refused:
+                self._end_grace_within(self.settings.refused_grace)
+            outage.tell(problem)
+            await asyncio.sleep(outage.next_delay())
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
@@ -127,6 +125,7 @@ class EngineLink:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(call))
                 tasks.create_task(self._read(call))
+                tasks.create_task(self._watch())
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
         await call.write(self.session.opening())
@@ -142,27 +141,42 @@ class EngineLink:
     async def _read(self, call: SessionCall) -> None:
         while True:
             response = await _receive(call)
-            if response.WhichOneof("event") == "step_batch":
-                self._apply(response.step_batch)
+            with self._telling_change():
+                self._silence.heard()
+                if response.WhichOneof("event") == "step_batch":
+                    self._apply(response.step_batch)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._silence.period)
+            with self._telling_change():
+                self._silence.tick(expecting=self.session.in_flight > 0)
+            if self._silence.stalled:
+                raise LinkBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
+
+    @contextmanager
+    def _telling_change(self) -> Iterator[None]:
+        ready = self.ready
+        yield
+        if ready != self.ready:
+            self._on_change()
 
     def _apply(self, batch: engine_pb2.StepBatch) -> None:
-        ready = self.ready
         try:
             self.session.apply(batch)
         except SequenceGap:
             self.session.forget()
             raise
         self._acknowledge()
-        if ready != self.ready:
-            self._on_change()
 
     def _opened(self, description: engine_pb2.DescribeResponse, snapshot: engine_pb2.Snapshot) -> None:
         if description.generation != snapshot.generation:
             raise LinkBroken("the engine restarted while it was being asked")
         self.description = description
         self.session.begin(snapshot)
+        self._silence.heard()
         self._connected, self._lost = True, False
-        _cancel(self._grace_timer)
+        self._stop_grace()
         log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
         self._on_change()
 
@@ -173,9 +187,20 @@ class EngineLink:
         self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._give_up)
         self._on_change()
 
+    def _end_grace_within(self, seconds: float) -> None:
+        """Shortens the grace, where one is running and would take longer."""
+        end = asyncio.get_running_loop().time() + seconds
+        if self._grace_timer is not None and end < self._grace_timer.when():
+            self._grace_timer.cancel()
+            self._grace_timer = asyncio.get_running_loop().call_at(end, self._give_up)
+
+    def _stop_grace(self) -> None:
+        _cancel(self._grace_timer)
+        self._grace_timer = None
+
     def _give_up(self) -> None:
         self._connected, self._lost = False, True
-        _cancel(self._grace_timer)
+        self._stop_grace()
         _cancel(self._ack_timer)
         self.session.lose("the engine did not come back in time")
 
@@ -204,13 +229,3 @@ async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-def _describe(errors: BaseExceptionGroup) -> str:
-    """One line about the first error of a group."""
-    error = errors.exceptions[0]
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

@@ -4,7 +4,8 @@ import asyncio
 from collections import OrderedDict
 
 from quire.v1 import engine_pb2
-from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router.fleet.output import EngineFull
 
 
 class Outbox:
@@ -21,9 +22,9 @@ class Outbox:
         self._news = asyncio.Event()
 
     def submit(self, message: engine_pb2.Submit) -> None:
-        """Raises ``QuireError`` OVERLOADED when the engine does not take commands fast enough."""
+        """Raises ``EngineFull`` when the engine does not take commands fast enough."""
         if len(self._submits) >= self._max_submits:
-            raise QuireError(ErrorCode.OVERLOADED, "Too many requests wait to be sent to an engine.", retry_after=1.0)
+            raise EngineFull("too many requests wait to be sent to it")
         self._submits[message.request_id] = message
         self._news.set()
 

@@ -12,6 +12,14 @@ from quire_proto.sampling import FinishReason
 class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an error of the request
     """The engine cannot go on with a request; it can be submitted again elsewhere, with the tokens delivered so far."""
 
+    kind = "engine_lost"
+
+
+class EngineFull(Exception):  # noqa: N818 - as above
+    """The engine takes no more requests now; it has done nothing for this one, and another engine may take it."""
+
+    kind = "engine_full"
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -31,8 +39,9 @@ class OutputStream:
     """The queue of one request, and the async iterator that empties it.
 
     Tokens coalesce while nobody reads, so a slow reader costs ``max_tokens`` integers at most, and never holds up the
-    other requests of its engine. The iterator ends after the output with a finish reason, and raises ``EngineLost``
-    after the tokens that were saved. ``on_cancel`` is called once, when the output ends before the engine ended it.
+    other requests of its engine. The iterator ends after the output with a finish reason, and raises ``EngineFull``,
+    or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is called once, when the output ends before the
+    engine ended it.
     """
 
     def __init__(
@@ -55,7 +64,7 @@ class OutputStream:
         self._unread_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._cached_tokens = 0
-        self._end: Output | EngineLost | None = None
+        self._end: Output | EngineLost | EngineFull | None = None
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
 
@@ -86,6 +95,11 @@ class OutputStream:
         """The engine is gone, so there is nothing to cancel."""
         if self._end is None:
             self._finish(EngineLost(reason))
+
+    def refuse(self, reason: str) -> None:
+        """The engine did not take the request."""
+        if self._end is None:
+            self._finish(EngineFull(reason))
 
     def fail_over(self, reason: str) -> None:
         """As ``lose``, where the engine may still be at work on it."""
@@ -156,7 +170,7 @@ class OutputStream:
             self._finish(self._output(reason, error))
             self._on_cancel(self.request_id)
 
-    def _finish(self, end: Output | EngineLost) -> None:
+    def _finish(self, end: Output | EngineLost | EngineFull) -> None:
         self._end = end
         if self._timer is not None:
             self._timer.cancel()

@@ -50,7 +50,7 @@ class Session:
         return len(self._streams)
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
-        """Sends a request, once the writer gets to it. Raises ``QuireError`` when the way to the engine is full."""
+        """Sends a request, once the writer gets to it. Raises ``EngineFull`` when too many wait already."""
         if message.request_id in self._streams:
             raise internal()
         self.outbox.submit(message)
@@ -138,6 +138,8 @@ class Session:
             # Nobody asked for this end (a cancelled request has no stream any more): the engine is shutting down.
             stream.push(output.position, output.token_ids, cached_tokens=output.cached_tokens)
             stream.lose("the engine gave the request back")
+        elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.heard_of:
+            stream.refuse("its queue is full")
         else:
             stream.push(
                 output.position,

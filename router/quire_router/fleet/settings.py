@@ -8,12 +8,22 @@ class LinkSettings:
     """Times in seconds.
 
     ``grace`` is how long a broken stream may take to come back before its requests go on elsewhere; an engine keeps
-    them for about as long. ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged
-    after ``ack_batches`` of them, or ``ack_interval``, whichever comes first. Between two tries to connect a link
-    waits from ``backoff`` up to ``max_backoff``, doubling.
+    them for about as long. Once nobody listens at its address the session is lost, so ``refused_grace`` is enough.
+
+    An engine that runs requests speaks at least every second. After ``silence`` without a word it gets no new ones,
+    after ``stall`` its stream counts as broken. One that was never reached may take ``start_patience`` to start before
+    that is worth a warning.
+
+    ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
+    them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
+    ``max_backoff``, doubling.
     """
 
     grace: float = 5.0
+    refused_grace: float = 1.0
+    silence: float = 3.0
+    stall: float = 5.0
+    start_patience: float = 15.0
     slow_client_timeout: float = 30.0
     connect_timeout: float = 5.0
     ack_batches: int = 32

@@ -1,8 +1,9 @@
 """Request state in this process, for one router without a database. It does not survive the process."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field
 from time import monotonic
 
 from quire_proto.sampling import FinishReason
@@ -14,10 +15,37 @@ from quire_router.journal.base import Lease, Record
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
 
-class MemoryJournal:
-    """At most ``max_records`` records; finished ones are forgotten after ``retention`` seconds, or to make room.
+@dataclass(slots=True)
+class _Kept:
+    """A record, its tokens packed."""
 
-    When every record is of a running request, a new one is not kept, and counted.
+    generation: Generation
+    lease: Lease
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.generation.prompt_token_ids) + len(self.token_ids)
+
+    def unpack(self) -> Record:
+        return Record(
+            generation=self.generation,
+            owner=self.lease.owner,
+            epoch=self.lease.epoch,
+            token_ids=self.token_ids.tolist(),
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
+
+
+class MemoryJournal:
+    """At most ``max_records`` records and ``max_tokens`` tokens of prompts and outputs, at 4 bytes each. Finished
+    records are forgotten after ``retention`` seconds, or the oldest of them to make room.
+
+    A running record is never forgotten, so outputs that grow may exceed ``max_tokens``. When running requests take all
+    the room, a new one is not kept, and counted.
     """
 
     def __init__(
@@ -26,13 +54,16 @@ class MemoryJournal:
         owner: str = "router",
         retention: float = 3600.0,
         max_records: int = 10_000,
+        max_tokens: int = 4_000_000,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._owner = owner
         self._retention = retention
         self._max_records = max_records
+        self._max_tokens = max_tokens
+        self._tokens = 0
         self._clock = clock
-        self._records: dict[str, Record] = {}
+        self._records: dict[str, _Kept] = {}
         self._finished: OrderedDict[str, float] = OrderedDict()
         metrics.JOURNAL_AVAILABLE.set(1)
 
@@ -43,21 +74,26 @@ class MemoryJournal:
 
     def open(self, generation: Generation) -> Lease:
         """See ``Journal``. A request id that is remembered already is not opened again."""
-        self._make_room()
+        self._forget_old()
         if generation.request_id in self._records:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
-        if len(self._records) >= self._max_records:
-            metrics.JOURNAL_DROPPED.inc()
+        record = _Kept(generation, Lease(generation.request_id, self._owner, 1))
+        if self._make_room(1, record.tokens):
+            self._records[generation.request_id] = record
+            self._tokens += record.tokens
         else:
-            self._records[generation.request_id] = Record(generation, self._owner, 1)
-        return Lease(generation.request_id, self._owner, 1)
+            metrics.JOURNAL_DROPPED.inc()
+        return record.lease
 
     def append(self, lease: Lease, position: int, token_ids: list[int]) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
         record = self._writable(lease)
         if record is not None and position <= len(record.token_ids):
-            record.token_ids.extend(token_ids[len(record.token_ids) - position :])
+            new = token_ids[len(record.token_ids) - position :]
+            self._make_room(0, len(new))
+            record.token_ids.extend(new)
+            self._tokens += len(new)
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:
         """See ``Journal``."""
@@ -65,12 +101,13 @@ class MemoryJournal:
         if record is not None:
             record.finish_reason, record.error = reason, error
             self._finished[lease.request_id] = self._clock() + self._retention
+            self._make_room(0, 0)
 
     async def read(self, request_id: str) -> Record | None:
         """See ``Journal``."""
         self._forget_old()
         record = self._records.get(request_id)
-        return None if record is None else replace(record, token_ids=list(record.token_ids))
+        return None if record is None else record.unpack()
 
     async def flush(self) -> None:
         """Nothing is ever pending."""
@@ -78,19 +115,23 @@ class MemoryJournal:
     async def close(self) -> None:
         """Nothing to write, nothing to let go of."""
 
-    def _writable(self, lease: Lease) -> Record | None:
+    def _writable(self, lease: Lease) -> _Kept | None:
         record = self._records.get(lease.request_id)
         if record is None or record.finish_reason is not None:
             return None
-        if lease.epoch != record.epoch or lease.owner != record.owner:
+        if lease != record.lease:
             metrics.STALE_EPOCHS.inc()
             return None
         return record
 
-    def _make_room(self) -> None:
-        self._forget_old()
-        if len(self._records) >= self._max_records and self._finished:
+    def _make_room(self, records: int, tokens: int) -> bool:
+        """Forgets finished records until so many more have room; False when too much is running."""
+        while self._is_full(records, tokens) and self._finished:
             self._forget_oldest()
+        return not self._is_full(records, tokens)
+
+    def _is_full(self, records: int, tokens: int) -> bool:
+        return len(self._records) + records > self._max_records or self._tokens + tokens > self._max_tokens
 
     def _forget_old(self) -> None:
         while self._finished and next(iter(self._finished.values())) <= self._clock():
@@ -98,4 +139,4 @@ class MemoryJournal:
 
     def _forget_oldest(self) -> None:
         request_id, _ = self._finished.popitem(last=False)
-        del self._records[request_id]
+        self._tokens -= self._records.pop(request_id).tokens

@@ -18,8 +18,8 @@ MAX_TOKENS_A_WRITE = 65_536
 class Entry:
     """One request that runs, or that has ended and is not written yet.
 
-    It holds the whole record, not only what is new, so that a database that lost it can be given it again. ``stored``
-    output tokens are known to be there.
+    It holds the whole record, not only what is new, so that a database that lost it can be given it again: its tokens,
+    at 4 bytes each, and the request with its prompt as it came. ``stored`` output tokens are known to be there.
     """
 
     generation: Generation

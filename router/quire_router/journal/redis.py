@@ -28,7 +28,8 @@ class RedisJournal:
     """Records at ``url`` (``redis://``, ``rediss://`` for TLS, with user and password in it).
 
     Writes are noted and return; one task writes them, and tries again while Redis is away. At most ``max_requests``
-    requests and ``max_tokens`` tokens (4 bytes each) wait; beyond that records are dropped and counted. Raises
+    requests, and ``max_tokens`` tokens that are not written yet, are held here; beyond that records are dropped and
+    counted. A token takes 4 bytes, that of a prompt when it came in an ``array``, as from the validator. Raises
     ``ValueError``, without its password, when the URL is not one.
     """
 

@@ -49,6 +49,7 @@ class RedisWriter:
     """Flushes what is dirty in one pipeline after the other, as fast as Redis takes them.
 
     A write may be repeated after a failure, because nobody knows whether Redis saw it: every script can be run twice.
+    A Redis that answers may still refuse to write, so once it did, only a write that succeeded ends the outage.
     """
 
     def __init__(self, client: Redis, pending: Pending, settings: WriterSettings) -> None:
@@ -57,6 +58,7 @@ class RedisWriter:
         self._pending = pending
         self._settings = settings
         self._loaded = False
+        self._refusing = False
         self._delay = FIRST_DELAY
         self._next_beat = 0.0
         self._flushed = asyncio.Event()
@@ -69,11 +71,16 @@ class RedisWriter:
                 await self._turn()
             except NoScriptError:
                 self._loaded = False  # Redis was restarted, or told to forget its scripts
-            except (RedisError, OSError, TimeoutError) as error:
+                await asyncio.sleep(self._settings.pause)
+            except ResponseError as error:
+                self._refusing = True  # read only, out of memory, not allowed: it is there and knows the scripts
                 await self._failed(error)
-            except Exception:
+            except (RedisError, OSError, TimeoutError) as error:
+                self._loaded = False
+                await self._failed(error)
+            except Exception as error:
                 log.exception("the journal's writer failed")
-                await self._failed(None)
+                await self._failed(error)
 
     async def flush(self) -> None:
         """Waits until nothing is dirty."""
@@ -98,26 +105,30 @@ class RedisWriter:
         for script in scripts.ALL:
             await self._client.script_load(script.source)
         self._loaded = True
-        self._succeeded()
+        self._reached()
 
     async def _beat(self) -> None:
         """Renews every lease, and finds out that Redis is gone also when there is nothing to write."""
         await self._client.ping()
-        self._succeeded()
+        self._reached()
         self._pending.touch_running()
         self._next_beat = asyncio.get_running_loop().time() + self._settings.lease / 3
+
+    def _reached(self) -> None:
+        if not self._refusing:
+            self._succeeded()
 
     def _succeeded(self) -> None:
         if not self.available:
             log.info("the journal is written to Redis")
-        self.available, self._delay = True, FIRST_DELAY
+        self.available, self._refusing, self._delay = True, False, FIRST_DELAY
         metrics.JOURNAL_AVAILABLE.set(1)
 
-    async def _failed(self, error: Exception | None) -> None:
+    async def _failed(self, error: Exception) -> None:
         if self.available or self._delay == FIRST_DELAY:
             # The type says enough; a message might repeat a part of what was written.
             log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
-        self.available, self._loaded = False, False
+        self.available = False
         metrics.JOURNAL_AVAILABLE.set(0)
         metrics.JOURNAL_PENDING.set(len(self._pending))
         await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing

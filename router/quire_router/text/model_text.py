@@ -56,7 +56,7 @@ class ModelText:
         self._refuse_far_too_long(text, limit)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def open_output(self, prompt_token_ids: list[int], stop: tuple[str, ...]) -> OutputText:
+    def open_output(self, prompt_token_ids: Sequence[int], stop: tuple[str, ...]) -> OutputText:
         """The text of one output that continues ``prompt_token_ids`` and ends before any of ``stop``."""
         return OutputText(self._decode, self._visible, prompt_token_ids, stop)
 

@@ -1,6 +1,7 @@
 """Answers as the OpenAI API writes them: whole objects, and the chunks of a stream. Does no I/O."""
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -8,6 +9,8 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason
 
 from quire_router.api.frontend import ModelCard
+from quire_router.api.rest.connection import JSON, Header
+from quire_router.api.rest.refusals import HttpError
 from quire_router.generation import Generation, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -114,14 +117,30 @@ def usage_object(usage: Usage | None) -> dict[str, Any] | None:
     }
 
 
+def error_answer(error: HttpError | QuireError, request_id: str) -> tuple[int, bytes, list[Header]]:
+    """Status, body and headers of a refusal."""
+    if isinstance(error, HttpError):
+        fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)
+        return error.status, to_json(fields), [*JSON, *error.headers]
+    return error.status.http, to_json(error_object(error, request_id)), [*JSON, *_error_headers(error)]
+
+
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
     """An error in the shape of the OpenAI API, with the request's id beside it."""
-    return error_fields(error.message, error.status.kind, error.param, error.code.name.lower(), request_id)
+    return _error_fields(error.message, error.status.kind, error.param, error.code.name.lower(), request_id)
 
 
-def error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
-    """As ``error_object``, for what HTTP itself refuses."""
+def _error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code, "request_id": request_id}}
+
+
+def _error_headers(error: QuireError) -> list[Header]:
+    headers: list[Header] = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
+    if error.status.http == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
 
 
 def model_object(card: ModelCard) -> dict[str, Any]:

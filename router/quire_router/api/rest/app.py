@@ -1,7 +1,6 @@
 """The REST application: routes, keys, and what becomes of errors. Everything that is raised is answered here."""
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from quire_proto.errors import QuireError, internal
@@ -10,18 +9,18 @@ from starlette.routing import Route, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
-from quire_router.api.rest.answers import CHAT, COMPLETION, error_fields, error_object, event, to_json
-from quire_router.api.rest.connection import JSON, BodyLimits, ClientGoneError, Header, Reply
+from quire_router.api.rest.answers import CHAT, COMPLETION, error_answer, error_object, event
+from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Reply
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.generate import Generate
 from quire_router.api.rest.pages import Pages
+from quire_router.api.rest.protocol import MAX_HEAD_BYTES
 from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_route, wrong_method
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
-MAX_HEAD_BYTES = 16 * 1024
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -54,8 +53,12 @@ class RestApp:
                 raise head_too_large(MAX_HEAD_BYTES)
             self._authenticate(exchange)
             await self._route(exchange, send)
-        except (HttpError, QuireError, HTTPException, ClientGoneError) as error:
-            await self._refuse(exchange, error)
+        except (HttpError, QuireError) as error:
+            await _fail(exchange, error)
+        except HTTPException as error:
+            await _fail(exchange, _unrouted(error))
+        except ClientGoneError:
+            raise
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             await _fail(exchange, internal())
@@ -64,23 +67,11 @@ class RestApp:
         if exchange.path in OPEN_PATHS:
             return
         with counting_rejections():
-            exchange.caller = self._frontend.keys.caller(exchange.headers.get("authorization"))
+            exchange.caller = self._frontend.keys.caller(*exchange.values("authorization"))
 
     async def _route(self, exchange: Exchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
         await self._router(exchange.attach(), exchange.receive, send)
-
-    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
-        if isinstance(error, QuireError):
-            await _fail(exchange, error)
-        elif isinstance(error, HttpError):
-            await _answer_refusal(exchange, error, ())
-        elif isinstance(error, HTTPException):
-            allow = [(b"allow", value.encode()) for value in (error.headers or {}).values()]
-            refusal = wrong_method() if error.status_code == 405 else no_such_route()
-            await _answer_refusal(exchange, refusal, allow)
-        else:
-            raise error
 
 
 def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float) -> RestApp:
@@ -137,24 +128,14 @@ def _naming(send: Send, request_id: str) -> Send:
     return named
 
 
-async def _fail(exchange: Exchange, error: QuireError) -> None:
+async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
     """Tells an error as an answer or, where the stream has begun, as its last event: it never just ends."""
-    body = error_object(error, exchange.request_id)
     if not exchange.reply.started:
-        await exchange.reply.whole(error.status.http, to_json(body), (*JSON, *_error_headers(error)))
-    elif not exchange.reply.ended:
-        await exchange.reply.end(event(body))
+        await exchange.reply.whole(*error_answer(error, exchange.request_id))
+    elif not exchange.reply.ended and isinstance(error, QuireError):
+        await exchange.reply.end(event(error_object(error, exchange.request_id)))
 
 
-async def _answer_refusal(exchange: Exchange, refusal: HttpError, headers: Sequence[Header]) -> None:
-    body = error_fields(refusal.message, "invalid_request_error", None, refusal.code, exchange.request_id)
-    await exchange.reply.whole(refusal.status, to_json(body), (*JSON, *headers))
-
-
-def _error_headers(error: QuireError) -> list[Header]:
-    headers: list[Header] = []
-    if error.retry_after is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
-    if error.status.http == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    return headers
+def _unrouted(error: HTTPException) -> HttpError:
+    """What the router found wrong, in our words."""
+    return wrong_method((error.headers or {}).get("Allow", "")) if error.status_code == 405 else no_such_route()

@@ -44,6 +44,15 @@ class Exchange:
         """Headers by their names in small letters; of several with one name, the last."""
         return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
 
+    def values(self, name: str) -> list[str]:
+        """Every value of a header."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()]
+
+    @property
+    def body_bytes(self) -> int:
+        """Size of the body as its sender states it; 0 where nothing is stated."""
+        return int(self.headers.get("content-length", 0))
+
     @property
     def head_bytes(self) -> int:
         """Size of the request line and headers."""

@@ -9,7 +9,7 @@ from quire_router.api.frontend import Frontend
 from quire_router.api.rest.answers import Chunks, Style, whole
 from quire_router.api.rest.connection import EVENTS, BodyLimits, Reply, read_body, while_connected
 from quire_router.api.rest.exchange import Exchange
-from quire_router.api.rest.refusals import not_json
+from quire_router.api.rest.refusals import body_too_large, not_json
 from quire_router.api.schemas import GenerationRequest
 from quire_router.generation import Delta, Generation
 
@@ -35,6 +35,8 @@ class Generate:
         """Answers one request. Raises what the application turns into an error answer or a last event."""
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
+        if exchange.body_bytes > self._limits.max_bytes:
+            raise body_too_large(self._limits.max_bytes)
         with self._frontend.exchange(self._name, exchange.request_id, exchange.caller, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
             await while_connected(exchange.receive, self._answer(exchange, body))

@@ -2,14 +2,18 @@
 the table of ``quire_proto.errors``.
 """
 
+from collections.abc import Sequence
 from http import HTTPStatus
 
 
 class HttpError(Exception):
     """A request that is refused before it means anything to this service."""
 
-    def __init__(self, status: HTTPStatus, code: str, message: str) -> None:
+    def __init__(
+        self, status: HTTPStatus, code: str, message: str, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
         super().__init__(message)
+        self.headers = headers
         self.status = status
         self.code = code
         self.message = message
@@ -33,6 +37,17 @@ def head_too_large(limit: int) -> HttpError:
     return HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
 
 
+def head_too_slow(seconds: float) -> HttpError:
+    """The request line and headers did not arrive within ``seconds``."""
+    message = f"The headers did not arrive within {seconds:g} seconds."
+    return HttpError(HTTPStatus.REQUEST_TIMEOUT, "headers_too_slow", message)
+
+
+def not_http() -> HttpError:
+    """What was sent is not a request."""
+    return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", "This is not a valid HTTP request.")
+
+
 def not_json() -> HttpError:
     """The body is said to be something other than JSON."""
     message = "The body must be JSON: send the header Content-Type: application/json."
@@ -44,6 +59,7 @@ def no_such_route() -> HttpError:
     return HttpError(HTTPStatus.NOT_FOUND, "not_found", "There is nothing at this path.")
 
 
-def wrong_method() -> HttpError:
+def wrong_method(allowed: str) -> HttpError:
     """The path exists, with another method."""
-    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "This path takes another method.")
+    headers = [(b"allow", allowed.encode())]
+    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "This path takes another method.", headers)

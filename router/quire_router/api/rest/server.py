@@ -1,49 +1,23 @@
-"""Runs ASGI applications inside the router's own event loop, with bounded request heads."""
+"""Runs ASGI applications inside the router's own event loop, on limited connections."""
 
+import math
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from quire_router.api.rest.app import MAX_HEAD_BYTES
-
-
-class BoundedHttpProtocol(HttpToolsProtocol):
-    """The HTTP protocol, which gives up a connection whose request head does not end within ``MAX_HEAD_BYTES``:
-    the parser alone would collect it without end.
-    """
-
-    _head_bytes = 0
-    _in_head = True
-
-    def data_received(self, data: bytes) -> None:
-        """Counts what arrives before a head is complete."""
-        self._head_bytes += len(data)
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The request's headers are too large.")
-
-    def on_headers_complete(self) -> None:
-        """A head is complete; the application judges its size."""
-        self._in_head, self._head_bytes = False, 0
-        super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """The next request's head begins."""
-        self._in_head, self._head_bytes = True, 0
-        super().on_message_complete()
+from quire_router.api.rest.protocol import ConnectionLimits, LimitedConfig, LimitedHttpProtocol
 
 
 class HttpServer(uvicorn.Server):
     """One application on one socket. Signals are left to whoever runs it."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = uvicorn.Config(
+    def __init__(self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits | None = None) -> None:
+        config = LimitedConfig(
             app,
-            http=BoundedHttpProtocol,
+            http=LimitedHttpProtocol,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -51,9 +25,10 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,  # longer than load balancers keep a connection they may still use
             timeout_graceful_shutdown=5,
         )
+        config.limits = limits or ConnectionLimits()
+        config.timeout_keep_alive = math.ceil(config.limits.idle)
         super().__init__(config)
         self._listener = listener
         self.port: int = listener.getsockname()[1]

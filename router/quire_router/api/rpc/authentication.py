@@ -38,8 +38,7 @@ class Authentication(grpc.aio.ServerInterceptor):
 def caller_of(keys: Keys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
     """Who calls. Raises ``QuireError`` UNAUTHENTICATED."""
     values = [value for name, value in metadata or () if name == "authorization"]
-    value = values[-1] if values else None
-    return keys.caller(value.decode("latin-1") if isinstance(value, bytes) else value)
+    return keys.caller(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))
 
 
 def _refusing(handler: Handler, error: QuireError) -> Handler:

@@ -1,34 +1,39 @@
 """Protobuf messages to the request schemas, and answers to protobuf messages."""
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire_proto.convert import finish_to_proto
+from quire_proto.sampling import MAX_STOP_TOKEN_IDS
 
+from quire_router.api.fields import MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.frontend import ModelCard
-from quire_router.api.schemas import ChatRequest, CompletionRequest
+from quire_router.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest
 from quire_router.generation import Delta, Usage
 
+Item = TypeVar("Item")
 _Optional: TypeAlias = Literal["temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos"]
 _OPTIONAL: tuple[_Optional, ...] = ("temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos")
 
 
 def completion_request(message: pb.GenerateRequest) -> CompletionRequest:
     """Raises ``QuireError`` as the REST API would for the same request."""
-    fields = _common(message.model, message.sampling, list(message.stop))
+    fields = _common(message.model, message.sampling, message.stop)
     kind = message.WhichOneof("prompt")
     if kind == "text":
         fields["prompt"] = message.text
     elif kind == "token_ids":
-        fields["prompt"] = list(message.token_ids.ids)
+        fields["prompt"] = _first(message.token_ids.ids, MAX_PROMPT_TOKENS)
     return CompletionRequest.from_fields(fields)
 
 
 def chat_request(message: pb.ChatRequest) -> ChatRequest:
     """Raises ``QuireError`` as the REST API would for the same request."""
-    fields = _common(message.model, message.sampling, list(message.stop))
-    fields["messages"] = [{"role": each.role, "content": each.content} for each in message.messages]
+    fields = _common(message.model, message.sampling, message.stop)
+    messages = _first(message.messages, MAX_MESSAGES)
+    fields["messages"] = [{"role": each.role, "content": each.content} for each in messages]
     return ChatRequest.from_fields(fields)
 
 
@@ -52,10 +57,15 @@ def model(card: ModelCard) -> pb.Model:
     )
 
 
-def _common(name: str, sampling: types_pb2.SamplingParams, stop: list[str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {"model": name, "stop": stop, "stream": True}
+def _common(name: str, sampling: types_pb2.SamplingParams, stop: Sequence[str]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"model": name, "stop": _first(stop, MAX_STOPS), "stream": True}
     fields |= {field: getattr(sampling, field) for field in _OPTIONAL if sampling.HasField(field)}
-    return fields | {"stop_token_ids": list(sampling.stop_token_ids)}
+    return fields | {"stop_token_ids": _first(sampling.stop_token_ids, MAX_STOP_TOKEN_IDS)}
+
+
+def _first(values: Sequence[Item], limit: int) -> list[Item]:
+    """The values, or one more than are allowed: the validator refuses that, and the rest need not be copied for it."""
+    return list(values[: limit + 1])
 
 
 def _piece(delta: Delta) -> dict[str, Any]:

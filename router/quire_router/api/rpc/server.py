@@ -11,6 +11,7 @@ from quire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 from quire_router.api.frontend import Frontend
 from quire_router.api.rpc.authentication import Authentication
+from quire_router.api.rpc.decoding import Decoding
 from quire_router.api.rpc.inference import SERVICE, Inference
 
 _MAX_METADATA_BYTES = 16 * 1024
@@ -24,7 +25,7 @@ class RpcServer:
     def __init__(self, frontend: Frontend, address: str, *, max_message_bytes: int, patience: float) -> None:
         self._frontend = frontend
         self._server = grpc.aio.server(
-            interceptors=[Authentication(frontend.keys)],
+            interceptors=[Authentication(frontend.keys), Decoding(SERVICE)],
             options=_options(max_message_bytes),
         )
         self._health = health.aio.HealthServicer()

@@ -1,0 +1,136 @@
+"""One HTTP connection below the application: how much a head may be, how long it may take, and how many connections
+there are. What it refuses is told as the application would.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from quire_proto.errors import ErrorCode, QuireError
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from quire_router.api.frontend import new_request_id
+from quire_router.api.rest.answers import error_answer
+from quire_router.api.rest.refusals import HttpError, head_too_large, head_too_slow, not_http
+from quire_router.api.running import RETRY_BUSY
+
+MAX_HEAD_BYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """At most ``connections`` at once on one port. A request's head arrives within ``head`` seconds, and a connection
+    may wait ``idle`` seconds for its next request: longer than load balancers keep one that they may still use.
+    """
+
+    connections: int = 4096
+    head: float = 30.0
+    idle: float = 75.0
+
+
+class LimitedConfig(Config):
+    """uvicorn's configuration, which its protocols are given, with our limits in it."""
+
+    limits: ConnectionLimits
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever.
+
+    One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
+    """
+
+    def __init__(
+        self,
+        config: LimitedConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = config.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_begun = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes the connection, unless there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.connections:
+            message = f"{self._limits.connections} connections are open, which is the most that this router takes."
+            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY))
+        else:
+            self._wait(self._limits.head)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is waited for any more."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts what arrives before a head is complete."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(head_too_large(MAX_HEAD_BYTES))
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._head_begun = True
+        if not self._answering:
+            self._wait(self._limits.head)
+
+    def on_headers_complete(self) -> None:
+        """A head is complete; the application judges its size."""
+        self._in_head, self._head_begun, self._head_bytes = False, False, 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The next request's head may come."""
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A request is answered, also one whose body is still coming."""
+        super().on_response_complete()
+        if not self._answering and not self.transport.is_closing():
+            self._wait(self._limits.head if self._head_begun else self._limits.idle)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what the parser could not read; its own words are of no use to a client."""
+        del msg
+        self._refuse(not_http())
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, error: HttpError | QuireError) -> None:
+        """Ends the connection, with an answer where one can still begin."""
+        if not (self._answering and self.cycle.response_started):
+            request_id = new_request_id()
+            status, body, headers = error_answer(error, request_id)
+            fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
+            head = b"".join(b"%s: %s\r\n" % field for field in fields)
+            self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (STATUS_LINE[status], head, len(body), body))
+        self.transport.close()
+
+    def _wait(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(seconds, self._waited)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _waited(self) -> None:
+        if self._head_begun:
+            self._refuse(head_too_slow(self._limits.head))
+        else:
+            self.transport.close()

@@ -1,0 +1,56 @@
+"""One stretch of time without a stream to an engine: when to try again, and how loudly to tell. Does no I/O."""
+
+import logging
+import random
+from dataclasses import dataclass
+from time import monotonic
+from typing import Self
+
+import grpc
+
+from quire_router.fleet.settings import LinkSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why there is no stream. ``refused`` where nobody listens at the address."""
+
+    text: str
+    refused: bool = False
+
+    @classmethod
+    def of(cls, errors: BaseExceptionGroup) -> Self:
+        """The first error of a group, in one line."""
+        error = errors.exceptions[0]
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, grpc.aio.AioRpcError):
+            details = error.details() or ""
+            return cls(f"{error.code().name}: {details}", "connection refused" in details.lower())
+        return cls(str(error) or type(error).__name__)
+
+
+class Outage:
+    """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one."""
+
+    def __init__(self, address: str, settings: LinkSettings, patience: float = 0.0) -> None:
+        self._address = address
+        self._worrying = monotonic() + patience
+        self._told = logging.NOTSET
+        self._delay = settings.backoff
+        self._max_delay = settings.max_backoff
+
+    def tell(self, problem: Problem) -> None:
+        """Logs a failed try: the first as information, and the first that is a reason to warn."""
+        level = logging.WARNING if monotonic() >= self._worrying else logging.INFO
+        if level > self._told:
+            log.log(level, "engine %s cannot be reached: %s", self._address, problem.text)
+            self._told = level
+
+    def next_delay(self) -> float:
+        """Seconds until the next try."""
+        delay = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads reconnects, hides nothing
+        self._delay = min(2 * self._delay, self._max_delay)
+        return delay
