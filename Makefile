@@ -9,7 +9,7 @@ SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts dem
 .PHONY: up test lint bench proto proto-check clean help
 
 help:
-	@echo "make up [MODEL=/path/to/folder] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
+	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
 	@echo "make test                                     every test, real processes included"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    throughput beside transformers', in one run"
@@ -23,7 +23,7 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 	@touch $@
 
 up: $(READY)
-	@MODEL="$(MODEL)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
+	@MODEL="$(MODEL)" NAME="$(NAME)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
 
 test: $(READY)
 	@scripts/redis.sh

@@ -8,6 +8,7 @@ moves Redis.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,16 +17,32 @@ import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
 from honcho.manager import Manager
+from honcho.printer import Message, Printer
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "demo" / "model"
 DEMO_NAME = "quire-demo"
 READY_TIMEOUT = 600.0
+MAX_PORT = 65535
+# Whatever proxy the environment names, these addresses are this machine's own.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class PatientPrinter(Printer):
+    """Prints what the processes say. A reader that went away (``| head``, a closed terminal) must not end the manager
+    before it has stopped them.
+    """
+
+    def write(self, message: Message) -> None:
+        """Prints one message, or loses it."""
+        with suppress(OSError):
+            super().write(message)
 
 
 @dataclass(frozen=True)
@@ -42,18 +59,19 @@ class Plan:
     redis_port: int | None
 
     @property
-    def ports(self) -> list[int]:
-        """Every port that must be free."""
-        redis = [self.redis_port] if self.redis_port else []
-        engines = [port for pair in self.engine_ports for port in pair]
-        return [self.http_port, self.grpc_port, self.metrics_port, *engines, *redis]
+    def ports(self) -> list[tuple[str, int]]:
+        """Every port that must be free, and whose it is."""
+        router = [("REST", self.http_port), ("gRPC", self.grpc_port), ("metrics", self.metrics_port)]
+        engines = [(f"engine {number}", port) for number, pair in enumerate(self.engine_ports, 1) for port in pair]
+        redis = [("Redis", self.redis_port)] if self.redis_port else []
+        return [*((f"the router's {name}", port) for name, port in router), *engines, *redis]
 
 
 def main() -> None:
     """Starts everything, says when it is ready, and stops everything."""
     plan = make_plan()
     refuse_busy_ports(plan)
-    manager = Manager()
+    manager = Manager(PatientPrinter(sys.stdout))
     run_dir = ROOT / ".run"
     run_dir.mkdir(exist_ok=True)
     for name, command in commands(plan, run_dir):
@@ -63,19 +81,26 @@ def main() -> None:
         signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     Thread(target=announce, args=(plan, manager), daemon=True).start()
     manager.loop()
+    say("stopped")
     sys.exit(manager.returncode)
 
 
 def make_plan() -> Plan:
     """The plan that the environment asks for. Exits with one sentence when it cannot be."""
     model = Path(os.environ.get("MODEL") or DEMO).expanduser().resolve()
-    if not (model / "config.json").is_file():
-        fail(f"{model} is not a model folder: it has no config.json.")
+    for file in ("config.json", "tokenizer.json"):
+        if not (model / file).is_file():
+            fail(f"{model} is not a model folder that can be served: it has no {file}.")
+    name = os.environ.get("NAME") or (DEMO_NAME if model == DEMO else model.name)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        fail(
+            f"{name!r} cannot name a model; give another with NAME=, of letters, digits, dots, dashes and underscores."
+        )
     engines = number("ENGINES", 2)
     port, metrics_port = number("QUIRE_ENGINE_PORT", 9000), number("QUIRE_ENGINE_METRICS_PORT", 9002)
     return Plan(
         model=model,
-        name=DEMO_NAME if model == DEMO else model.name,
+        name=name,
         engines=engines,
         http_port=number("QUIRE_ROUTER_HTTP_PORT", 8000),
         grpc_port=number("QUIRE_ROUTER_GRPC_PORT", 8001),
@@ -100,6 +125,7 @@ def have_redis() -> bool:
 def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     """Name and command line of each process."""
     python = [sys.executable, "-m"]
+    quiet = [*unless_set("ENGINE", "--log-level", "warning"), *unless_set("ENGINE", "--shutdown-timeout", "2")]
     started: list[tuple[str, list[str]]] = []
     if plan.redis_port:
         redis = f"redis-server --port {plan.redis_port} --bind 127.0.0.1 --save '' --appendonly yes --logfile redis.log"
@@ -107,17 +133,23 @@ def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     for index, (port, metrics_port) in enumerate(plan.engine_ports, 1):
         where = ["--port", str(port), "--metrics-port", str(metrics_port)]
         what = ["--model", str(plan.model), "--served-model-name", plan.name]
-        quiet = ["--log-level", "warning", "--shutdown-timeout", "2"]
         started.append((f"engine-{index}", [*python, "quire_engine.main", *what, *where, *quiet]))
-    router = [*python, "quire_router.main", "--model", f"{plan.name}={plan.model}", "--log-level", "warning"]
+    router = [*python, "quire_router.main", "--model", f"{plan.name}={plan.model}"]
+    router += [*unless_set("ROUTER", "--log-level", "warning"), *unless_set("ROUTER", "--shutdown-timeout", "2")]
     router += ["--http-port", str(plan.http_port), "--grpc-port", str(plan.grpc_port)]
-    router += ["--metrics-port", str(plan.metrics_port), "--shutdown-timeout", "2"]
+    router += ["--metrics-port", str(plan.metrics_port)]
     for port, _ in plan.engine_ports:
         router += ["--engine", f"127.0.0.1:{port}"]
     if plan.redis_port:
         router += ["--redis-url", f"redis://127.0.0.1:{plan.redis_port}/0"]
     started.append(("router", router))
     return started
+
+
+def unless_set(service: str, flag: str, value: str) -> list[str]:
+    """A flag with its value, unless the service's own variable for it is set."""
+    variable = f"QUIRE_{service}_{flag.removeprefix('--').replace('-', '_').upper()}"
+    return [] if os.environ.get(variable) else [flag, value]
 
 
 def announce(plan: Plan, manager: Manager) -> None:
@@ -145,10 +177,11 @@ def how_to_try(plan: Plan) -> str:
     else:
         body |= {"prompt": "Once upon a time", "max_tokens": 64}
     route = "chat/completions" if chat else "completions"
+    key = '    -H "Authorization: Bearer $QUIRE_ROUTER_API_KEY" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
     return (
         f"ready: {plan.name} on http://127.0.0.1:{plan.http_port} (gRPC on {plan.grpc_port}); Ctrl-C stops it. Try\n\n"
         f"  curl -N http://127.0.0.1:{plan.http_port}/v1/{route} \\\n"
-        f"    -H 'Content-Type: application/json' \\\n"
+        f"    -H 'Content-Type: application/json' \\\n{key}"
         f"    -d '{json.dumps(body)}'\n"
     )
 
@@ -169,14 +202,27 @@ def is_up(port: int) -> bool:
 
 
 def refuse_busy_ports(plan: Plan) -> None:
-    """Exits with one sentence when a port is taken: better than half a start."""
-    for port in plan.ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                fail(f"Port {port} is in use; the README says which variables move the ports.")
+    """Exits with one sentence when a port is taken or wanted twice: better than half a start."""
+    owners: dict[int, str] = {}
+    for owner, port in plan.ports:
+        if port > MAX_PORT:
+            fail(f"Port {port}, for {owner}, does not exist; the highest is {MAX_PORT}.")
+        if port in owners:
+            fail(f"Port {port} is wanted twice: for {owners[port]} and for {owner}.")
+        owners[port] = owner
+        if not is_free(port):
+            fail(f"Port {port} is in use; the README says which variables move the ports.")
+
+
+def is_free(port: int) -> bool:
+    """Whether the port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def number(variable: str, default: int) -> int:
@@ -188,8 +234,9 @@ def number(variable: str, default: int) -> int:
 
 
 def say(text: str) -> None:
-    """One line to the person who started this."""
-    print(f"quire | {text}", flush=True)
+    """One line to the person who started this, if there still is one."""
+    with suppress(OSError):
+        print(f"quire | {text}", flush=True)
 
 
 def fail(text: str) -> None:

@@ -17,7 +17,7 @@ from tests.service.conftest import ROOT
 from tests.support.processes import Process, eventually, free_port
 
 
-def start(tmp_path: Path, **variables: str) -> Process:
+def start(tmp_path: Path, stdout: int | None = None, **variables: str) -> Process:
     ports = {
         "QUIRE_ROUTER_HTTP_PORT": free_port(),
         "QUIRE_ROUTER_GRPC_PORT": free_port(),
@@ -29,7 +29,7 @@ def start(tmp_path: Path, **variables: str) -> Process:
     environment = {name: str(port) for name, port in ports.items()}
     pools = {"QUIRE_ENGINE_KV_CACHE_MEMORY": str(32 << 20), "QUIRE_ENGINE_SWAP_SPACE": "0.01"}
     command = [sys.executable, str(ROOT / "scripts/up.py")]
-    return Process(command, tmp_path / "up.log", {**environment, **pools, **variables})
+    return Process(command, tmp_path / "up.log", {**environment, **pools, **variables}, stdout=stdout)
 
 
 def printed_command(text: str) -> list[str] | None:
@@ -62,6 +62,31 @@ def test_the_printed_command_streams_an_answer_and_ctrl_c_ends_everything(tmp_pa
         assert "12" in answer
     finally:
         stop(up)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=["ctrl-c", "closed terminal"])
+def test_nothing_is_left_when_nobody_reads_any_more(tmp_path: Path, number: int) -> None:
+    """As with ``make up | head``: every line that is printed fails."""
+    up = start(tmp_path, ENGINES="1", stdout=subprocess.PIPE)
+    assert up.popen.stdout is not None
+    while b"ready: " not in up.popen.stdout.readline():
+        assert up.popen.poll() is None
+    up.popen.stdout.close()
+    stop(up, number)
+
+
+def test_a_port_that_is_wanted_twice_is_named(tmp_path: Path) -> None:
+    port = str(free_port())
+    up = start(tmp_path, QUIRE_ROUTER_HTTP_PORT=port, QUIRE_ENGINE_PORT=port)
+    assert up.wait(30) != 0
+    assert f"Port {port} is wanted twice" in up.text
+
+
+def test_a_port_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    up = start(tmp_path, QUIRE_ROUTER_HTTP_PORT="99999")
+    assert up.wait(30) != 0
+    assert "Port 99999" in up.text
+    assert "Traceback" not in up.text
 
 
 def test_a_busy_port_is_named(tmp_path: Path) -> None:

@@ -28,12 +28,18 @@ def free_port() -> int:
 class Process:
     """One started program. Leaves nothing behind when stopped."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        stdout: int | None = None,
+    ) -> None:
         self.log = log
         self._output = log.open("wb")
         self.popen = subprocess.Popen(
             command,
-            stdout=self._output,
+            stdout=self._output if stdout is None else stdout,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             start_new_session=True,

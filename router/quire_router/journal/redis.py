@@ -20,6 +20,7 @@ from quire_router.journal.pending import Entry, Pending
 from quire_router.journal.writer import RedisWriter, WriterSettings, keys
 
 log = logging.getLogger(__name__)
+LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
@@ -107,7 +108,7 @@ class RedisJournal:
 
     async def _end_writer(self, task: asyncio.Task[None]) -> None:
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(min(LAST_WRITE, self._timeout)):
                 await self._writer.flush()
         except TimeoutError:
             log.warning("the state of %d requests was not written to Redis", len(self._pending))
