@@ -35,8 +35,9 @@ lint: $(READY) proto-check
 	$(BIN)/mypy $(SOURCES)
 
 bench: $(READY)
-	$(BIN)/python tests/bench/throughput.py $(ARGS)
-	$(BIN)/python tests/bench/scheduling.py
+	$(BIN)/python -m tests.bench.throughput $(ARGS)
+	$(BIN)/python -m tests.bench.scheduling
+	$(BIN)/python -m tests.bench.memory
 
 proto: $(READY)
 	proto/generate.sh

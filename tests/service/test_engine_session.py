@@ -3,16 +3,14 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 
 import grpc
 import pytest
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import engine_pb2_grpc, types_pb2
-from quire_proto.convert import sampling_to_proto
-from quire_proto.sampling import SamplingParams
 
 from tests.service.conftest import DEMO, SMALL_POOLS
+from tests.support.engine_link import Link
 from tests.support.processes import Engine, eventually
 
 GRACE = 2.0
@@ -25,55 +23,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         yield engine.wait_ready()
     finally:
         assert engine.stop() == 0, engine.text
-
-
-class Link:
-    """One stream to an engine, as a router holds it."""
-
-    def __init__(self, engine: Engine, session_id: str, last_sequence: int = 0) -> None:
-        self._channel = grpc.insecure_channel(engine.address)
-        self._commands: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
-        self._stream = engine_pb2_grpc.EngineStub(self._channel).Session(iter(self._commands.get, None))
-        self.send(open=pb.Open(session_id=session_id, last_sequence=last_sequence))
-
-    def send(self, **command: object) -> None:
-        self._commands.put(pb.SessionRequest(**command))
-
-    def submit(self, request_id: str, prompt: list[int], output: tuple[int, ...] = (), **params: object) -> None:
-        settings = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, **params}
-        sampling = sampling_to_proto(SamplingParams(**settings))
-        self.send(
-            submit=pb.Submit(request_id=request_id, prompt_token_ids=prompt, output_token_ids=output, sampling=sampling)
-        )
-
-    def snapshot(self) -> pb.Snapshot:
-        return next(self._stream).snapshot
-
-    def batch(self) -> pb.StepBatch:
-        return next(self._stream).step_batch
-
-    def collect(self, request_id: str) -> tuple[list[int], pb.SequenceOutput]:
-        """All tokens of a request and its last output."""
-        tokens: list[int] = []
-        while True:
-            for output in self.batch().outputs:
-                if output.request_id == request_id:
-                    assert not output.token_ids or output.position == len(tokens) + self.skipped
-                    tokens += output.token_ids
-                    if output.finish_reason:
-                        return tokens, output
-
-    skipped = 0
-
-    def break_off(self) -> None:
-        self._channel.close()
-        self._commands.put(None)
-
-    def __enter__(self) -> "Link":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.break_off()
 
 
 PROMPT = list(range(10, 50))
