@@ -119,6 +119,7 @@ class EngineLink:
             stub = EngineStub(channel)
             async with asyncio.timeout(self.settings.connect_timeout):
                 description = await stub.Describe(engine_pb2.DescribeRequest())
+            async with asyncio.timeout(self.settings.open_timeout):
                 call = stub.Session()
                 snapshot = await self._open(call)
             self._opened(description, snapshot)
