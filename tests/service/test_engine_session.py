@@ -187,7 +187,7 @@ def test_a_session_that_stays_away_is_forgotten_with_its_requests(engine: Engine
     batch = link.batch()
     link.break_off()
     # The demo model may reach its limit before the grace is over, so what counts is that nothing runs afterwards.
-    time.sleep(GRACE)
+    time.sleep(GRACE + 1)
     eventually(lambda: engine.metric("quire_engine_running_sequences") == 0)
     with Link(engine, "away", last_sequence=batch.sequence) as again:
         assert not again.snapshot().resumed

@@ -74,6 +74,20 @@ async def test_two_routers_may_choose_the_same_id_and_each_hears_its_own() -> No
     assert [output.position for output in theirs] == [0, 1]
 
 
+async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the tracer is broken")
+
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r")
+    monkeypatch.setattr(SpanBuilder, "on_step", fail)
+    with pytest.raises(RuntimeError, match="tracer"):
+        engine.step()
+    (batch,) = await received(session, number, 1)
+    assert len(batch.outputs[0].token_ids) == 1
+
+
 async def test_a_waiting_session_gets_signs_of_life_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "HEARTBEAT", 0.01)
     engine = Engine()

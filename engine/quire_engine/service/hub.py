@@ -131,7 +131,6 @@ class SessionHub:
         """Takes in one step's news and hands every session its share."""
         self._load = load_to_proto(step.load)
         shares: dict[str, list[pb.SequenceOutput]] = {}
-        self._spans.on_step(step)
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
                 session, request_id = live
@@ -143,6 +142,7 @@ class SessionHub:
         events = [event_to_proto(event) for event in step.kv_events]
         for session in list(self._sessions.values()):
             self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
+        self._spans.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
 
     def _hand_over(
         self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]
