@@ -145,14 +145,14 @@ class EngineCore:
             num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
             num_tokens=plan.num_tokens,
             preempted=plan.preempted,
-            swapped_blocks=len(plan.swap_out) + len(plan.swap_in),
+            swapped_blocks=plan.num_copies,
             failed=bool(result.errors),
             request_ids=request_ids,
         )
         self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace))
 
     def _run(self, plan: StepPlan) -> StepResult:
-        if not (plan.chunks or plan.swap_out or plan.swap_in):
+        if plan.is_empty:
             return StepResult()
         try:
             return self._executor.run(plan)
@@ -172,9 +172,7 @@ class EngineCore:
                 log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
                 merged.errors[part.chunks[0].sequence_id] = internal()
             else:
-                merged.token_ids.update(result.token_ids)
-                merged.errors.update(result.errors)
-                merged.timings.add(result.timings)
+                merged.add(result)
         return merged
 
     def _take_commands(self) -> None:
@@ -201,5 +199,5 @@ class EngineCore:
         try:
             self.scheduler.add(request)
         except QuireError as error:
-            refusal = Output(request.request_id, finish_reason=FinishReason.ERROR, error=error)
+            refusal = Output(request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True)
             self._refused.append(refusal)

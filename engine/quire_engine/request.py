@@ -10,15 +10,28 @@ from quire_proto.errors import QuireError
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import FinishReason, SamplingParams
 
+from quire_engine.grammar import Grammar
 from quire_engine.kv.table import BlockTable
+from quire_engine.scheduling.plan import Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What an earlier attempt delivered of one choice; a ``finished`` one is not run again."""
+
+    index: int
+    token_ids: Tokens[int]
+    finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """What a router submitted, checked.
 
-    ``output_token_ids`` were delivered by an earlier attempt; they count towards ``max_tokens``, and the next token
-    is drawn for the position after them. ``traceparent`` is carried for the service's traces and means nothing here.
+    ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
+    and the next token is drawn for the position after them. ``delivered`` says the same of each choice, and takes
+    precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
+    ``traceparent`` is carried for the service's traces and means nothing here.
     """
 
     request_id: str
@@ -27,6 +40,9 @@ class Request:
     output_token_ids: Tokens[int] = ()
     cache_salt: bytes = b""
     traceparent: str = ""
+    delivered: Tokens[Delivered] = ()
+    priority: int = 0
+    grammar: Grammar | None = None
 
 
 class Status(Enum):
@@ -70,9 +86,11 @@ class Sequence:
     """
 
     __slots__ = (
-        "error", "finish_reason", "id", "num_cached", "num_computed", "num_reported", "request",
+        "draw", "error", "finish_reason", "id", "num_cached", "num_computed", "num_reported", "request",
         "status", "table", "timeline", "token_ids",
     )  # fmt: skip
+
+    draw: Draw
 
     def __init__(self, sequence_id: int, request: Request, model_revision: str, now: int) -> None:
         self.id = sequence_id

@@ -3,26 +3,78 @@
 from quire.v1 import types_pb2 as pb
 
 from quire_proto.errors import ErrorCode, QuireError, internal
-from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams
+from quire_proto.structured import Structured, StructuredKind, choice
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Every field set, as ``Submit`` asks for."""
+    """Every field set that has a default, as ``Submit`` asks for."""
     return pb.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        seed=params.seed,
-        max_tokens=params.max_tokens,
         stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
+        logit_bias=dict(params.logit_bias),
+        bad_words=[pb.TokenIds(ids=word) for word in params.bad_words],
+        early_stopping=_EARLY_TO_PROTO[params.early_stopping],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        structured=None if params.structured is None else structured_to_proto(params.structured),
+        **{name: getattr(params, name) for name in _SCALARS},
     )
 
 
 def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
     """Absent fields take the defaults of ``SamplingParams``. Raises ``QuireError`` where a value is out of range."""
-    given = {field.name: value for field, value in message.ListFields() if field.name != "stop_token_ids"}
-    return SamplingParams(stop_token_ids=tuple(message.stop_token_ids), **given)
+    given = {field.name: value for field, value in message.ListFields() if field.name in _PLAIN}
+    return SamplingParams(
+        stop_token_ids=tuple(message.stop_token_ids),
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        early_stopping=_EARLY_FROM_PROTO.get(message.early_stopping, False),
+        structured=structured_from_proto(message.structured),
+        **given,
+    )
+
+
+def structured_to_proto(structured: Structured) -> pb.Structured:
+    """The same grammar as a message."""
+    match structured.kind:
+        case StructuredKind.JSON_OBJECT:
+            return pb.Structured(json_object=True)
+        case StructuredKind.CHOICE:
+            return pb.Structured(choice=pb.Choice(options=structured.options))
+        case StructuredKind.JSON_SCHEMA:
+            return pb.Structured(json_schema=structured.text)
+        case StructuredKind.REGEX:
+            return pb.Structured(regex=structured.text)
+        case StructuredKind.GRAMMAR:
+            return pb.Structured(grammar=structured.text)
+
+
+def structured_from_proto(message: pb.Structured) -> Structured | None:
+    """None where no kind is set. Raises ``QuireError`` as ``Structured`` does."""
+    match message.WhichOneof("kind"):
+        case None:
+            return None
+        case "json_object":
+            return Structured(StructuredKind.JSON_OBJECT) if message.json_object else None
+        case "choice":
+            return choice(list(message.choice.options))
+        case kind:
+            return Structured(StructuredKind(kind), getattr(message, kind))
+
+
+def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    """One position's log-probabilities as a message."""
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    """One position's log-probabilities; what lacks its other half is dropped."""
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_token_ids, message.top_logprobs, strict=False)))
 
 
 def error_to_proto(error: QuireError) -> pb.Error:
@@ -57,6 +109,17 @@ def finish_from_proto(reason: pb.FinishReason.ValueType) -> FinishReason | None:
     return _FINISH_FROM_PROTO.get(reason, FinishReason.ERROR)
 
 
+_SCALARS = (
+    "temperature", "top_p", "top_k", "seed", "max_tokens", "ignore_eos", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "min_tokens", "n", "best_of", "beam_width", "length_penalty",
+)  # fmt: skip
+_PLAIN = {*_SCALARS, "logprobs", "prompt_logprobs"}
+_EARLY_TO_PROTO: dict[EarlyStopping, pb.EarlyStopping.ValueType] = {
+    False: pb.EARLY_STOPPING_UNSPECIFIED,
+    True: pb.EARLY_STOPPING_FIRST,
+    "never": pb.EARLY_STOPPING_NEVER,
+}
+_EARLY_FROM_PROTO = {number: meaning for meaning, number in _EARLY_TO_PROTO.items()}
 _FINISH_TO_PROTO = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,

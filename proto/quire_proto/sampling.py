@@ -5,13 +5,27 @@ API.
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
+from typing import Literal
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.structured import Structured
 
 MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 16
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 32
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
+MAX_LOGPROBS = 20
+MAX_CHOICES = 64
+MIN_BEAM_WIDTH, MAX_BEAM_WIDTH = 2, 32
+MAX_LENGTH_PENALTY = 10.0
+
+EarlyStopping = bool | Literal["never"]
 
 
 class FinishReason(StrEnum):
@@ -27,9 +41,25 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How the tokens of one request are drawn, and where its output ends.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep every token. ``seed`` keys the stateless draw
-    together with the position and the token id (see ``quire_engine.sampling``), so equal seeds make equal draws
-    anywhere. Raises ``QuireError`` with the name of the first parameter out of range.
+    Which tokens: ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token. ``seed`` keys
+    the stateless draw together with the position and the token id (see ``quire_engine.sampling``), so equal seeds make
+    equal draws anywhere. ``presence_penalty`` and ``frequency_penalty`` are taken from the logits of tokens that the
+    output has, once and once for each time; ``repetition_penalty`` divides positive and multiplies negative logits of
+    tokens that prompt or output have. ``logit_bias`` pairs token ids with what is added to their logits.
+    ``bad_words`` are token sequences that the output never completes. ``structured`` holds the output to a grammar.
+
+    How many: ``n`` outputs are given to the client, of ``best_of`` (0 is ``n``) that are drawn, those whose tokens'
+    mean log-probability is highest. ``beam_width`` above 0 searches for the most probable outputs instead of drawing
+    them, with ``length_penalty`` and ``early_stopping`` as in transformers.
+
+    Where they end: after ``max_tokens``, or with the model's end-of-sequence token (unless ``ignore_eos``) or one of
+    ``stop_token_ids``, neither of which is drawn before ``min_tokens``.
+
+    ``logprobs`` asks for the log-probability of each output token and of so many most probable ones beside it, and
+    ``prompt_logprobs`` for the same of the prompt's tokens: of the model's own distribution, before any of the above.
+
+    Raises ``QuireError`` with the name of the first parameter out of range, or with both names of two that exclude
+    each other.
     """
 
     temperature: float = 1.0
@@ -39,25 +69,108 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    n: int = 1
+    best_of: int = 0
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE):
-            raise _out_of_range("temperature", self.temperature, f"between 0 and {MAX_TEMPERATURE:g}")
-        if not (isfinite(self.top_p) and 0 < self.top_p <= 1):
-            raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
-        if not 0 <= self.top_k <= MAX_TOP_K:
-            raise _out_of_range("top_k", self.top_k, f"between 0 (off) and {MAX_TOP_K}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise _out_of_range("seed", self.seed, f"between 0 and {MAX_SEED}")
-        if self.max_tokens < 1:
-            raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise invalid("stop_token_ids", f"stop_token_ids holds at most {MAX_STOP_TOKEN_IDS} ids.")
+        self._check_draws()
+        self._check_penalties()
+        self._check_ends()
+        self._check_choices()
+        self._check_exclusions()
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
+
+    @property
+    def num_drawn(self) -> int:
+        """Outputs that are made, of which ``n`` are given; of a beam search, the beams."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether output tokens come with their log-probability: the client asks, or the best are to be chosen."""
+        return self.logprobs is not None or self.best_of > self.n
+
+    def _check_draws(self) -> None:
+        _check("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        if not (isfinite(self.top_p) and 0 < self.top_p <= 1):
+            raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise _out_of_range("top_k", self.top_k, f"between 0 (off) and {MAX_TOP_K}")
+        _check("min_p", self.min_p, 0, 1)
+        _check("seed", self.seed, 0, MAX_SEED)
+        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if asked is not None:
+                _check(name, asked, 0, MAX_LOGPROBS)
+
+    def _check_penalties(self) -> None:
+        _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        if not (isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY):
+            allowed = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
+            raise _out_of_range("repetition_penalty", self.repetition_penalty, allowed)
+        if len(self.logit_bias) > MAX_BIASES:
+            raise invalid("logit_bias", f"logit_bias holds at most {MAX_BIASES} tokens.")
+        if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
+            raise invalid("logit_bias", "logit_bias names a token twice.")
+        for _, bias in self.logit_bias:
+            _check("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise invalid("bad_words", f"bad_words holds at most {MAX_BAD_WORDS} entries.")
+        if not all(1 <= len(word) <= MAX_BAD_WORD_TOKENS for word in self.bad_words):
+            raise invalid("bad_words", f"Each of bad_words must have 1 to {MAX_BAD_WORD_TOKENS} tokens.")
+
+    def _check_ends(self) -> None:
+        if self.max_tokens < 1:
+            raise _out_of_range("max_tokens", self.max_tokens, "at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise _out_of_range("min_tokens", self.min_tokens, "between 0 and max_tokens")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise invalid("stop_token_ids", f"stop_token_ids holds at most {MAX_STOP_TOKEN_IDS} ids.")
+
+    def _check_choices(self) -> None:
+        _check("n", self.n, 1, MAX_CHOICES)
+        if self.best_of and not self.n <= self.best_of <= MAX_CHOICES:
+            raise _out_of_range("best_of", self.best_of, f"between n and {MAX_CHOICES}")
+        if self.beam_width and not MIN_BEAM_WIDTH <= self.beam_width <= MAX_BEAM_WIDTH:
+            raise _out_of_range("beam_width", self.beam_width, f"0 (off) or {MIN_BEAM_WIDTH} to {MAX_BEAM_WIDTH}")
+        _check("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.early_stopping not in (True, False, "never"):
+            raise invalid("early_stopping", 'early_stopping must be true, false or "never".')
+        if self.beam_width and self.n > self.beam_width:
+            raise invalid("n", f"n is {self.n} but must be at most beam_width, which is {self.beam_width}.")
+
+    def _check_exclusions(self) -> None:
+        if self.beam_width:
+            draws = {
+                "temperature": self.temperature not in (0, 1),
+                "top_p": self.top_p < 1,
+                "top_k": self.top_k > 0,
+                "min_p": self.min_p > 0,
+                "best_of": self.best_of > 0,
+                "logprobs": self.logprobs is not None,
+                "structured output": self.structured is not None,
+            }
+            _refuse_together("beam_width", draws)
+        if self.structured is not None:
+            ends = {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens > 0}
+            _refuse_together("structured output", ends)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
@@ -71,6 +184,28 @@ def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> Non
             f"but this model's limit is {max_model_len} tokens for both together.",
             param="prompt" if prompt_tokens >= max_model_len else "max_tokens",
         )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of output ``index`` of a request: outputs of one request must differ, and the first is as if alone."""
+    return (seed + index * 0x9E3779B97F4A7C15) & MAX_SEED
+
+
+def _check(param: str, value: float, least: float, most: float) -> None:
+    if not (isfinite(value) and least <= value <= most):
+        raise _out_of_range(param, value, f"between {least:g} and {_plain(most)}")
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def _refuse_together(param: str, others: dict[str, bool]) -> None:
+    for other, is_set in others.items():
+        if is_set:
+            raise invalid(
+                param.replace("structured output", "response_format"), f"{param} and {other} exclude each other."
+            )
 
 
 def _out_of_range(param: str, value: float, allowed: str) -> QuireError:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
 
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 
 
@@ -15,7 +16,9 @@ class Generation:
     ``array("i")``: journals keep them for long, and a list takes nine times as much. ``params`` has every default
     filled in, also a seed. ``stop`` strings are the router's: engines know no text. ``tenant`` is an opaque name of who
     asks, the empty string when keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches
-    apart. ``operation`` is ``chat`` or ``text_completion``, for traces and metrics.
+    apart. ``include_stop`` leaves the stop string that was found in the text, ``skip_special_tokens`` leaves special
+    tokens out of it, and ``echo`` begins each choice's text with the prompt's. Requests with a smaller ``priority`` go
+    first where engines run by priority. ``operation`` is ``chat`` or ``text_completion``, for traces and metrics.
     """
 
     request_id: str
@@ -23,6 +26,10 @@ class Generation:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    priority: int = 0
     operation: str = "chat"
     tenant: str = ""
     cache_salt: bytes = b""
@@ -41,13 +48,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of an answer. ``finish_reason`` and ``usage`` are set in the last piece, and only there.
+    """The next piece of one choice of an answer. Choices are numbered from 0 and their pieces come in any order.
 
-    ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop string,
-    comes later.
+    ``finish_reason`` is set in the last piece of a choice, and ``usage`` in the last piece of the answer, and only
+    there. ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop
+    string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
+    ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first piece.
+    ``score`` is a beam's, with its finish reason.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    index: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None

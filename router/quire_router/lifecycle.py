@@ -14,6 +14,7 @@ from quire_proto import telemetry
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
+from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import traceparent
 
 from quire_router import metrics
@@ -24,7 +25,6 @@ from quire_router.journal.base import Journal
 from quire_router.placement.choose import choose
 from quire_router.placement.view import EngineView
 from quire_router.progress import RETRY_AFTER, Progress
-from quire_router.text.model_text import ModelText
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer("quire.router")

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
+from quire_proto.text.errors import ModelTextError
+from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_router.api.frontend import Frontend
@@ -24,8 +26,6 @@ from quire_router.fleet.static import StaticDiscovery
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
-from quire_router.text.errors import ModelTextError
-from quire_router.text.model_text import ModelText
 
 log = logging.getLogger("quire.router")
 _LAST_WORDS = 2.0  # seconds for answers that are already decided to leave

@@ -10,12 +10,12 @@ from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
+from quire_proto.text.model_text import ModelText
 
 from quire_router import metrics
 from quire_router.fleet.output import Output, OutputStream
 from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.base import Journal
-from quire_router.text.model_text import ModelText
 
 RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""

@@ -26,7 +26,7 @@ class InstantExecutor:
         self.capacity = capacity
 
     def run(self, plan: StepPlan) -> StepResult:
-        return StepResult({chunk.sequence_id: 5 for chunk in plan.chunks if chunk.sampling is not None})
+        return StepResult({chunk.sequence_id: 5 for chunk in plan.chunks if chunk.draws})
 
     def close(self) -> None:
         pass

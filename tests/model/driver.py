@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass, field
 
 from quire_engine.executor.base import Executor
-from quire_engine.scheduling.plan import BlockCopy, Chunk, StepPlan, StepResult
+from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan, StepResult
 from quire_proto.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -57,10 +57,10 @@ class Driver:
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            plan.swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
+            plan.copies_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
         for one in chosen:
-            if one.host_blocks and not plan.swap_out:
-                plan.swap_in += self._swap_in(one)
+            if one.host_blocks and not plan.copies_out:
+                plan.copies_in += self._swap_in(one)
             if not one.host_blocks:
                 plan.chunks += self._chunk(one)
         return plan
@@ -72,8 +72,9 @@ class Driver:
         if missing > len(self._free):
             return []
         one.blocks += [self._free.pop() for _ in range(missing)]
-        sampling = one.sampling if end == len(one.tokens) else None
-        chunk = Chunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, sampling)
+        draw = Draw(one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output))
+        draws = (draw,) if end == len(one.tokens) else ()
+        chunk = Chunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, draws)
         one.computed = end
         return [chunk]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.runner import TorchExecutor
-from quire_engine.scheduling.plan import BlockCopy, Chunk, StepPlan
+from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -23,7 +23,11 @@ def executor(small_models: SmallModels) -> TorchExecutor:
 
 
 def chunk(tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY) -> Chunk:
-    return Chunk(id, tokens, 0, blocks, sampling)
+    return Chunk(id, tokens, 0, blocks, () if sampling is None else draws(tokens, id))
+
+
+def draws(tokens: list[int], id: int = 0) -> tuple[Draw, ...]:
+    return (Draw(id, GREEDY, 0, tokens, len(tokens)),)
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
@@ -40,16 +44,16 @@ def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: Torc
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
     whole = executor.run(StepPlan(0, [chunk([9, 8, 7, 6], [1])])).token_ids
     assert executor.run(StepPlan(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
-    assert executor.run(StepPlan(2, [Chunk(0, [6], 3, [2], GREEDY)])).token_ids == whole
+    assert executor.run(StepPlan(2, [Chunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids == whole
 
 
 def test_every_part_of_a_step_is_timed(executor: TorchExecutor) -> None:
-    timings = executor.run(StepPlan(0, [chunk([5], [1])], swap_out=[BlockCopy(2, 0)])).timings
+    timings = executor.run(StepPlan(0, [chunk([5], [1])], copies_out=[BlockCopy(2, 0)])).timings
     assert min(timings.swap, timings.forward, timings.sample) > 0
 
 
 @pytest.mark.parametrize("copy", [BlockCopy(-1, 0), BlockCopy(1, -1), BlockCopy(1 << 20, 0), BlockCopy(1, 1 << 20)])
-@pytest.mark.parametrize("direction", ["swap_out", "swap_in"])
+@pytest.mark.parametrize("direction", ["copies_out", "copies_in"])
 def test_a_copy_of_a_block_that_does_not_exist_ends_the_engine(
     executor: TorchExecutor, copy: BlockCopy, direction: str
 ) -> None:
@@ -61,10 +65,10 @@ def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) ->
     tokens = list(range(3, 40))
     expected = executor.run(StepPlan(0, [chunk(tokens, [1, 2, 3])])).token_ids
     executor.run(StepPlan(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
-    executor.run(StepPlan(2, swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
+    executor.run(StepPlan(2, copies_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
     executor.run(StepPlan(3, [chunk([50] * 48, [4, 5, 6])]))
-    last = Chunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], GREEDY)
-    plan = StepPlan(4, [last], swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
+    last = Chunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], draws(tokens))
+    plan = StepPlan(4, [last], copies_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
     assert executor.run(plan).token_ids == expected
 
 

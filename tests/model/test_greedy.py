@@ -52,7 +52,7 @@ def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     from quire_engine.scheduling.plan import Chunk
 
     blocks = list(range(1, executor.capacity.device_blocks))
-    batch = pack([Chunk(0, tokens, 0, blocks, None)], executor.capacity.block_size)
+    batch = pack([Chunk(0, tokens, 0, blocks)], executor.capacity.block_size)
     with torch.inference_mode():
         executor._attention.prepare(batch.attention)
         hidden = executor._model.forward(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import grpc
 from quire_proto.sampling import FinishReason
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.model_text import ModelText
 from quire_router.api.backend import FleetView, Runner
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
@@ -17,8 +19,6 @@ from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import RpcServer
 from quire_router.api.running import Running
 from quire_router.generation import Delta, Generation, Usage
-from quire_router.text.chat_template import ChatTemplate
-from quire_router.text.model_text import ModelText
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 

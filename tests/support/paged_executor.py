@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.scheduling.plan import BlockCopy, StepPlan, StepResult
+from quire_engine.scheduling.rates import Rates
 
 VOCAB_SIZE = 50
 
@@ -43,6 +44,7 @@ def expected_output(prompt: list[int], seed: int, max_tokens: int, stops: frozen
 
 class PagedExecutor:
     depth = 1
+    rates = Rates(tokens_per_second=1e3, bytes_per_second=1e6)
 
     def __init__(self, capacity: KvCapacity) -> None:
         self.capacity = capacity
@@ -52,9 +54,9 @@ class PagedExecutor:
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
 
     def run(self, plan: StepPlan) -> StepResult:
-        assert not (plan.swap_out and plan.swap_in), "a step that copies out must copy nothing in"
-        _copy(plan.swap_out, self.device, self.host)
-        _copy(plan.swap_in, self.host, self.device)
+        _copy(plan.copies_out, self.device, self.host)
+        _copy(plan.copies_within, self.device, self.device)
+        _copy(plan.copies_in, self.host, self.device)
         result = StepResult()
         for chunk in plan.chunks:
             prefix = self._read(chunk.block_ids, chunk.start)
@@ -62,8 +64,8 @@ class PagedExecutor:
                 parent, prefix = prefix, digest(prefix, token_id)
                 self.parents[prefix] = parent
                 self._write(chunk.block_ids, position, prefix)
-            if chunk.sampling is not None:
-                result.token_ids[chunk.sequence_id] = next_token(prefix, chunk.sampling.seed)
+            for draw in chunk.draws:
+                result.token_ids[draw.sequence_id] = next_token(prefix, draw.seed)
         return result
 
     def close(self) -> None:

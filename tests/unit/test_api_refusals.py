@@ -51,7 +51,7 @@ def as_proto(fields: dict[str, object]):
         return pb.ChatRequest(messages=[pb.ChatMessage(**each) for each in fields["messages"]], **common)
     prompt = fields.get("prompt")
     if isinstance(prompt, list):
-        return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **common)
+        return pb.GenerateRequest(token_ids=types_pb2.TokenIds(ids=prompt), **common)
     return pb.GenerateRequest(**({} if prompt is None else {"text": prompt}), **common)
 
 

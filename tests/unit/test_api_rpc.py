@@ -64,7 +64,7 @@ async def test_both_apis_make_the_same_request_of_the_same_words():
 
 async def test_token_ids_are_used_as_they_are():
     async with open_stage() as stage, stage.channel() as channel:
-        request = pb.GenerateRequest(model=MODEL, token_ids=pb.TokenIds(ids=[5, 6, 7]))
+        request = pb.GenerateRequest(model=MODEL, token_ids=types_pb2.TokenIds(ids=[5, 6, 7]))
         async for _ in InferenceStub(channel).Generate(request):
             pass
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.model_text import ModelText
 from quire_router.api.fields import MAX_PROMPT_TOKENS
 from quire_router.api.identity import ANYONE
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.validate import Validator
-from quire_router.text.chat_template import ChatTemplate
-from quire_router.text.model_text import ModelText
 
 from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level

@@ -8,10 +8,10 @@ import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.model_text import ModelText
 from quire_router.config import read_settings
 from quire_router.process import Router
-from quire_router.text.chat_template import ChatTemplate
-from quire_router.text.model_text import ModelText
 
 from tests.support.api_stage import Answer, ask, completion, read_answer
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level

@@ -1,5 +1,6 @@
 """The rules that router and engine compute alike: block names, parameter ranges, errors, conversions."""
 
+import json
 from hashlib import blake2b
 
 import pytest
@@ -16,7 +17,8 @@ from quire_proto.convert import (
 )
 from quire_proto.errors import STATUS, ErrorCode, QuireError
 from quire_proto.hashing import ROOT, extra_key, hash_block, hash_blocks
-from quire_proto.sampling import MAX_SEED, FinishReason, SamplingParams, check_length
+from quire_proto.sampling import MAX_SEED, FinishReason, SamplingParams, check_length, choice_seed
+from quire_proto.structured import Structured, StructuredKind, choice
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -59,11 +61,85 @@ def test_extra_keys_collide_for_equal_parts_only(one: tuple[str, bytes], other: 
         max_tokens=st.integers(1, 2**31 - 1),
         stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=16).map(tuple),
         ignore_eos=st.booleans(),
+        min_p=st.floats(0, 1, width=32),
+        presence_penalty=st.floats(-2, 2, width=32),
+        frequency_penalty=st.floats(-2, 2, width=32),
+        repetition_penalty=st.floats(0.125, 10, width=32),
+        logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=4).map(
+            lambda biases: tuple(sorted(biases.items()))
+        ),
+        bad_words=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+        min_tokens=st.integers(0, 1),
+        n=st.integers(1, 8),
+        best_of=st.sampled_from([0, 8, 64]),
+        length_penalty=st.floats(-10, 10, width=32),
+        early_stopping=st.sampled_from([True, False, "never"]),
+        logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(0, 20),
     )
 )
 def test_sampling_parameters_survive_the_wire(params: SamplingParams) -> None:
     message = pb.SamplingParams.FromString(sampling_to_proto(params).SerializeToString())
     assert sampling_from_proto(message) == params
+
+
+GRAMMARS = [
+    Structured(StructuredKind.JSON_OBJECT),
+    Structured(StructuredKind.JSON_SCHEMA, '{"type": "integer"}'),
+    Structured(StructuredKind.REGEX, "[0-9]+"),
+    choice(["yes", "nö"]),
+    Structured(StructuredKind.GRAMMAR, 'start: "a"+'),
+]
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(structured=each) for each in GRAMMARS] + [SamplingParams(beam_width=4)]
+)
+def test_grammars_and_beams_survive_the_wire(params: SamplingParams) -> None:
+    message = pb.SamplingParams.FromString(sampling_to_proto(params).SerializeToString())
+    assert sampling_from_proto(message) == params
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "given"),
+    [
+        ("beam_width", "temperature", {"beam_width": 4, "temperature": 0.5}),
+        ("beam_width", "top_p", {"beam_width": 4, "top_p": 0.5}),
+        ("beam_width", "top_k", {"beam_width": 4, "top_k": 5}),
+        ("beam_width", "min_p", {"beam_width": 4, "min_p": 0.5}),
+        ("beam_width", "best_of", {"beam_width": 4, "best_of": 4}),
+        ("beam_width", "logprobs", {"beam_width": 4, "logprobs": 0}),
+        ("beam_width", "structured output", {"beam_width": 4, "structured": GRAMMARS[0]}),
+        ("structured output", "ignore_eos", {"structured": GRAMMARS[0], "ignore_eos": True}),
+        ("structured output", "min_tokens", {"structured": GRAMMARS[0], "min_tokens": 2}),
+    ],
+)
+def test_parameters_that_exclude_each_other_are_named_together(one: str, other: str, given: dict[str, object]) -> None:
+    with pytest.raises(QuireError) as refused:
+        SamplingParams(**given)
+    assert one in refused.value.message
+    assert other in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_object", "{}"), ("json_schema", ""), ("regex", ""), ("grammar", ""), ("regex", "x" * 65537),
+        ("choice", "nonsense"), ("choice", "[]"), ("choice", '["a", ""]'), ("choice", '["a", 1]'),
+        ("choice", '{"a": 1}'),
+        ("choice", json.dumps(["x"] * 1025)),
+    ],
+)  # fmt: skip
+def test_a_grammar_that_cannot_be_one_is_refused_by_name(kind: str, text: str) -> None:
+    with pytest.raises(QuireError) as refused:
+        Structured(StructuredKind(kind), text)
+    assert refused.value.param == ("response_format" if kind.startswith("json") else kind)
+    assert len(refused.value.message) < 200
+
+
+def test_the_choices_of_a_request_have_seeds_of_their_own() -> None:
+    assert choice_seed(7, 0) == 7
+    assert len({choice_seed(seed, index) for seed in (0, 1, MAX_SEED) for index in range(64)}) == 3 * 64
 
 
 def test_absent_parameters_take_the_defaults() -> None:
@@ -88,6 +164,29 @@ def test_absent_parameters_take_the_defaults() -> None:
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("stop_token_ids", tuple(range(17))),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("nan")),
+        ("logit_bias", ((1, 101.0),)),
+        ("logit_bias", ((1, 1.0), (1, 2.0))),
+        ("logit_bias", tuple((token_id, 1.0) for token_id in range(1025))),
+        ("bad_words", ((),)),
+        ("bad_words", (tuple(range(33)),)),
+        ("bad_words", ((1,),) * 65),
+        ("min_tokens", 17),
+        ("min_tokens", -1),
+        ("n", 0),
+        ("n", 65),
+        ("best_of", 65),
+        ("beam_width", 1),
+        ("beam_width", 33),
+        ("length_penalty", 11.0),
+        ("early_stopping", "sometimes"),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("prompt_logprobs", 21),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(name: str, value: object) -> None:

@@ -16,13 +16,13 @@ from prometheus_client import REGISTRY
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.text.model_text import ModelText
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
-from quire_router.text.model_text import ModelText
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output

@@ -26,7 +26,7 @@ class Bench:
 
     def step(self) -> StepPlan:
         plan = self.scheduler.plan()
-        self.scheduler.commit(plan, StepResult({c.sequence_id: 9 for c in plan.chunks if c.sampling}))
+        self.scheduler.commit(plan, StepResult({c.sequence_id: 9 for c in plan.chunks if c.draws}))
         return plan
 
     def step_until(self, condition: Callable[[StepPlan], object]) -> StepPlan:
@@ -55,13 +55,13 @@ def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budge
     assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
     last = bench.step()
     assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
-    assert last.chunks[2].sampling is not None, "the last token of the prompt draws the first of the output"
+    assert last.chunks[2].draws, "the last token of the prompt draws the first of the output"
 
 
 def test_a_chunk_that_does_not_reach_the_end_draws_nothing() -> None:
     bench = Bench(max_num_batched_tokens=10)
     bench.add("a", 25)
-    assert [bench.step().chunks[0].sampling is not None for _ in range(3)] == [False, False, True]
+    assert [bool(bench.step().chunks[0].draws) for _ in range(3)] == [False, False, True]
 
 
 def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
@@ -127,8 +127,8 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
     seen_in = seen_out = 0
     for _ in range(500):
         plan = bench.step()
-        assert not (plan.swap_in and plan.swap_out)
-        seen_in, seen_out = seen_in + len(plan.swap_in), seen_out + len(plan.swap_out)
+        assert not (plan.copies_in and plan.copies_out)
+        seen_in, seen_out = seen_in + len(plan.copies_in), seen_out + len(plan.copies_out)
     assert not bench.scheduler.has_work
     assert seen_in
     assert seen_out

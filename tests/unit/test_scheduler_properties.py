@@ -72,7 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         """A step that preempts takes nobody in."""
         if plan.preempted:
-            assert not plan.swap_in
+            assert not plan.copies_in
             assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
         self.ran_before = {sequence.id for sequence in self.scheduler.running}
 

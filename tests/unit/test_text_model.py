@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.text.chat_template import ChatTemplate
-from quire_router.text.errors import ModelTextError
-from quire_router.text.model_text import ModelText
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.errors import ModelTextError
+from quire_proto.text.model_text import ModelText
 from transformers import AutoTokenizer
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level, sentencepiece_like, write_model_folder

@@ -3,9 +3,9 @@
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire_router.text.detokenizer import REPLACEMENT, Detokenizer
-from quire_router.text.model_text import ModelText
-from quire_router.text.stop import StopMatcher
+from quire_proto.text.detokenizer import REPLACEMENT, Detokenizer
+from quire_proto.text.model_text import ModelText
+from quire_proto.text.stop import StopMatcher
 
 from tests.support.model_folders import byte_level, sentencepiece_like
 

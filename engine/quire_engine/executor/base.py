@@ -4,8 +4,9 @@ from typing import Protocol
 
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.rates import Rates
 
-__all__ = ["CopyError", "Executor", "KvCapacity"]
+__all__ = ["CopyError", "Executor", "KvCapacity", "Rates"]
 
 
 class CopyError(Exception):
@@ -20,6 +21,11 @@ class Executor(Protocol):
     @property
     def capacity(self) -> KvCapacity:
         """What the scheduler's pools are made from. Constant."""
+        ...
+
+    @property
+    def rates(self) -> Rates:
+        """How fast it computes and copies. Constant."""
         ...
 
     @property

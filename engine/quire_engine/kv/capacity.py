@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """Blocks that there is memory for. Device block 0 is the null page, never given to a sequence."""
+    """Blocks that there is memory for. Device block 0 is the null page, never given to a sequence. ``block_bytes`` is
+    what one block takes, in either pool.
+    """
 
     block_size: int
     device_blocks: int
     host_blocks: int
+    block_bytes: int = 1
 
     @property
     def usable_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
 from quire_engine.request import Timeline
@@ -10,11 +11,13 @@ from quire_engine.request import Timeline
 
 @dataclass(slots=True)
 class Output:
-    """New tokens of one request, its end, or both.
+    """New tokens of one choice of a request, its end, or both.
 
-    ``position`` is the index of ``token_ids[0]`` in the request's output, earlier attempts included.
-    ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not part of
-    the output. ``timeline`` comes with the end.
+    ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
+    included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
+    part of the output. ``timeline`` comes with the end. ``logprobs`` has one entry for each of ``token_ids`` where they
+    were asked for, and ``prompt_logprobs`` those of the prompt's tokens from ``prompt_position`` on. ``score`` is a
+    beam's, at its end. ``ends_request`` is set on the last output of the request.
     """
 
     request_id: str
@@ -24,6 +27,12 @@ class Output:
     error: QuireError | None = None
     cached_tokens: int = 0
     timeline: Timeline | None = None
+    index: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_position: int = 0
+    score: float | None = None
+    ends_request: bool = False
 
 
 @dataclass(frozen=True, slots=True)

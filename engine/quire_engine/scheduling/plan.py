@@ -6,11 +6,37 @@ Nothing here refers to a sequence or a pool, so a plan can be logged, replayed a
 from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import SamplingParams
 
+from quire_engine.grammar import Grammar
 from quire_engine.kv.copy import BlockCopy
 
-__all__ = ["BlockCopy", "Chunk", "StepPlan", "StepResult", "StepTimings"]
+__all__ = ["BlockCopy", "Candidates", "Chunk", "Draw", "StepPlan", "StepResult", "StepTimings"]
+
+
+@dataclass(slots=True)
+class Draw:
+    """How the next token of one sequence is drawn. The same object in every step of the sequence's life.
+
+    ``token_ids`` are all known tokens, ``num_prompt`` of them the prompt's; the token is drawn for position
+    ``len(token_ids)``. It is the scheduler's own list, and it only ever grows: read it while the step runs, never keep
+    a count of what it held under anything but ``sequence_id``, never change it. What an executor keeps for a sequence
+    (penalised tokens, a grammar's matcher) is a cache of this list, and can be made from it anew at any time.
+    ``seed`` is the sequence's own, so ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn:
+    the executor returns so many most probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are
+    those that end the sequence, the model's end-of-sequence tokens included: none is drawn before
+    ``params.min_tokens``.
+    """
+
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt: int
+    stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    num_candidates: int = 0
 
 
 @dataclass(slots=True)
@@ -20,15 +46,21 @@ class Chunk:
     ``token_ids`` are the sequence's tokens ``[start, end)``; the ``start`` tokens before them are in the KV blocks
     already. ``block_ids`` is the sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in
     slot ``p % block_size`` of ``block_ids[p // block_size]``. It is the scheduler's own list: read it while the step
-    runs, never keep or change it. ``sampling`` is set when the chunk reaches the sequence's last known token, and
-    then token ``end`` is to be drawn.
+    runs, never keep or change it.
+
+    ``draws`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be drawn, once
+    for each draw, all from the same logits. There are several where one prompt has several outputs, and before they
+    part. ``targets`` are the tokens whose log-probabilities are asked for: ``targets[i]`` follows ``token_ids[i]``,
+    and there are none for tokens that follow the prompt; ``num_top`` most probable tokens are told beside each.
     """
 
     sequence_id: int
     token_ids: list[int]
     start: int
     block_ids: list[int]
-    sampling: SamplingParams | None
+    draws: tuple[Draw, ...] = ()
+    targets: list[int] = field(default_factory=list)
+    num_top: int = 0
 
     @property
     def end(self) -> int:
@@ -40,21 +72,36 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step does, in this order: copy out, copy in, compute the chunks, sample.
+    """What one step does, in this order: the copies, then the chunks, then the draws.
 
-    A step that copies blocks out copies none in. ``preempted`` counts the sequences that had to give way.
+    Blocks are copied first from the device to the host (``copies_out``), then within the device (``copies_within``),
+    then from the host to the device (``copies_in``), each list in its own order: a block may be the target of one copy
+    and the source of a later one. ``ended`` are sequences that have ended since the last plan: nothing needs to be
+    kept for them any more. ``preempted`` counts the sequences that had to give way.
     """
 
     step: int
     chunks: list[Chunk] = field(default_factory=list)
-    swap_out: list[BlockCopy] = field(default_factory=list)
-    swap_in: list[BlockCopy] = field(default_factory=list)
+    copies_out: list[BlockCopy] = field(default_factory=list)
+    copies_within: list[BlockCopy] = field(default_factory=list)
+    copies_in: list[BlockCopy] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
     preempted: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks that move between the pools."""
+        return len(self.copies_out) + len(self.copies_in)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an executor has nothing to do."""
+        return not (self.chunks or self.copies_out or self.copies_within or self.copies_in or self.ended)
 
     def split(self) -> list["StepPlan"]:
         """One plan for each chunk, without the copies: to find the request that makes a step fail."""
@@ -76,12 +123,36 @@ class StepTimings:
         self.sample += other.sample
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The most probable next tokens of one beam, best first, and their log-probabilities after all that the sampling
+    parameters add or take away.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 @dataclass(slots=True)
 class StepResult:
-    """What a step made: one drawn token, or one error, for each chunk with ``sampling``; both keyed by sequence
-    id.
+    """What a step made, keyed by sequence id.
+
+    For each draw, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates, or an
+    error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target.
     """
 
     token_ids: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, QuireError] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
+
+    def add(self, other: "StepResult") -> None:
+        """Takes in what another part of the same step made."""
+        self.token_ids.update(other.token_ids)
+        self.logprobs.update(other.logprobs)
+        self.candidates.update(other.candidates)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.errors.update(other.errors)
+        self.timings.add(other.timings)

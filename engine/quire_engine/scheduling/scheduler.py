@@ -10,14 +10,14 @@ from collections.abc import Callable
 from time import time_ns
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.sampling import FinishReason
+from quire_proto.sampling import FinishReason, choice_seed
 
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Moment, Request, Sequence, Status
 from quire_engine.scheduling.admission import check_request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import Load, Output
-from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult
+from quire_engine.scheduling.plan import Chunk, Draw, StepPlan, StepResult
 from quire_engine.scheduling.queue import SequenceQueue, WaitingQueue
 from quire_engine.scheduling.statistics import Statistics
 
@@ -53,6 +53,15 @@ class Scheduler:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.memory)
         sequence = Sequence(self._next_id, request, self.config.model_revision, self._clock())
+        sequence.draw = Draw(
+            sequence.id,
+            request.sampling,
+            choice_seed(request.sampling.seed, 0),
+            sequence.token_ids,
+            sequence.num_prompt,
+            self.config.eos_token_ids.union(request.sampling.stop_token_ids),
+            request.grammar,
+        )
         self._next_id += 1
         self._by_request[request.request_id] = sequence
         self._by_id[sequence.id] = sequence
@@ -158,8 +167,8 @@ class Scheduler:
         start = sequence.num_computed
         end = start + min(sequence.num_uncomputed, budget)
         self.memory.grow(sequence.table, end)
-        sampling = sequence.request.sampling if end == sequence.num_tokens else None
-        chunk = Chunk(sequence.id, sequence.token_ids[start:end], start, sequence.table.block_ids, sampling)
+        draws = (sequence.draw,) if end == sequence.num_tokens else ()
+        chunk = Chunk(sequence.id, sequence.token_ids[start:end], start, sequence.table.block_ids, draws)
         plan.chunks.append(chunk)
         return end - start
 
@@ -177,7 +186,7 @@ class Scheduler:
     def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
         self.swapped.remove(sequence)
         copies = self.memory.swap_in(sequence.table)
-        plan.swap_in.extend(copies)
+        plan.copies_in.extend(copies)
         self._run(sequence)
         self.statistics.blocks_swapped_in += len(copies)
         self._note(sequence, "swap_in", len(copies))
@@ -197,7 +206,7 @@ class Scheduler:
 
     def _swap_out(self, victim: Sequence, plan: StepPlan) -> None:
         copies = self.memory.swap_out(victim.table, victim.num_computed)
-        plan.swap_out.extend(copies)
+        plan.copies_out.extend(copies)
         victim.status = Status.SWAPPED
         # The newest goes first, so each later victim is older and has to come back before it.
         self.swapped.push_front(victim)
@@ -226,7 +235,7 @@ class Scheduler:
         sequence.num_computed = chunk.end
         self.memory.name_full_blocks(sequence.table, sequence.token_ids, chunk.end)
         self.statistics.computed_tokens += len(chunk.token_ids)
-        if chunk.sampling is not None:
+        if chunk.draws:
             self._commit_token(sequence, result.token_ids[sequence.id])
 
     def _commit_token(self, sequence: Sequence, token_id: int) -> None:
@@ -277,6 +286,7 @@ def _report(sequence: Sequence) -> Output:
         error=sequence.error,
         cached_tokens=sequence.num_cached or 0,
         timeline=sequence.timeline if sequence.finish_reason else None,
+        ends_request=sequence.finish_reason is not None,
     )
 
 

@@ -118,23 +118,33 @@ class Submit(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    DELIVERED_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Opaque, `[A-Za-z0-9_-]{1,64}`, unique among the session's live requests."""
     cache_salt: _builtins.bytes
     """Salt of the prefix cache, 0 to 32 bytes: requests share blocks only within one salt."""
     traceparent: _builtins.str
     """W3C trace context of the attempt's span; empty when it is not traced."""
+    priority: _builtins.int
+    """With `--scheduling-policy priority`, requests with a smaller number go first; otherwise without meaning."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. At least one token."""
 
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Output that an earlier attempt already delivered; generation goes on at the next position. Counts towards max_tokens."""
+        """Output that an earlier attempt already delivered; generation goes on at the next position. Counts towards max_tokens.
+        Of the first choice; the others' is in `delivered`.
+        """
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
         """All fields set."""
+
+    @_builtins.property
+    def delivered(self) -> _containers.RepeatedCompositeFieldContainer[Global___Delivered]:
+        """What an earlier attempt delivered of each choice. A choice that is not named has nothing yet."""
 
     def __init__(
         self,
@@ -145,31 +155,71 @@ class Submit(_message.Message):
         sampling: _types_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.bytes = ...,
         traceparent: _builtins.str = ...,
+        delivered: _abc.Iterable[Global___Delivered] | None = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "delivered", b"delivered", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
+class Delivered(_message.Message):
+    """One choice as an earlier attempt left it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """From 0; below the number of choices that the sampling parameters draw."""
+    finished: _builtins.bool
+    """It has ended, and is not run again."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        finished: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Delivered: _TypeAlias = Delivered  # noqa: Y015
+
+@_typing.final
 class Cancel(_message.Message):
-    """Ends a request early. Its blocks are free after the next step. Unknown ids are ignored: the request may just have ended."""
+    """Ends a request early, or some of its choices. Their blocks are free after the next step. Unknown ids are ignored: the request may
+    just have ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    INDEXES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    @_builtins.property
+    def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The choices to end; empty ends the request. A beam search can only be ended as a whole."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["indexes", b"indexes", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,7 +360,10 @@ Global___StepBatch: _TypeAlias = StepBatch  # noqa: Y015
 
 @_typing.final
 class SequenceOutput(_message.Message):
-    """New tokens of one request, its end, or both. A token that ends the output is not part of it."""
+    """New tokens of one choice of a request, its end, or both. A token that ends the output is not part of it. A request has ended when
+    each choice that was to be run has a finish_reason, or with the first FINISH_REASON_ERROR. Of best_of, every choice is told, and
+    the router chooses; of a beam search, the n best are told when it has ended.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -320,17 +373,35 @@ class SequenceOutput(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_POSITION_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     position: _builtins.int
     """Index in the request's output of token_ids[0]; counts output_token_ids of the Submit."""
     finish_reason: _types_pb2.FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that were found in the prefix cache when the request was admitted."""
+    index: _builtins.int
+    """Which choice, from 0."""
+    prompt_position: _builtins.int
+    score: _builtins.float
+    """Of a beam, with its end: the sum of its tokens' log-probabilities, divided by its length to the power of length_penalty."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def error(self) -> _types_pb2.Error:
         """Set with FINISH_REASON_ERROR."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """One for each of token_ids, where they were asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
+        """Of the prompt's tokens from prompt_position on, where they were asked for; told once, piece by piece, for index 0."""
 
     def __init__(
         self,
@@ -341,12 +412,19 @@ class SequenceOutput(_message.Message):
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         error: _types_pb2.Error | None = ...,
         cached_tokens: _builtins.int = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
+        prompt_position: _builtins.int = ...,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "error", b"error", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "position", b"position", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "cached_tokens", b"cached_tokens", "error", b"error", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "position", b"position", "prompt_logprobs", b"prompt_logprobs", "prompt_position", b"prompt_position", "request_id", b"request_id", "score", b"score", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___SequenceOutput: _TypeAlias = SequenceOutput  # noqa: Y015
 

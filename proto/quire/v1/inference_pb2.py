@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import types_pb2 as quire_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\x9d\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x96\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x7f\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\"\x92\x01\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"T\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rready_engines\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r2\x8f\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18quire/v1/inference.proto\x12\x08quire.v1\x1a\x14quire/v1/types.proto\"\xae\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.quire.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x04 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x06 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12\x11\n\tbad_words\x18\x08 \x03(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x42\x08\n\x06promptB\x16\n\x14_skip_special_tokens\"\xa0\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_score\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x82\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.quire.v1.ChatMessage\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.quire.v1.SamplingParams\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\tbad_words\x18\x07 \x03(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x42\x16\n\x14_skip_special_tokens\"\x9c\x02\n\x0c\x43hatResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\x05\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.quire.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.quire.v1.Usage\x12\r\n\x05index\x18\x06 \x01(\r\x12)\n\x08logprobs\x18\x07 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x30\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x17.quire.v1.TokenLogprobs\x12\x12\n\x05score\x18\t \x01(\x02H\x00\x88\x01\x01\x42\x08\n\x06_score\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Model\"T\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63reated\x18\x02 \x01(\x03\x12\x15\n\rready_engines\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r2\x8f\x02\n\tInference\x12\x43\n\x08Generate\x12\x19.quire.v1.GenerateRequest\x1a\x1a.quire.v1.GenerateResponse0\x01\x12\x37\n\x04\x43hat\x12\x15.quire.v1.ChatRequest\x1a\x16.quire.v1.ChatResponse0\x01\x12;\n\x06\x43\x61ncel\x12\x17.quire.v1.CancelRequest\x1a\x18.quire.v1.CancelResponse\x12G\n\nListModels\x12\x1b.quire.v1.ListModelsRequest\x1a\x1c.quire.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,27 +33,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.inference_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=61
-  _globals['_GENERATEREQUEST']._serialized_end=218
-  _globals['_TOKENIDS']._serialized_start=220
-  _globals['_TOKENIDS']._serialized_end=243
-  _globals['_GENERATERESPONSE']._serialized_start=246
-  _globals['_GENERATERESPONSE']._serialized_end=396
-  _globals['_CHATMESSAGE']._serialized_start=398
-  _globals['_CHATMESSAGE']._serialized_end=442
-  _globals['_CHATREQUEST']._serialized_start=444
-  _globals['_CHATREQUEST']._serialized_end=571
-  _globals['_CHATRESPONSE']._serialized_start=574
-  _globals['_CHATRESPONSE']._serialized_end=720
-  _globals['_CANCELREQUEST']._serialized_start=722
-  _globals['_CANCELREQUEST']._serialized_end=757
-  _globals['_CANCELRESPONSE']._serialized_start=759
-  _globals['_CANCELRESPONSE']._serialized_end=775
-  _globals['_LISTMODELSREQUEST']._serialized_start=777
-  _globals['_LISTMODELSREQUEST']._serialized_end=796
-  _globals['_LISTMODELSRESPONSE']._serialized_start=798
-  _globals['_LISTMODELSRESPONSE']._serialized_end=851
-  _globals['_MODEL']._serialized_start=853
-  _globals['_MODEL']._serialized_end=937
-  _globals['_INFERENCE']._serialized_start=940
-  _globals['_INFERENCE']._serialized_end=1211
+  _globals['_GENERATEREQUEST']._serialized_end=363
+  _globals['_GENERATERESPONSE']._serialized_start=366
+  _globals['_GENERATERESPONSE']._serialized_end=654
+  _globals['_CHATMESSAGE']._serialized_start=656
+  _globals['_CHATMESSAGE']._serialized_end=700
+  _globals['_CHATREQUEST']._serialized_start=703
+  _globals['_CHATREQUEST']._serialized_end=961
+  _globals['_CHATRESPONSE']._serialized_start=964
+  _globals['_CHATRESPONSE']._serialized_end=1248
+  _globals['_CANCELREQUEST']._serialized_start=1250
+  _globals['_CANCELREQUEST']._serialized_end=1285
+  _globals['_CANCELRESPONSE']._serialized_start=1287
+  _globals['_CANCELRESPONSE']._serialized_end=1303
+  _globals['_LISTMODELSREQUEST']._serialized_start=1305
+  _globals['_LISTMODELSREQUEST']._serialized_end=1324
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1326
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1379
+  _globals['_MODEL']._serialized_start=1381
+  _globals['_MODEL']._serialized_end=1465
+  _globals['_INFERENCE']._serialized_start=1468
+  _globals['_INFERENCE']._serialized_end=1739
 # @@protoc_insertion_point(module_scope)

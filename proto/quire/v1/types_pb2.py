@@ -24,21 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/types.proto\x12\x08quire.v1\"\xfa\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"t\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.quire.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x18\n\x0bretry_after\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x0e\n\x0c_retry_after\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\x95\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45RROR_CODE_INVALID\x10\x01\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x02\x12\x18\n\x14\x45RROR_CODE_FORBIDDEN\x10\x03\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x04\x12\x17\n\x13\x45RROR_CODE_CONFLICT\x10\x05\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x06\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x07\x12\x17\n\x13\x45RROR_CODE_DEADLINE\x10\x08\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/types.proto\x12\x08quire.v1\"\xb9\x07\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x06H\x03\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x04\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x17\n\nignore_eos\x18\x07 \x01(\x08H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x02H\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\t\x88\x01\x01\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.quire.v1.SamplingParams.LogitBiasEntry\x12%\n\tbad_words\x18\r \x03(\x0b\x32\x12.quire.v1.TokenIds\x12\x17\n\nmin_tokens\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x10 \x01(\rH\x0c\x88\x01\x01\x12\x17\n\nbeam_width\x18\x11 \x01(\rH\r\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x12 \x01(\x02H\x0e\x88\x01\x01\x12/\n\x0e\x65\x61rly_stopping\x18\x13 \x01(\x0e\x32\x17.quire.v1.EarlyStopping\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\rH\x10\x88\x01\x01\x12(\n\nstructured\x18\x16 \x01(\x0b\x32\x14.quire.v1.Structured\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_ignore_eosB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\r\n\x0b_min_tokensB\x04\n\x02_nB\n\n\x08_best_ofB\r\n\x0b_beam_widthB\x11\n\x0f_length_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"\x8a\x01\n\nStructured\x12\x15\n\x0bjson_object\x18\x01 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\"\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x10.quire.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x05 \x01(\tH\x00\x42\x06\n\x04kind\"\x19\n\x06\x43hoice\x12\x0f\n\x07options\x18\x01 \x03(\t\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\x05\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"t\n\x05\x45rror\x12!\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x13.quire.v1.ErrorCode\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\x12\x18\n\x0bretry_after\x18\x04 \x01(\x02H\x00\x88\x01\x01\x42\x0e\n\x0c_retry_after\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*c\n\rEarlyStopping\x12\x1e\n\x1a\x45\x41RLY_STOPPING_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45\x41RLY_STOPPING_FIRST\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02*\x91\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*\x95\x02\n\tErrorCode\x12\x1a\n\x16\x45RROR_CODE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45RROR_CODE_INVALID\x10\x01\x12\x1e\n\x1a\x45RROR_CODE_UNAUTHENTICATED\x10\x02\x12\x18\n\x14\x45RROR_CODE_FORBIDDEN\x10\x03\x12\x18\n\x14\x45RROR_CODE_NOT_FOUND\x10\x04\x12\x17\n\x13\x45RROR_CODE_CONFLICT\x10\x05\x12\x19\n\x15\x45RROR_CODE_OVERLOADED\x10\x06\x12\x1a\n\x16\x45RROR_CODE_UNAVAILABLE\x10\x07\x12\x17\n\x13\x45RROR_CODE_DEADLINE\x10\x08\x12\x17\n\x13\x45RROR_CODE_INTERNAL\x10\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=488
-  _globals['_FINISHREASON']._serialized_end=633
-  _globals['_ERRORCODE']._serialized_start=636
-  _globals['_ERRORCODE']._serialized_end=913
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_EARLYSTOPPING']._serialized_start=1462
+  _globals['_EARLYSTOPPING']._serialized_end=1561
+  _globals['_FINISHREASON']._serialized_start=1564
+  _globals['_FINISHREASON']._serialized_end=1709
+  _globals['_ERRORCODE']._serialized_start=1712
+  _globals['_ERRORCODE']._serialized_end=1989
   _globals['_SAMPLINGPARAMS']._serialized_start=35
-  _globals['_SAMPLINGPARAMS']._serialized_end=285
-  _globals['_ERROR']._serialized_start=287
-  _globals['_ERROR']._serialized_end=403
-  _globals['_USAGE']._serialized_start=405
-  _globals['_USAGE']._serialized_end=485
+  _globals['_SAMPLINGPARAMS']._serialized_end=988
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=689
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=737
+  _globals['_TOKENIDS']._serialized_start=990
+  _globals['_TOKENIDS']._serialized_end=1013
+  _globals['_STRUCTURED']._serialized_start=1016
+  _globals['_STRUCTURED']._serialized_end=1154
+  _globals['_CHOICE']._serialized_start=1156
+  _globals['_CHOICE']._serialized_end=1181
+  _globals['_TOKENLOGPROBS']._serialized_start=1183
+  _globals['_TOKENLOGPROBS']._serialized_end=1260
+  _globals['_ERROR']._serialized_start=1262
+  _globals['_ERROR']._serialized_end=1378
+  _globals['_USAGE']._serialized_start=1380
+  _globals['_USAGE']._serialized_end=1460
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
+from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import extract
 
 from quire_router import metrics
@@ -22,7 +23,6 @@ from quire_router.api.running import Running
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from quire_router.api.validate import Validator, unknown_model
 from quire_router.generation import Delta, Generation
-from quire_router.text.model_text import ModelText
 
 _TRACER = trace.get_tracer("quire.router")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -7,12 +7,12 @@ from secrets import randbits
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import SamplingParams, check_length
+from quire_proto.text.model_text import ModelText
 
 from quire_router.api.backend import Limits
 from quire_router.api.identity import Caller
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from quire_router.generation import Generation
-from quire_router.text.model_text import ModelText
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds

@@ -8,6 +8,7 @@ from sys import byteorder
 from typing import Any
 
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.structured import Structured, StructuredKind
 
 from quire_router.generation import Generation
 from quire_router.journal.base import Record
@@ -69,12 +70,22 @@ def decode_record(fields: Mapping[bytes, bytes], tokens: bytes) -> Record:
 
 
 def _decode_request(fields: dict[str, Any], prompt: list[int]) -> Generation:
-    params = fields.pop("params")
-    params["stop_token_ids"] = tuple(params["stop_token_ids"])
     return Generation(
         prompt_token_ids=prompt,
-        params=SamplingParams(**params),
+        params=_decode_params(fields.pop("params")),
         stop=tuple(fields.pop("stop")),
         cache_salt=bytes.fromhex(fields.pop("cache_salt")),
         **fields,
     )
+
+
+def _decode_params(fields: dict[str, Any]) -> SamplingParams:
+    structured = fields.pop("structured", None)
+    if structured is not None:
+        structured = Structured(StructuredKind(structured["kind"]), structured["text"])
+    return SamplingParams(**{name: _tuples(value) for name, value in fields.items()}, structured=structured)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows no tuples, and parameters know no lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

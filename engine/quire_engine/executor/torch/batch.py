@@ -35,7 +35,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     page_counts = -(-ends // block_size)
     pages = _bounds(page_counts)
     page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
-    sampling = np.fromiter((chunk.sampling is not None for chunk in chunks), np.bool_, len(chunks))
+    sampling = np.fromiter((bool(chunk.draws) for chunk in chunks), np.bool_, len(chunks))
     return StepBatch(
         token_ids=torch.from_numpy(_flat((chunk.token_ids for chunk in chunks), np.int64, total)),
         attention=AttentionBatch(
@@ -46,7 +46,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
             context_lens=_int32(ends),
             positions=_int32(positions),
         ),
-        sampled=[chunk for chunk in chunks if chunk.sampling is not None],
+        sampled=[chunk for chunk in chunks if chunk.draws],
         sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
     )
 

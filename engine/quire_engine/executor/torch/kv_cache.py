@@ -42,13 +42,17 @@ class KvCache:
                 f"The KV cache of {kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
-        self.capacity = KvCapacity(block_size, blocks, max(0, swap_bytes) // block_bytes)
+        self.capacity = KvCapacity(block_size, blocks, max(0, swap_bytes) // block_bytes, block_bytes)
         self.device = _untouched((blocks, *shape), dtype, device)
         self._host = _untouched((self.capacity.host_blocks, *shape), dtype, torch.device("cpu"))
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks from the device to the host. Raises ``CopyError``."""
         _copy(self.device, self._host, copies)
+
+    def copy_within(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies blocks from the device to the device. Raises ``CopyError``."""
+        _copy(self.device, self.device, copies)
 
     def copy_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks from the host to the device. Raises ``CopyError``."""

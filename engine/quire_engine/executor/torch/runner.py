@@ -22,7 +22,8 @@ from quire_engine.models.errors import ModelError
 from quire_engine.models.llama import Llama
 from quire_engine.models.weights import Checkpoint, resolve_dtype
 from quire_engine.sampling import NOT_FINITE, SamplingRows, sample
-from quire_engine.scheduling.plan import BlockCopy, Chunk, StepPlan, StepResult, StepTimings
+from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
+from quire_engine.scheduling.rates import Rates
 
 
 class TorchExecutor:
@@ -80,6 +81,11 @@ class TorchExecutor:
         return self._kv.capacity
 
     @property
+    def rates(self) -> Rates:
+        """Measured when the model was loaded."""
+        return Rates(1e3, 1e9)
+
+    @property
     def depth(self) -> int:
         """Plans that may be under way at once."""
         return 1
@@ -93,7 +99,7 @@ class TorchExecutor:
         """See ``Executor.run``."""
         result = StepResult()
         with torch.inference_mode():
-            self._swap(plan.swap_out, plan.swap_in, result.timings)
+            self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)
             if chunks:
                 self._compute(pack(chunks, self.capacity.block_size), result)
@@ -103,10 +109,11 @@ class TorchExecutor:
         """Gives the KV memory back. Nothing can be run any more."""
         self._kv.close()
 
-    def _swap(self, out: Sequence[BlockCopy], into: Sequence[BlockCopy], timings: StepTimings) -> None:
+    def _copy(self, plan: StepPlan, timings: StepTimings) -> None:
         with _timed(timings, "swap"):
-            self._kv.copy_out(out)
-            self._kv.copy_in(into)
+            self._kv.copy_out(plan.copies_out)
+            self._kv.copy_within(plan.copies_within)
+            self._kv.copy_in(plan.copies_in)
 
     def _compute(self, batch: StepBatch, result: StepResult) -> None:
         with _timed(result.timings, "forward"):
@@ -122,21 +129,21 @@ class TorchExecutor:
 
 
 def _sample(logits: torch.Tensor, chunks: Sequence[Chunk], result: StepResult) -> None:
-    params = [chunk.sampling for chunk in chunks if chunk.sampling is not None]
-    drawn = sample(logits, SamplingRows.of(params, [chunk.end for chunk in chunks])).tolist()
-    for chunk, token_id in zip(chunks, drawn, strict=True):
+    draws = [draw for chunk in chunks for draw in chunk.draws]
+    drawn = sample(logits, SamplingRows.of([d.params for d in draws], [len(d.token_ids) for d in draws])).tolist()
+    for draw, token_id in zip(draws, drawn, strict=True):
         if token_id == NOT_FINITE:
             message = "The model computed numbers that are not finite for this request."
-            result.errors[chunk.sequence_id] = QuireError(ErrorCode.INTERNAL, message)
+            result.errors[draw.sequence_id] = QuireError(ErrorCode.INTERNAL, message)
         else:
-            result.token_ids[chunk.sequence_id] = token_id
+            result.token_ids[draw.sequence_id] = token_id
 
 
 def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chunk]:
     """The chunks that there is something to compute for; one without tokens has nothing to draw from either."""
     for chunk in chunks:
-        if chunk.sampling is not None and not chunk.token_ids:
-            result.errors[chunk.sequence_id] = internal()
+        if not chunk.token_ids:
+            result.errors.update((draw.sequence_id, internal()) for draw in chunk.draws)
     return [chunk for chunk in chunks if chunk.token_ids]
 
 

@@ -14,9 +14,9 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
-from quire_proto.errors import QuireError, invalid
 
-from quire_router.text.errors import ModelTextError
+from quire_proto.errors import QuireError, invalid
+from quire_proto.text.errors import ModelTextError
 
 _RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from quire_router.text.detokenizer import Decode, Detokenizer
-from quire_router.text.stop import StopMatcher
+from quire_proto.text.detokenizer import Decode, Detokenizer
+from quire_proto.text.stop import StopMatcher
 
 
 class OutputText:

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from quire_proto.errors import invalid
 from tokenizers import Tokenizer
 
-from quire_router.text.chat_template import ChatTemplate
-from quire_router.text.errors import ModelTextError
-from quire_router.text.output import OutputText
+from quire_proto.errors import invalid
+from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.errors import ModelTextError
+from quire_proto.text.output import OutputText
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -1,0 +1,33 @@
+"""What the core may know of a grammar: that it was compiled, and that outputs can be matched against it.
+
+Implemented in ``sampling/``, by a library. The core hands grammars from requests to draws and never looks inside.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class GrammarError(Exception):
+    """A grammar cannot go on with this output: its limits were reached, or the output does not match it."""
+
+
+class Matcher(Protocol):
+    """One output's place in a grammar."""
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Takes in tokens that the output got. Raises ``GrammarError``."""
+        ...
+
+    def fill(self, mask: memoryview) -> None:
+        """Writes which tokens may come next into ``mask``: 32-bit words, a set bit allows a token. Raises
+        ``GrammarError``.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread."""
+
+    def matcher(self) -> Matcher:
+        """The place before the first token of an output."""
+        ...
