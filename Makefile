@@ -6,13 +6,15 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test lint bench proto proto-check clean help
+.PHONY: up test soak lint bench bench-simulation proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
 	@echo "make test                                     every test, real processes included"
+	@echo "make soak                                     100,000 simulated requests, aborted at every moment (a minute or two)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    throughput beside transformers', in one run"
+	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make proto                                    the stubs of proto/quire/v1"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
@@ -29,6 +31,9 @@ test: $(READY)
 	@scripts/redis.sh
 	$(BIN)/python -m pytest $(ARGS)
 
+soak: $(READY)
+	$(BIN)/python -m pytest -m soak tests/unit $(ARGS)
+
 lint: $(READY) proto-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,6 +43,9 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.throughput $(ARGS)
 	$(BIN)/python -m tests.bench.scheduling
 	$(BIN)/python -m tests.bench.memory
+
+bench-simulation: $(READY)
+	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)
 
 proto: $(READY)
 	proto/generate.sh

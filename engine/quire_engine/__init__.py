@@ -2,5 +2,21 @@
 
 The pure core (``request``, ``kv``, ``scheduling``, ``core``) imports neither torch nor grpc; ``executor``,
 ``models``, ``attention`` and ``sampling`` are the only rooms that know torch, and ``service`` the only one that knows
-grpc.
+grpc. ``llm`` is the same engine without a server: ``from quire_engine import LLM, SamplingParams``.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire_engine.llm import LLM, CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """The offline API, imported when it is first asked for: whoever imports the core alone does not pay for it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from quire_engine import llm
+
+    return getattr(llm, name)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from quire_engine.scheduling.config import Batching, Policy
+
 
 def _split(value: object) -> object:
     """Comma-separated names, as an environment variable holds them; a repeated flag adds names."""
@@ -48,10 +50,36 @@ class EngineConfig(BaseSettings):
     max_num_seqs: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
     max_waiting: int = Field(default=16384, ge=1, description="Requests that may wait; more are refused.")
+    max_overtakes: int = Field(
+        default=64,
+        ge=1,
+        description="How often later requests can overtake one, with --scheduling-policy sjf.",
+    )
+    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    scheduling_policy: Policy = Field(
+        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
+    )
+    batching: Batching = Field(
+        default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
+    )
     block_size: int = Field(default=16, ge=1, le=256, description="Tokens of one KV block.")
-    kv_cache_memory: int = Field(default=1 << 29, ge=1, description="Bytes of the device's KV pool.")
-    swap_space: float = Field(default=0.5, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
+        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
+    )
+    kv_cache_memory: int | None = Field(
+        default=None, ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."
+    )
+    swap_space: float = Field(
+        default=0.5, ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off."
+    )
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
+    enable_host_caching: bool = Field(
+        default=True, description="Keep blocks that leave the device pool in the host's, and take them back from there."
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of /metrics, /health and /live.")

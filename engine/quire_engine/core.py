@@ -10,13 +10,16 @@ from quire_proto.errors import QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_engine.executor.base import CopyError, Executor
-from quire_engine.kv.events import KvEvent
+from quire_engine.kv.events import KvEvent, Stored
+from quire_engine.kv.waste import Waste
 from quire_engine.request import Request
 from quire_engine.scheduling.output import Load, Output
 from quire_engine.scheduling.plan import StepPlan, StepResult, StepTimings
 from quire_engine.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+WASTE_INTERVAL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +31,17 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Ends a request."""
+    """Ends a request, or, where ``indexes`` are given, those of its choices."""
 
     request_id: str
+    indexes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Calls ``reply`` between two steps, with the load and the names of all cached blocks."""
+    """Calls ``reply`` between two steps, with the load and everything in the prefix cache."""
 
-    reply: Callable[[Load, list[bytes]], None]
+    reply: Callable[[Load, list[Stored]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,13 @@ class StepTrace:
 
 @dataclass(slots=True)
 class StepOutput:
-    """All that a step made, for whoever listens."""
+    """All that a step made, for whoever listens. What memory is wasted is looked at now and then only."""
 
     outputs: list[Output]
     load: Load
     kv_events: list[KvEvent]
     trace: StepTrace
+    waste: Waste | None = None
 
 
 class EngineCore:
@@ -149,7 +154,9 @@ class EngineCore:
             failed=bool(result.errors),
             request_ids=request_ids,
         )
-        self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace))
+        looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
+        waste = self.scheduler.waste() if looks else None
+        self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste))
 
     def _run(self, plan: StepPlan) -> StepResult:
         if plan.is_empty:
@@ -188,10 +195,10 @@ class EngineCore:
         match command:
             case Add(request):
                 self._add(request)
-            case Abort(request_id):
-                self.scheduler.abort(request_id)
+            case Abort(request_id, indexes):
+                self.scheduler.abort(request_id, indexes)
             case Inspect(reply):
-                reply(self.scheduler.load(), self.scheduler.memory.device.names())
+                reply(self.scheduler.load(), self.scheduler.memory.stored())
             case Stop():
                 self._stopped = True
 

@@ -8,18 +8,22 @@ from typing import Protocol
 
 
 class GrammarError(Exception):
-    """A grammar cannot go on with this output: its limits were reached, or the output does not match it."""
+    """A grammar cannot go on with this output: its limits were reached, or the output does not match it. The text is
+    one sentence that a client may read.
+    """
 
 
 class Matcher(Protocol):
-    """One output's place in a grammar."""
+    """One output's place in a grammar. Made and used by one thread, which is not that of the steps."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Takes in tokens that the output got. Raises ``GrammarError``."""
         ...
 
     def fill(self, mask: memoryview) -> None:
-        """Writes which tokens may come next into ``mask``: 32-bit words, a set bit allows a token. Raises
+        """Writes which tokens may come next into ``mask``: contiguous int32 words, as many as the model's vocabulary
+        needs and all 0 before, where bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares
+        them). Words that it leaves alone allow nothing. May be called again for the same place. Raises
         ``GrammarError``.
         """
         ...

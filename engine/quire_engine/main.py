@@ -2,17 +2,15 @@
 
 import logging
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
+from quire_engine.assembly import grammar_source, load_executor, make_scheduler
+from quire_engine.command import quit_with, read_settings
 from quire_engine.config import EngineConfig
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.service.server import EngineServer, ServerConfig
 
 if TYPE_CHECKING:
@@ -22,14 +20,21 @@ log = logging.getLogger("quire_engine")
 
 
 def main() -> None:
-    """The command. Exits with 2 for wrong settings, 1 with one sentence for a model that cannot be served.
+    """The command, or its subcommand ``simulate``. Exits with 2 for wrong settings, 1 with one sentence for a model
+    that cannot be served.
 
     Torch is imported only once the settings are known to be right.
     """
-    try:
-        config = CliApp.run(EngineConfig)
-    except ValidationError as error:
-        _quit(2, "; ".join(_explain(problem["loc"], problem["msg"]) for problem in error.errors()))
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["simulate"]:
+        from quire_engine.simulation.main import simulate
+
+        simulate(arguments[1:])
+    else:
+        _run(read_settings(EngineConfig, arguments))
+
+
+def _run(config: EngineConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs)
     try:
@@ -44,48 +49,27 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
     import uvloop
 
     executor = _load(config)
-    length = _servable_length(executor.max_model_len, executor.capacity)
+    scheduler = make_scheduler(config, executor)
     server = EngineServer(
         _server_config(config, tracing),
         executor,
-        _scheduling(config, executor, length),
-        _description(config, executor, length),
-        prefix_caching=config.enable_prefix_caching,
+        scheduler,
+        _description(config, executor, scheduler.config.max_model_len),
+        grammar_source(config, executor),
     )
     try:
         uvloop.run(server.serve())
     except OSError as error:
-        _quit(1, f"The engine cannot listen: {error}.")
+        quit_with(1, f"The engine cannot listen: {error}.")
 
 
 def _load(config: EngineConfig) -> "TorchExecutor":
-    from quire_engine.executor.torch.runner import TorchExecutor
     from quire_engine.models.errors import ModelError
 
     try:
-        return TorchExecutor.load(
-            config.model,
-            dtype=config.dtype,
-            block_size=config.block_size,
-            kv_cache_bytes=config.kv_cache_memory,
-            swap_bytes=int(config.swap_space * (1 << 30)),
-            max_model_len=config.max_model_len,
-            attention=config.attention,
-        )
+        return load_executor(config)
     except ModelError as error:
-        _quit(1, str(error))
-
-
-def _scheduling(config: EngineConfig, executor: "TorchExecutor", length: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=length,
-        max_waiting=config.max_waiting,
-        eos_token_ids=frozenset(executor.config.eos_token_ids),
-        vocab_size=executor.config.vocab_size,
-        model_revision=executor.config.model_revision,
-    )
+        quit_with(1, str(error))
 
 
 def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
@@ -117,28 +101,6 @@ def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
         trace_step_interval=config.trace_step_interval,
         tracing=tracing,
     )
-
-
-def _servable_length(wanted: int, capacity: KvCapacity) -> int:
-    """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
-    if capacity.usable_tokens < wanted:
-        log.warning(
-            "the KV pool holds %d tokens, so requests are limited to that instead of the model's %d; "
-            "raise --kv-cache-memory to change it",
-            capacity.usable_tokens,
-            wanted,
-        )
-    return min(wanted, capacity.usable_tokens)
-
-
-def _explain(location: tuple[int | str, ...], message: str) -> str:
-    flag = str(location[0]).replace("_", "-") if location else "settings"
-    return f"--{flag}: {message}"
-
-
-def _quit(status: int, message: str) -> NoReturn:
-    sys.stderr.write(f"quire-engine: {message}\n")
-    raise SystemExit(status)
 
 
 if __name__ == "__main__":

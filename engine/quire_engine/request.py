@@ -1,18 +1,20 @@
-"""One request, the sequence it generates, and what is counted on the way. Knows no blocks' meaning, no tensors, no
+"""One request, the sequences it generates, and what is counted on the way. Knows no blocks' meaning, no tensors, no
 text.
 """
 
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
-from quire_proto.errors import QuireError
-from quire_proto.hashing import extra_key
-from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.sampling import SamplingParams
 
 from quire_engine.grammar import Grammar
 from quire_engine.kv.table import BlockTable
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import Candidates, Draw
+
+if TYPE_CHECKING:
+    from quire_engine.scheduling.beams import BeamSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +46,34 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None
 
+    @property
+    def history(self) -> Tokens[Delivered]:
+        """What earlier attempts delivered, in one form."""
+        if self.delivered or not self.output_token_ids:
+            return self.delivered
+        return (Delivered(0, self.output_token_ids),)
+
 
 class Status(Enum):
     """Where a sequence is: exactly one of the scheduler's queues, or none once it finished."""
 
     WAITING = auto()
     RUNNING = auto()
+    PREEMPTED = auto()
     SWAPPED = auto()
     FINISHED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that happened to a sequence: its name, when (nanoseconds since 1970), and how many blocks it
-    moved.
+    """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, and
+    why it was decided so.
     """
 
     name: str
     time: int
     blocks: int = 0
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -77,33 +88,82 @@ class Timeline:
     last_step: int = 0
     moments: list[Moment] = field(default_factory=list)
 
+    def copy(self) -> "Timeline":
+        """The same past for a sequence that parts from this one."""
+        return replace(self, moments=[*self.moments])
+
+
+class Group:
+    """The sequences of one request.
+
+    ``open`` are the choices whose end has not been told, and ``sequences`` the ones that live, by id. Until they part,
+    one sequence (the *root*) stands for all choices. ``age`` is the order of first admission. ``num_cached`` of the
+    prompt's tokens were found in the prefix cache then, and ``num_told`` have had their log-probabilities told.
+    ``beams`` is the state of a beam search, and ``candidates`` what its next step chooses from, of the beams that have
+    been computed; its sequences advance together, so they are preempted together.
+    """
+
+    __slots__ = ("age", "beams", "candidates", "num_cached", "num_prompt", "num_told", "open", "request", "sequences")
+
+    def __init__(self, request: Request, beams: "BeamSearch | None") -> None:
+        self.request = request
+        self.beams = beams
+        self.sequences: dict[int, Sequence] = {}
+        self.candidates: dict[int, Candidates] = {}
+        self.open: dict[int, None] = {}
+        self.age: int | None = None
+        self.num_cached: int | None = None
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_told = 1
+
 
 class Sequence:
-    """The tokens of one output being made.
+    """The tokens of one output being made, or of several that have not parted yet.
 
     ``token_ids`` are all known tokens, prompt and output; ``num_computed`` of them are in KV memory. Everything the
-    scheduler decides follows from these two: there is no prefill phase and no decode phase.
+    scheduler decides follows from these two: there is no prefill phase and no decode phase. ``index`` is the choice
+    that it is an output of. ``draws`` say how its next token is drawn: once, or once for each output that parts from it
+    then. At ``limit`` tokens it ends. ``width`` counts the sequences that it has places for. ``precedence`` orders what
+    has been admitted: whoever is last gives way first. ``rank`` orders what waits, and ``served_at_arrival`` are the
+    tokens that the engine had computed before it came.
     """
 
     __slots__ = (
-        "draw", "error", "finish_reason", "id", "num_cached", "num_computed", "num_reported", "request",
-        "status", "table", "timeline", "token_ids",
+        "draws", "group", "id", "index", "limit", "num_computed", "num_reported", "precedence", "rank",
+        "served_at_arrival", "status", "table", "timeline", "token_ids", "width",
     )  # fmt: skip
 
-    draw: Draw
-
-    def __init__(self, sequence_id: int, request: Request, model_revision: str, now: int) -> None:
+    def __init__(
+        self,
+        sequence_id: int,
+        group: Group,
+        index: int,
+        token_ids: list[int],
+        *,
+        table: BlockTable,
+        timeline: Timeline,
+        limit: int,
+    ) -> None:
         self.id = sequence_id
-        self.request = request
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.table = table
+        self.timeline = timeline
+        self.draws: tuple[Draw, ...] = ()
+        self.limit = limit
+        self.width = 1
         self.num_computed = 0
-        self.num_reported = len(request.output_token_ids)
-        self.num_cached: int | None = None
-        self.table = BlockTable(extra_key(model_revision, request.cache_salt))
+        self.num_reported = self.num_output
+        self.precedence = (0, 0, sequence_id)
+        self.rank = 0.0
+        self.served_at_arrival = 0
         self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: QuireError | None = None
-        self.timeline = Timeline(arrived=now)
+
+    @property
+    def request(self) -> Request:
+        """The request that it is an output of."""
+        return self.group.request
 
     @property
     def num_tokens(self) -> int:
@@ -112,19 +172,10 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens that are not in KV memory; at least 1 until the sequence ends."""
+        """Known tokens that are not in KV memory: at least 1, except in a beam that waits for the other beams."""
         return len(self.token_ids) - self.num_computed
-
-    @property
-    def num_prompt(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
         """Output tokens, those of earlier attempts included."""
-        return len(self.token_ids) - self.num_prompt
-
-    def append(self, token_id: int) -> None:
-        """Adds a drawn token."""
-        self.token_ids.append(token_id)
+        return len(self.token_ids) - self.group.num_prompt

@@ -1,71 +1,83 @@
-"""What scheduling and bookkeeping cost a step, without a model: `make bench`.
+"""What scheduling costs a step, without a model: `make bench`.
 
-A step here is plan + commit + publish of the real scheduler and the real pools; the executor only answers with a token.
+The real scheduler and the real pools, with an executor that only answers. Every step about one sequence ends, one is
+admitted and one arrives, so that each policy has its work to do. Measured are ``plan`` and ``commit``, as the step loop
+itself reports them.
 """
 
 import argparse
+import random
 import statistics
-import time
+from typing import get_args
 
 from quire_engine.core import EngineCore, StepOutput
+from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.config import Policy, SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.simulation.presets import PRESETS
 from quire_proto.sampling import SamplingParams
 
-
-class InstantExecutor:
-    """Answers every chunk with token 5 at once."""
-
-    depth = 1
-
-    def __init__(self, capacity: KvCapacity) -> None:
-        self.capacity = capacity
-
-    def run(self, plan: StepPlan) -> StepResult:
-        return StepResult({chunk.sequence_id: 5 for chunk in plan.chunks if chunk.draws})
-
-    def close(self) -> None:
-        pass
+SIZES = ((64, 0), (64, 10_000), (256, 10_000))
+MAX_MODEL_LEN = 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
-    for running, waiting in ((64, 0), (64, 10_000), (256, 10_000)):
-        milliseconds = measure(running, waiting, options.steps)
-        print(
-            f"  {running:>4} running, {waiting:>6} waiting: "
-            f"median {statistics.median(milliseconds):.3f} ms a step, "
-            f"p99 {statistics.quantiles(milliseconds, n=100)[98]:.3f} ms"
+    for policy in get_args(Policy):
+        for running, waiting in SIZES:
+            milliseconds = Bench(policy, running, waiting).measure(options.steps)
+            print(
+                f"  {policy:>8}, {running:>4} running, {waiting:>6} waiting: plan + commit "
+                f"median {statistics.median(milliseconds):.3f} ms a step, "
+                f"p99 {statistics.quantiles(milliseconds, n=100)[98]:.3f} ms"
+            )
+
+
+class Bench:
+    """An engine that always has so many sequences running and so many more waiting."""
+
+    def __init__(self, policy: Policy, running: int, waiting: int) -> None:
+        self._running = running
+        self._live = running + waiting
+        self._random = random.Random(0)
+        self._arrived = 0
+        self._ended = 0
+        self._milliseconds: list[float] = []
+        capacity = KvCapacity(16, 1 + running * MAX_MODEL_LEN // 16, 0)
+        limits = SchedulerConfig(
+            max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, policy=policy
         )
+        executor = SimulatedExecutor(capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
+        scheduler = Scheduler(limits, KvMemory(capacity), rates=executor.rates)
+        self._core = EngineCore(scheduler, executor, self._receive)
 
+    def measure(self, steps: int) -> list[float]:
+        """Milliseconds of ``plan`` and ``commit`` in each of so many steps, once the batch is full."""
+        while len(self._core.scheduler.running) < self._running:
+            self._step()
+        for _ in range(steps):
+            self._step()
+        return self._milliseconds[-steps:]
 
-def measure(running: int, waiting: int, steps: int) -> list[float]:
-    """Milliseconds of each decode step once ``running`` sequences run."""
-    capacity = KvCapacity(16, 1 + running * 64, 0)
-    config = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=1024)
-    core = EngineCore(Scheduler(config, KvMemory(capacity)), InstantExecutor(capacity), ignore)
-    params = SamplingParams(temperature=0, max_tokens=800, ignore_eos=True)
-    for index in range(running + waiting):
-        core.scheduler.add(Request(str(index), [index % 1000 + 1] * 200, params))
-    while len(core.scheduler.running) < running or any(s.num_uncomputed > 1 for s in core.scheduler.running):
-        core.step()
-    return [timed(core) for _ in range(steps)]
+    def _step(self) -> None:
+        while self._arrived - self._ended < self._live:
+            self._arrive()
+        self._core.step()
 
+    def _arrive(self) -> None:
+        prompt = [self._arrived % 1000 + 1] * self._random.randint(50, 350)
+        params = SamplingParams(max_tokens=self._random.randint(100, 400), temperature=0, ignore_eos=True)
+        self._core.scheduler.add(Request(str(self._arrived), prompt, params, priority=self._arrived % 3))
+        self._arrived += 1
 
-def timed(core: EngineCore) -> float:
-    begin = time.perf_counter()
-    core.step()
-    return 1e3 * (time.perf_counter() - begin)
-
-
-def ignore(step: StepOutput) -> None:
-    del step
+    def _receive(self, step: StepOutput) -> None:
+        self._ended += sum(output.ends_request for output in step.outputs)
+        self._milliseconds.append(1e3 * (step.trace.schedule + step.trace.emit))
 
 
 if __name__ == "__main__":

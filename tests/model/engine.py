@@ -1,35 +1,56 @@
 """Runs prompts through the whole synchronous engine: scheduler, pools and the torch executor, without a server."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire_engine.core import EngineCore, StepOutput
 from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.grammar import Grammar
 from quire_engine.kv.memory import KvMemory
-from quire_engine.models.config import ModelConfig
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.scheduling.statistics import Statistics
-from quire_proto.sampling import SamplingParams
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import FinishReason, SamplingParams
+from transformers import AutoConfig
 
 BLOCK_SIZE = 16
 FLOAT_BYTES = 4
+SWAPPING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)
+
+
+@dataclass
+class Choice:
+    """One output of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    score: float | None = None
 
 
 @dataclass
 class Run:
-    """What a run made: the output of each prompt, and the scheduler's counters."""
+    """What a run made: the choices of each prompt, the log-probabilities of its tokens, and the scheduler's
+    counters.
+    """
 
-    outputs: list[list[int]]
+    choices: list[list[Choice]]
+    prompt_logprobs: list[list[TokenLogprobs]]
     statistics: Statistics
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """The first output of each prompt."""
+        return [choices[0].token_ids for choices in self.choices]
 
 
 def load(folder: Path, device_blocks: int, host_blocks: int) -> TorchExecutor:
     """The model in float32, with pools of exactly so many blocks."""
-    config = ModelConfig.read(folder)
-    block_bytes = FLOAT_BYTES * config.num_layers * 2 * config.num_kv_heads * BLOCK_SIZE * config.head_dim
+    block_bytes = FLOAT_BYTES * numbers_a_token(folder) * BLOCK_SIZE
     executor = TorchExecutor.load(
         folder,
         dtype="float32",
@@ -41,6 +62,14 @@ def load(folder: Path, device_blocks: int, host_blocks: int) -> TorchExecutor:
     return executor
 
 
+def numbers_a_token(folder: Path) -> int:
+    """How many numbers the keys and values of one token are, by transformers' reading of the model."""
+    config = AutoConfig.from_pretrained(folder)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * getattr(config, "num_key_value_heads", heads) * head_dim
+
+
 def run(
     executor: TorchExecutor,
     prompts: Sequence[list[int]],
@@ -48,15 +77,23 @@ def run(
     *,
     chunk: int = 2048,
     prefix_caching: bool = True,
+    host_caching: bool = True,
     max_num_seqs: int = 64,
+    grammars: Sequence[Grammar | None] = (),
+    rates: Rates = SWAPPING_PAYS,
 ) -> Run:
     """All prompts at once, to the end; every block must be back afterwards."""
-    outputs: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
+    choices = [[Choice() for _ in range(wanted.n)] for wanted in params]
+    told: list[list[TokenLogprobs]] = [[] for _ in prompts]
 
     def receive(step: StepOutput) -> None:
         for output in step.outputs:
             assert output.error is None, output.error
-            outputs[output.request_id] += output.token_ids
+            choice = choices[int(output.request_id)][output.index]
+            choice.token_ids += output.token_ids
+            choice.logprobs += output.logprobs
+            choice.finish_reason, choice.score = output.finish_reason, output.score
+            told[int(output.request_id)] += output.prompt_logprobs
 
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -66,13 +103,14 @@ def run(
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
     )
-    memory = KvMemory(executor.capacity, prefix_caching=prefix_caching)
-    core = EngineCore(Scheduler(config, memory), executor, receive)
+    memory = KvMemory(executor.capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+    core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-        core.scheduler.add(Request(str(index), prompt, wanted))
+        grammar = grammars[index] if grammars else None
+        core.scheduler.add(Request(str(index), prompt, wanted, grammar=grammar))
     while core.scheduler.has_work:
         core.step()
     memory.check()
     assert memory.device.num_free == memory.device.num_blocks
     assert memory.host.num_free == memory.host.num_blocks
-    return Run(list(outputs.values()), core.scheduler.statistics)
+    return Run(choices, told, core.scheduler.statistics)

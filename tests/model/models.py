@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB_SIZE = 256
@@ -64,9 +70,48 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "qwen3": (Qwen3Config, {"head_dim": 32}),
     "mistral": (MistralConfig, {"sliding_window": 24, "num_hidden_layers": 3}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24}),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gpt-neox": (GPTNeoXConfig, {"num_key_value_heads": 4}),
+    "gpt2": (GPT2Config, {"num_key_value_heads": 4}),
+    "granite": (
+        GraniteConfig,
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 2.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.7,
+        },
+    ),
 }
 NAMES = tuple(CONFIGS)
+# Those that run as transformers' own classes.
+FALLBACK = ("gemma3", "gpt-neox", "gpt2", "granite")
+OWN = tuple(name for name in NAMES if name not in FALLBACK)
 SHARDED = ("llama3", "qwen3")
+# Those whose experts are written as transformers holds them, instead of as they are published.
+STACKED = ("qwen3-moe",)
 
 
 class SmallModels:
@@ -112,7 +157,11 @@ def small_model(name: str, tmp: Path) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _spread_constants(model)
     folder = tmp / name
-    model.save_pretrained(folder, max_shard_size="100KB" if name in SHARDED else "1GB")
+    model.save_pretrained(
+        folder,
+        max_shard_size="100KB" if name in SHARDED else "1GB",
+        save_original_format=name not in STACKED,
+    )
     return folder
 
 

@@ -107,10 +107,12 @@ def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallMo
             {"top_p": 0.8},
             {"temperature": 0.0},
             {"temperature": 2.0, "top_k": 60, "top_p": 0.9},
+            {"temperature": 1.5, "min_p": 0.02, "repetition_penalty": 1.3},
+            {"temperature": 0.0, "frequency_penalty": 1.0, "logit_bias": ((7, 3.0),), "bad_words": ((7, 7),)},
         ]
         return [
             Sequence(index, prompt, 24, SamplingParams(seed=index // 2 << 40, **styles[index % len(styles)]))
-            for index, prompt in enumerate(small_models.prompts[:10])
+            for index, prompt in enumerate(small_models.prompts[:14])
         ]
 
     alone = [Driver(executor, seed=2, max_chunk=50, swapping=0).run([one])[0] for one in sequences()]

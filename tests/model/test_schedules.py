@@ -8,10 +8,13 @@ from quire_engine.executor.torch.runner import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
-from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels
 
 UNLIMITED = 1 << 20
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
+
+# Where blocks may be found again: on the device, on the host as well (if there is a host pool), or nowhere.
+SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("device", "none")] + [("swap", "host")]
 
 
 @cache
@@ -19,12 +22,27 @@ def executor_of(folder: Path, pressure: str) -> TorchExecutor:
     return load(folder, *PRESSURES[pressure])
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("chunk", [7, 64, UNLIMITED])
-@pytest.mark.parametrize("pressure", PRESSURES)
+@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
+@pytest.mark.parametrize("model_name", OWN)
 def test_greedy_output_is_transformers_own(
-    small_models: SmallModels, model_name: str, pressure: str, chunk: int, prefix_caching: bool
+    small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str
 ) -> None:
+    check_greedy_output(small_models, model_name, pressure, chunk, caching)
+
+
+@pytest.mark.parametrize(
+    ("pressure", "chunk", "caching"),
+    [("no pressure", UNLIMITED, "none"), ("recompute", 64, "device"), ("swap", 7, "host")],
+)
+@pytest.mark.parametrize("model_name", FALLBACK)
+def test_greedy_output_of_models_without_own_code_is_transformers_own(
+    small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str
+) -> None:
+    check_greedy_output(small_models, model_name, pressure, chunk, caching)
+
+
+def check_greedy_output(small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str) -> None:
     folder = small_models.folder(model_name)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompts = small_models.prompts
@@ -33,14 +51,15 @@ def test_greedy_output_is_transformers_own(
         prompts,
         [params] * len(prompts),
         chunk=chunk,
-        prefix_caching=prefix_caching,
+        prefix_caching=caching != "none",
+        host_caching=caching == "host",
         max_num_seqs=8,  # in waves, so that later prompts find the blocks of earlier ones
     )
     assert made.outputs == small_models.outputs(model_name)
     counted = made.statistics
     assert (counted.preemptions_by_recompute > 0) == (pressure == "recompute")
     assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
-    assert (counted.prefix_hit_tokens > 0) == prefix_caching
+    assert (counted.prefix_hit_tokens > 0) == (caching != "none")
 
 
 @pytest.mark.parametrize("pressure", PRESSURES)
@@ -68,3 +87,16 @@ def test_a_seed_makes_the_same_draws_alone_and_in_any_batch_and_after_any_preemp
     assert (preempted > 0) == (pressure != "no pressure")
     other = run(roomy, prompts[:1], [SamplingParams(seed=1, temperature=2, max_tokens=OUTPUT_TOKENS, ignore_eos=True)])
     assert other.outputs[0] != alone[0], "the seed changes nothing"
+
+
+def test_prefixes_that_left_the_device_come_back_from_the_host(small_models: SmallModels) -> None:
+    folder = small_models.folder("qwen3")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [prompt for prompt in small_models.prompts if len(prompt) > 20]
+    expected = [output[:8] for output in small_models.outputs("qwen3")]
+    wanted = [output for prompt, output in zip(small_models.prompts, expected, strict=True) if len(prompt) > 20]
+    made = run(executor_of(folder, "swap"), prompts * 2, [params] * len(prompts) * 2, chunk=64, max_num_seqs=2)
+    assert made.outputs == wanted * 2
+    assert made.statistics.prefix_host_tokens > 0
+    assert made.statistics.blocks_copied_in > 0
+    assert made.statistics.preemptions_by_swap == 0

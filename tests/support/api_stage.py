@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import grpc
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelText
@@ -25,7 +26,8 @@ from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = byte_level().get_vocab_size()
-Script = Sequence[str | FinishReason | Exception | asyncio.Event]
+TEXT = ModelText(byte_level(), None)
+Script = Sequence[str | Delta | FinishReason | Exception | asyncio.Event]
 ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
 
 
@@ -51,11 +53,12 @@ class ScriptedFleet:
 
 @dataclass
 class ScriptedRunner:
-    """Answers every request by ``script``: texts are pieces, a reason ends, an error is raised, an event is waited
-    for.
+    """Answers every request by ``script``: texts and deltas are pieces of every choice, a reason ends them all, an
+    error is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``.
     """
 
     script: Script = ANSWER
+    tells_prompts: bool = True
     generations: list[Generation] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,7 +79,7 @@ class ScriptedRunner:
         ended = False
         try:
             async for delta in self._play(generation):
-                ended = delta.finish_reason is not None
+                ended = delta.usage is not None
                 yield delta
         except Exception:
             ended = True
@@ -87,21 +90,26 @@ class ScriptedRunner:
                 self.abandoned.set()
 
     async def _play(self, generation: Generation) -> AsyncIterator[Delta]:
-        tokens = 0
-        usage = Usage(len(generation.prompt_token_ids), 0, 2)
         self.begun.set()
+        pieces, tokens = 0, 0
         for step in self.script:
             if isinstance(step, asyncio.Event):
                 if await self._aborted_before(step, generation.request_id):
-                    yield Delta("", [], FinishReason.ABORT, replace(usage, completion_tokens=tokens))
+                    for delta in ends(generation, FinishReason.ABORT, tokens):
+                        yield delta
                     return
             elif isinstance(step, Exception):
                 raise step
             elif isinstance(step, FinishReason):
-                yield Delta("", [], step, replace(usage, completion_tokens=tokens))
+                for delta in ends(generation, step, tokens):
+                    yield delta if pieces else begun(generation, delta, self.tells_prompts)
             else:
-                tokens += 1
-                yield Delta(step, [tokens])
+                piece = Delta(step, [pieces + 1]) if isinstance(step, str) else step
+                for index in range(generation.params.n):
+                    delta = spoken(generation, index, piece)
+                    yield delta if pieces else begun(generation, delta, self.tells_prompts)
+                pieces += 1
+                tokens += len(piece.token_ids)
 
     async def _aborted_before(self, event: asyncio.Event, request_id: str) -> bool:
         abort = self.aborts[request_id]
@@ -112,6 +120,48 @@ class ScriptedRunner:
             for wait in waits:
                 wait.cancel()
         return abort.is_set()
+
+
+def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
+    """What the scripted model thinks of a token: it is the second most probable one, after the next."""
+    logprob = -1 - token_id / 64
+    ranked = [(token_id + 1, logprob / 2), (token_id, logprob)]
+    ranked += [(token_id + rank, logprob - rank / 4) for rank in range(2, top)]
+    return TokenLogprobs(logprob, tuple((each % VOCAB_SIZE, value) for each, value in ranked[:top]))
+
+
+def spoken(generation: Generation, index: int, piece: Delta) -> Delta:
+    """A piece of one choice, with what the request asks for beside it."""
+    top = generation.params.logprobs
+    logprobs = [] if top is None else [logprobs_of(token_id, top) for token_id in piece.token_ids]
+    return replace(piece, index=index, logprobs=logprobs)
+
+
+def begun(generation: Generation, delta: Delta, tells_prompts: bool) -> Delta:
+    """A first piece: that of the first choice tells what the prompt is to the model."""
+    prompt, top = generation.prompt_token_ids, generation.params.prompt_logprobs
+    is_told = tells_prompts and top is not None and delta.index == 0
+    logprobs = [logprobs_of(token_id, top or 0) for token_id in prompt[1:]] if is_told else []
+    return replace(delta, prompt_logprobs=logprobs)
+
+
+def ends(generation: Generation, reason: FinishReason, tokens: int) -> Iterator[Delta]:
+    """The end of each choice; the usage with the last."""
+    n, score = generation.params.n, 0.5 if generation.params.beam_width else None
+    for index in range(n):
+        usage = Usage(len(generation.prompt_token_ids), tokens * n, 2) if index == n - 1 else None
+        yield Delta("", [], reason, usage, index, score=score)
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    output = TEXT.open_output([], ())
+    return output.push(list(token_ids)) + output.finish()
+
+
+def script_of(text: str) -> Script:
+    """A script that speaks ``text`` with the tokens that write it."""
+    output = TEXT.open_output([], ())
+    return [*(Delta(output.push([each]), [each]) for each in TEXT.encode_part(text)), FinishReason.STOP]
 
 
 @dataclass
@@ -144,11 +194,12 @@ async def open_stage(
     patience: float = 20.0,
     template: str = CHAT_TEMPLATE,
     limits: ConnectionLimits | None = None,
+    allow_priority: bool = False,
 ) -> AsyncIterator[Stage]:
     """Serves until the block ends."""
     texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, runner = ScriptedFleet(), ScriptedRunner(script)
-    frontend = _frontend(texts, fleet, runner, keys, concurrent)
+    frontend = _frontend(texts, fleet, runner, keys, concurrent, allow_priority)
     app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
@@ -166,9 +217,14 @@ async def open_stage(
 
 
 def _frontend(
-    texts: dict[str, ModelText], fleet: FleetView, runner: Runner, keys: Sequence[str], concurrent: int
+    texts: dict[str, ModelText],
+    fleet: FleetView,
+    runner: Runner,
+    keys: Sequence[str],
+    concurrent: int,
+    allow_priority: bool,
 ) -> Frontend:
-    return Frontend(texts, fleet, runner, Keys(keys), Running(concurrent))
+    return Frontend(texts, fleet, runner, Keys(keys), Running(concurrent), allow_priority=allow_priority)
 
 
 @dataclass

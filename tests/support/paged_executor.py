@@ -8,8 +8,11 @@ prefix and the seed, so the right output of any request is known without running
 from hashlib import blake2b
 
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import BlockCopy, StepPlan, StepResult
+from quire_engine.scheduling.beams import BeamSearch, Hypothesis
+from quire_engine.scheduling.plan import BlockCopy, Candidates, Draw, StepPlan, StepResult
 from quire_engine.scheduling.rates import Rates
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import SamplingParams
 
 VOCAB_SIZE = 50
 
@@ -42,6 +45,29 @@ def expected_output(prompt: list[int], seed: int, max_tokens: int, stops: frozen
     return output
 
 
+def logprob(prefix: bytes, token_id: int) -> float:
+    """How probable a token is after a prefix, in thousandths, so that few are equal."""
+    return -(int.from_bytes(blake2b(prefix + token_id.to_bytes(4, "little")).digest()[:3], "little") % 9973) / 1000
+
+
+def candidates(prefix: bytes, count: int) -> Candidates:
+    best = sorted(range(VOCAB_SIZE), key=lambda token_id: (-logprob(prefix, token_id), token_id))[:count]
+    return Candidates(best, [logprob(prefix, token_id) for token_id in best])
+
+
+def expected_beams(prompt: list[int], params: SamplingParams, stops: frozenset[int]) -> list[Hypothesis]:
+    """What a beam search must find, whatever else runs."""
+    search = BeamSearch(params, stops)
+    outputs: list[list[int]] = [[]]
+    while True:
+        prefixes = [prefix_digests(prompt + output)[-1] for output in outputs]
+        rows = [candidates(prefix, search.num_candidates) for prefix in prefixes]
+        going_on = search.advance(list(zip(outputs, rows, strict=True)))
+        if not going_on:
+            return search.finished[: params.n]
+        outputs = [[*outputs[each.parent], each.token_id] for each in going_on]
+
+
 class PagedExecutor:
     depth = 1
     rates = Rates(tokens_per_second=1e3, bytes_per_second=1e6)
@@ -64,12 +90,26 @@ class PagedExecutor:
                 parent, prefix = prefix, digest(prefix, token_id)
                 self.parents[prefix] = parent
                 self._write(chunk.block_ids, position, prefix)
+            if chunk.targets:
+                pairs = zip(chunk.targets, range(chunk.start, chunk.end), strict=False)
+                told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
+                result.prompt_logprobs[chunk.sequence_id] = told
             for draw in chunk.draws:
-                result.token_ids[draw.sequence_id] = next_token(prefix, draw.seed)
+                self._draw(draw, prefix, result)
         return result
 
     def close(self) -> None:
         pass
+
+    def _draw(self, draw: Draw, prefix: bytes, result: StepResult) -> None:
+        assert prefix_digests(draw.token_ids)[-1] == prefix, "the draw is not of what was computed"
+        if draw.num_candidates:
+            result.candidates[draw.sequence_id] = candidates(prefix, draw.num_candidates)
+            return
+        token_id = next_token(prefix, draw.seed)
+        result.token_ids[draw.sequence_id] = token_id
+        if draw.params.wants_logprobs:
+            result.logprobs[draw.sequence_id] = TokenLogprobs(logprob(prefix, token_id))
 
     def _read(self, block_ids: list[int], length: int) -> bytes:
         """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""

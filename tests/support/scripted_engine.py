@@ -21,7 +21,9 @@ def output(
     finish_reason: types_pb2.FinishReason.ValueType = types_pb2.FINISH_REASON_UNSPECIFIED,
     error: types_pb2.Error | None = None,
     cached_tokens: int = 0,
+    **more: Any,
 ) -> engine_pb2.SequenceOutput:
+    """``more`` are other fields of the message, such as ``index``."""
     return engine_pb2.SequenceOutput(
         request_id=request_id,
         token_ids=token_ids,
@@ -29,7 +31,13 @@ def output(
         finish_reason=finish_reason,
         error=error,
         cached_tokens=cached_tokens,
+        **more,
     )
+
+
+def logprobs(*values: float) -> list[types_pb2.TokenLogprobs]:
+    """Log-probabilities of so many tokens, without others beside them."""
+    return [types_pb2.TokenLogprobs(logprob=value) for value in values]
 
 
 class ScriptedEngine(EngineServicer):

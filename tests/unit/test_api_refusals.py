@@ -4,20 +4,52 @@ import json
 
 import grpc
 import pytest
-from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import STATUS, ErrorCode
 
 from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, ask, chat, completion, open_stage
+from tests.support.both_apis import as_proto
 
 SAMPLING = {
     "temperature": [-0.5, 2.5, float("inf"), float("nan")],
     "top_p": [0.0, -0.5, 1.5, float("nan")],
     "top_k": [2**31],
+    "min_p": [-0.5, 1.5, float("nan")],
+    "presence_penalty": [-2.5, 2.5, float("inf")],
+    "frequency_penalty": [-2.5, 2.5, float("nan")],
+    "repetition_penalty": [0.0, -1.0, 10.5, float("inf")],
+    "logit_bias": [{"-1": 0}, {str(VOCAB_SIZE): 0}, {"1": 100.5}, {"1": -101}, {str(i): 0 for i in range(1025)}],
+    "bad_words": [
+        *([""], ["  "], ["x" * 257], ["x"] * 33, ["x"] * 65, [[]], [[-1]], [[VOCAB_SIZE]], [[1] * 33], [[1]] * 65),
+        ["world"] * 32 + [[1]] * 64,
+    ],
+    "min_tokens": [17, 2**32 - 1],
+    "n": [0, 65, 2**32 - 1],
+    "best_of": [0, 65],
+    "beam_width": [1, 33],
+    "length_penalty": [-10.5, 10.5, float("nan")],
+    "prompt_logprobs": [21, 2**32 - 1],
+    "priority": [1, -1, 2**31 - 1],
     "max_tokens": [0, MAX_MODEL_LEN + 1, 2**32 - 1],
     "stop_token_ids": [[-1], [VOCAB_SIZE], [2**31 - 1], list(range(17))],
 }
+STRUCTURED = [
+    *(("regex", text) for text in ("", "x" * 65_537)),
+    *(("json", text) for text in ("", "[]", "{", '{"a": 1e999}', "{" * 100_000)),
+    *(("choice", options) for options in ([], [""], ["x"] * 1025, ["x" * 65_536])),
+    *(("grammar", text) for text in ("", "x" * 65_537)),
+]
+EXCLUDED = [
+    ({"beam_width": 2, "temperature": 0.5}, "beam_width"),
+    ({"beam_width": 2, "stop": ["x"]}, "beam_width"),
+    ({"beam_width": 2, "structured_outputs": {"regex": "x"}}, "beam_width"),
+    ({"beam_width": 2, "n": 3}, "n"),
+    ({"n": 3, "best_of": 2}, "best_of"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"structured_outputs": {"regex": "x"}, "ignore_eos": True}, "response_format"),
+    ({"structured_outputs": {"json_object": True}, "min_tokens": 1}, "response_format"),
+]
 STOPS = [[""], ["x" * 257], ["x"] * 17, ["ok", ""]]
 PROMPTS = [[], [-1], [VOCAB_SIZE], [2**31 - 1], [1] * MAX_MODEL_LEN, "hello " * MAX_MODEL_LEN, "a long story " * 4000]
 CONVERSATIONS = [
@@ -31,7 +63,9 @@ CONVERSATIONS = [
     ([{"role": "user", "content": "refuse"}], "messages"),
 ]
 INVALID = [
-    *((name, {name: value}, name) for name, values in SAMPLING.items() for value in values),
+    *((name, {"max_tokens": 16} | {name: value}, name) for name, values in SAMPLING.items() for value in values),
+    *(("sampling", fields, param) for fields, param in EXCLUDED),
+    *(("sampling", {"structured_outputs": {kind: text}}, f"structured_outputs.{kind}") for kind, text in STRUCTURED),
     *(("stop", {"stop": stop}, "stop") for stop in STOPS),
     *(("prompt", {"prompt": prompt}, "prompt") for prompt in PROMPTS),
     *(("messages", {"messages": messages}, param) for messages, param in CONVERSATIONS),
@@ -40,19 +74,6 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no') }}{% endif %}{{ m.content }}"
     "{% endfor %}"
 )
-
-
-def as_proto(fields: dict[str, object]):
-    """The same request for the other API."""
-    fields = dict(fields)
-    sampling = types_pb2.SamplingParams(**{name: fields.pop(name) for name in list(fields) if name in SAMPLING})
-    common = {"model": fields["model"], "sampling": sampling, "stop": fields.get("stop", [])}
-    if "messages" in fields:
-        return pb.ChatRequest(messages=[pb.ChatMessage(**each) for each in fields["messages"]], **common)
-    prompt = fields.get("prompt")
-    if isinstance(prompt, list):
-        return pb.GenerateRequest(token_ids=types_pb2.TokenIds(ids=prompt), **common)
-    return pb.GenerateRequest(**({} if prompt is None else {"text": prompt}), **common)
 
 
 async def verdict_of_rest(stage, fields) -> tuple[ErrorCode, str]:
@@ -92,9 +113,20 @@ async def stage():
 @pytest.mark.parametrize(("kind", "fields", "param"), INVALID, ids=lambda value: str(value)[:40])
 async def test_both_apis_refuse_it_alike(kind, fields, param, stage):
     for request in requests_with(kind, fields):
+        over_rest, over_grpc = await verdict_of_rest(stage, request), await verdict_of_grpc(stage, request)
+        assert over_rest == over_grpc == (ErrorCode.INVALID, param)
+    assert stage.runner.generations == []
+
+
+@pytest.mark.parametrize("logprobs", [21, 2**32 - 1])
+async def test_too_many_log_probabilities_are_refused_under_the_name_that_each_kind_of_request_has(logprobs, stage):
+    requests = [
+        (completion(logprobs=logprobs), "logprobs"),
+        (chat(logprobs=True, top_logprobs=logprobs), "top_logprobs"),
+    ]
+    for request, param in requests:
         assert await verdict_of_rest(stage, request) == (ErrorCode.INVALID, param)
         assert await verdict_of_grpc(stage, request) == (ErrorCode.INVALID, param)
-    assert stage.runner.generations == []
 
 
 @pytest.mark.parametrize("model", ["other", "../tiny", "tiny ", "TINY", "x" * 128])

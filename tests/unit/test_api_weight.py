@@ -70,7 +70,7 @@ def test_the_longest_conversation_and_the_longest_prompt_are_light_enough():
 
     assert len(ChatRequest.from_json(json.dumps({"model": MODEL, "messages": messages}).encode()).messages) == 4096
     prompt = [7] * MAX_PROMPT_TOKENS
-    assert CompletionRequest.from_json(json.dumps(completion(prompt)).encode()).prompt == prompt
+    assert CompletionRequest.from_json(json.dumps(completion(prompt)).encode()).prompt == [prompt]
 
 
 @pytest.mark.parametrize("text", ['"', "\\", ",:[{", '{"a": [1, "b"]},\n', '\\"'])

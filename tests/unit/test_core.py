@@ -7,6 +7,7 @@ import pytest
 from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, Stop
 from quire_engine.executor.base import CopyError
 from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.events import Stored
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
@@ -124,13 +125,13 @@ def test_the_queue_is_bounded() -> None:
 
 def test_a_snapshot_is_taken_between_two_steps() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
-    seen: list[tuple[int, set[bytes]]] = []
+    seen: list[tuple[int, set[Stored]]] = []
     engine.add("a", [1] * 20)
-    engine.core.send(Inspect(lambda load, names: seen.append((load.waiting, set(names)))))
+    engine.core.send(Inspect(lambda load, stored: seen.append((load.waiting, set(stored)))))
     engine.run()
-    engine.core._carry_out(Inspect(lambda load, names: seen.append((load.running, set(names)))))
+    engine.core._carry_out(Inspect(lambda load, stored: seen.append((load.running, set(stored)))))
     assert seen[0] == (1, set())
-    assert seen[1] == (0, set(engine.memory.device.names()))
+    assert seen[1] == (0, set(engine.memory.stored()))
     assert len(seen[1][1]) == 6
 
 

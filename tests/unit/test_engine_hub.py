@@ -1,21 +1,30 @@
 """Sessions inside the engine: signs of life, bounds, and who hears of what."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from quire.v1 import engine_pb2 as pb
-from quire_engine.core import EngineCore
+from quire.v1 import types_pb2 as types
+from quire_engine.core import Abort, Add, Command, EngineCore
 from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.events import Stored, Tier
 from quire_engine.kv.memory import KvMemory
 from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.output import Output
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.service import compilations, messages
 from quire_engine.service import hub as hubs
 from quire_engine.service import session as sessions
 from quire_engine.service.hub import SessionHub
+from quire_engine.service.messages import cached_to_proto, output_to_proto, request_from_proto
 from quire_engine.service.session import Session, SessionOverflowError
 from quire_engine.service.spans import SpanBuilder
+from quire_proto.logprobs import TokenLogprobs
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.slow_grammars import EmptyGrammar, Watched
+from tests.support.waiting import until
 
 CAPACITY = KvCapacity(4, 40, 0)
 
@@ -24,7 +33,9 @@ class Engine:
     """A hub on a core that is stepped by hand."""
 
     def __init__(self) -> None:
-        self.hub = SessionHub(7, grace=0.05, spans=SpanBuilder(enabled=False, step_interval=1))
+        self.grammars = Watched()
+        spans = SpanBuilder(enabled=False, step_interval=1)
+        self.hub = SessionHub(7, grace=0.05, spans=spans, grammars=self.grammars.compiler)
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
         self.core = EngineCore(Scheduler(config, KvMemory(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
         self.hub.bind(self.core)
@@ -40,10 +51,22 @@ class Engine:
         while not self.core._commands.empty():
             self.core._carry_out(self.core._commands.get())
 
-    def submit(self, session: Session, request_id: str) -> None:
-        message = pb.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3])
-        message.sampling.max_tokens = 20
+    def submit(self, session: Session, request_id: str, **sampling: object) -> None:
+        params = types.SamplingParams(**{"max_tokens": 20, **sampling})
+        message = pb.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=params)
         self.hub.submit(session, message)
+
+    def submit_structured(self, session: Session, request_id: str, regex: str = "a+", **sampling: object) -> None:
+        self.submit(session, request_id, structured=types.Structured(regex=regex), **sampling)
+
+    async def compile(self) -> None:
+        """Lets the grammars be compiled, and the hub hear of it."""
+        self.grammars.source.release()
+        await until(lambda: not self.hub._compilations._waiting)
+
+    def commands(self) -> list[Command]:
+        """What the core has been told and has not carried out."""
+        return [self.core._commands.get() for _ in range(self.core._commands.qsize())]
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
@@ -59,6 +82,10 @@ async def received(session: Session, number: int, count: int) -> list[pb.StepBat
             if len(batches) == count:
                 break
     return batches
+
+
+def outputs_of(batches: list[pb.StepBatch]) -> list[pb.SequenceOutput]:
+    return [output for batch in batches for output in batch.outputs]
 
 
 async def test_two_routers_may_choose_the_same_id_and_each_hears_its_own() -> None:
@@ -172,3 +199,278 @@ async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> Non
     session.acknowledge(10**9)
     session.publish(2, [], pb.Load(), [])
     assert [batch.step for batch in await received(session, number, 1)] == [2]
+
+
+# Several choices
+
+
+async def test_each_choice_is_told_under_its_index_and_the_request_lives_until_the_last_has_ended() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r", n=3, max_tokens=4)
+    engine.step(2)
+    engine.hub.cancel(session, "r", (1,))
+    engine.step(1)
+    assert session.requests
+    engine.step(2)
+    assert not session.requests
+    outputs = outputs_of(await received(session, number, 5))
+    ends = {output.index: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {
+        0: types.FINISH_REASON_LENGTH, 1: types.FINISH_REASON_ABORT, 2: types.FINISH_REASON_LENGTH,
+    }  # fmt: skip
+    for index in (0, 2):
+        told = [output.position for output in outputs if output.index == index and output.token_ids]
+        assert told == [0, 1, 2, 3]
+
+
+def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
+    message = pb.Submit(request_id="r", prompt_token_ids=[1], priority=-3)
+    message.delivered.add(index=1, token_ids=[4, 5], finished=True)
+    request = request_from_proto(message, "7")
+    (delivered,) = request.delivered
+    assert (delivered.index, delivered.token_ids, delivered.finished) == (1, (4, 5), True)
+    assert request.priority == -3
+
+
+def test_an_output_is_told_whole() -> None:
+    scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
+    output = Output("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
+    (message,) = output_to_proto(output, "r")
+    (told,) = message.logprobs
+    assert (message.request_id, message.index, message.position, message.score) == ("r", 1, 2, -1.5)
+    assert (told.logprob, list(told.top_token_ids), list(told.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
+    assert not output_to_proto(Output("k", [4]), "r")[0].HasField("score")
+
+
+async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "PROMPT_PIECE", 100)
+    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 4096)
+    told = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
+    output = Output("k", [9], prompt_logprobs=told, prompt_position=1)
+    pieces = output_to_proto(output, "r")
+    assert [list(piece.token_ids) for piece in pieces] == [[]] * 10 + [[9]]
+    session = Session("s", 1)
+    number = session.attach()
+    stored = [pb.KvEvent(stored=pb.KvStored(block_hashes=[b"x"]))]
+    session.publish(5, [*pieces, *output_to_proto(Output("o", [8]), "other")], pb.Load(running=2), stored)
+    batches = await received(session, number, session.sequence)
+    assert len(batches) > 3
+    assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+    assert {(batch.step, batch.load.running) for batch in batches} == {(5, 2)}
+    assert [len(batch.kv_events) for batch in batches] == [0] * (len(batches) - 1) + [1]
+    assert max(batch.ByteSize() for batch in batches) < 5000
+    positions = [
+        output.prompt_position + offset
+        for output in outputs_of(batches)
+        for offset, each in enumerate(output.prompt_logprobs)
+        if each.logprob == -(output.prompt_position + offset)
+    ]
+    assert positions == list(range(1, 1051))
+
+
+def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
+    stored = [Stored(b"a", Tier.HOST), Stored(b"b", Tier.DEVICE), Stored(b"c", Tier.HOST)]
+    assert [(each.tier, list(each.block_hashes)) for each in cached_to_proto(stored)] == [
+        (pb.KV_TIER_DEVICE, [b"b"]),
+        (pb.KV_TIER_HOST, [b"a", b"c"]),
+    ]
+    assert cached_to_proto([]) == []
+
+
+# Grammars
+
+
+async def test_a_request_reaches_the_core_with_its_grammar_and_others_do_not_wait_for_it() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "slow")
+    engine.submit(session, "other")
+    (other,) = engine.commands()
+    await engine.compile()
+    (slow,) = engine.commands()
+    assert isinstance(other, Add)
+    assert isinstance(slow, Add)
+    assert other.request.grammar is None
+    assert isinstance(slow.request.grammar, EmptyGrammar)
+    assert slow.request.grammar.structured.text == "a+"
+
+
+async def test_a_grammar_that_is_known_lets_its_request_start_at_once() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "first")
+    await engine.compile()
+    engine.grammars.source.hold()
+    engine.submit_structured(session, "second")
+    assert len(engine.commands()) == 2
+    assert engine.grammars.source.compiled == {"a+": 1}
+
+
+@pytest.mark.parametrize(
+    ("regex", "code", "param"),
+    [("bad", types.ERROR_CODE_INVALID, "regex"), ("broken", types.ERROR_CODE_INTERNAL, "")],
+)
+async def test_a_request_whose_grammar_cannot_be_had_is_refused_and_its_id_is_free(
+    regex: str, code: int, param: str
+) -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", regex)
+    await engine.compile()
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert (refusal.request_id, refusal.finish_reason) == ("r", types.FINISH_REASON_ERROR)
+    assert (refusal.error.code, refusal.error.param) == (code, param)
+    assert not session.requests
+    assert not engine.commands()
+    engine.submit(session, "r")
+    assert len(engine.commands()) == 1
+
+
+async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_ends_like_a_running_one() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    message = pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3])
+    message.sampling.n = 3
+    message.sampling.structured.regex = "a+"
+    message.delivered.add(index=0, token_ids=[5, 6])
+    message.delivered.add(index=1, token_ids=[7], finished=True)
+    engine.hub.submit(session, message)
+    engine.hub.cancel(session, "r")
+    ends = outputs_of(await received(session, number, 1))
+    assert [(end.index, end.position, end.finish_reason) for end in ends] == [
+        (0, 2, types.FINISH_REASON_ABORT),
+        (2, 0, types.FINISH_REASON_ABORT),
+    ]
+    assert not session.requests
+    await told_late(engine)
+    assert not engine.commands()
+    assert session.sequence == 1
+
+
+async def told_late(engine: Engine) -> None:
+    """Lets the grammars be compiled when nobody waits for them any more."""
+    engine.grammars.source.release()
+    await until(lambda: not engine.grammars.compiler._pending)
+    await asyncio.sleep(0)
+
+
+async def test_choices_that_are_cancelled_while_the_grammar_is_compiled_are_not_run() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", n=3, max_tokens=2)
+    engine.hub.cancel(session, "r", (0, 2))
+    await engine.compile()
+    add, abort = engine.commands()
+    assert isinstance(add, Add)
+    assert abort == Abort(add.request.request_id, (0, 2))
+    engine.core.send(add)
+    engine.core.send(abort)
+    engine.step(2)
+    outputs = outputs_of(await received(session, number, 2))
+    reasons = {output.index: output.finish_reason for output in outputs if output.finish_reason}
+    assert reasons == {
+        0: types.FINISH_REASON_ABORT, 1: types.FINISH_REASON_LENGTH, 2: types.FINISH_REASON_ABORT,
+    }  # fmt: skip
+    assert not any(output.token_ids for output in outputs if output.index != 1)
+
+
+async def test_a_submit_that_is_repeated_while_its_grammar_is_compiled_changes_nothing() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    for _ in range(3):
+        engine.submit_structured(session, "r")
+    await engine.compile()
+    engine.submit_structured(session, "r")
+    assert len(engine.commands()) == 1
+
+
+async def test_an_id_that_was_cancelled_while_its_grammar_was_compiled_can_be_submitted_again() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", "one")
+    engine.hub.cancel(session, "r")
+    engine.submit_structured(session, "r", "two")
+    await engine.compile()
+    (add,) = engine.commands()
+    assert isinstance(add, Add)
+    assert isinstance(add.request.grammar, EmptyGrammar)
+    assert add.request.grammar.structured.text == "two"
+    engine.core.send(add)
+    engine.step(1)
+    cancelled, first = outputs_of(await received(session, number, 2))
+    assert (cancelled.finish_reason, first.finish_reason) == (types.FINISH_REASON_ABORT, 0)
+
+
+def is_closed(engine: Engine, session: Session) -> None:
+    engine.hub.close(session)
+
+
+def is_replaced(engine: Engine, session: Session) -> None:
+    engine.hub._register("s", engine.core.scheduler.load(), [], asyncio.get_running_loop().create_future())
+
+
+@pytest.mark.parametrize("lost", [is_closed, is_replaced])
+async def test_nothing_comes_of_a_grammar_whose_session_was_lost_meanwhile(
+    lost: Callable[[Engine, Session], None],
+) -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "r")
+    lost(engine, session)
+    await told_late(engine)
+    assert not engine.commands()
+    assert not engine.hub._live
+
+
+async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "r", max_tokens=1)
+    engine.hub.draining = True
+    drained = asyncio.create_task(engine.hub.idle())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    await engine.compile()
+    engine.step(1)
+    async with asyncio.timeout(5):
+        await drained
+
+
+async def test_a_request_waits_only_so_long_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "PATIENCE", 0.01)
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r")
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert refusal.error.code == types.ERROR_CODE_OVERLOADED
+    assert refusal.error.HasField("retry_after")
+    await told_late(engine)
+    assert not engine.commands()
+
+
+async def test_a_request_whose_grammar_is_one_too_many_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.structured.compiler.MAX_PENDING", 1)
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "first", "one")
+    engine.submit_structured(session, "second", "two")
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert (refusal.request_id, refusal.error.code) == ("second", types.ERROR_CODE_OVERLOADED)
+    assert list(session.requests) == ["first"]
+    await engine.compile()
+
+
+async def test_requests_whose_grammars_an_engine_will_not_compile_any_more_can_go_elsewhere() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    for index in range(8):
+        engine.submit_structured(session, f"r{index}", f"regex{index}")
+    engine.grammars.compiler.close()
+    await until(lambda: not engine.hub._compilations._waiting)
+    refusals = outputs_of(await received(session, number, session.sequence))
+    assert {refusal.error.code for refusal in refusals} == {types.ERROR_CODE_UNAVAILABLE}
+    assert len(refusals) + len(engine.commands()) == 8
+    assert refusals

@@ -11,8 +11,9 @@ from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
 from quire_router.fleet.link import EngineLink
-from quire_router.fleet.output import EngineFull, EngineLost, Output, OutputStream
+from quire_router.fleet.output import EngineFull, EngineLost, Output
 from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.stream import OutputStream
 
 from tests.support.processes import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output

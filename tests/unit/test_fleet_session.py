@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
 from quire_router.fleet.outbox import Outbox
-from quire_router.fleet.output import EngineFull, EngineLost, OutputStream
+from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.stream import OutputStream
 
 from tests.support.scripted_engine import LENGTH, output
 
@@ -56,7 +57,7 @@ def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]]
                 for again in script[batch.sequence - back : batch.sequence]:
                     session.apply(again)
             for name in data.draw(st.sets(st.sampled_from(NAMES)), label="readers"):
-                if streams[name]._unread and session.in_flight:
+                if streams[name]._ready and session.in_flight:
                     read[name] += (await anext(streams[name])).token_ids
         for name in NAMES:
             expected = list(range(sum(step.get(name, 0) for step in lengths)))

@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def test_the_router_never_imports_torch_or_transformers() -> None:
     assert not names & {"torch", "transformers", "quire_engine", "numpy"}
 
 
+def test_the_simulator_needs_neither_torch_nor_what_only_its_plots_need() -> None:
+    assert not imported("import quire_engine.simulation.main") & {"torch", "transformers", "matplotlib", "grpc"}
+
+
 def test_placement_and_text_do_no_input_or_output() -> None:
     names = imported("import quire_router.placement.choose, quire_router.placement.view")
     assert not names & {"grpc", "redis", "asyncio", "fastapi", "uvicorn"}
@@ -53,20 +58,47 @@ def test_placement_and_text_do_no_input_or_output() -> None:
 
 @pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
 def test_every_import_is_declared_and_every_dependency_used(distribution: str) -> None:
-    project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[^A-Za-z0-9-]", entry)[0] for entry in project["dependencies"]}
-    packages = metadata.packages_distributions()
+    declared, extras = requirements(distribution)
     used: set[str] = set()
     for path in (ROOT / distribution).rglob("*.py"):
-        for name in imported_modules(path):
-            if name.partition(".")[0] not in sys.stdlib_module_names | {f"quire_{distribution}"}:
-                used.add(distribution_of(name, packages))
+        used |= imported_distributions(ast.walk(ast.parse(path.read_text())), distribution)
     own = {"quire-proto"} if distribution == "proto" else set()
-    assert used - own == declared - INDIRECT
+    assert used - own - extras == declared - INDIRECT
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_what_only_an_extra_installs_is_imported_where_it_is_used(distribution: str) -> None:
+    _, extras = requirements(distribution)
+    for path in (ROOT / distribution).rglob("*.py"):
+        needed = imported_distributions(ast.parse(path.read_text()).body, distribution)
+        assert not needed & extras, f"{path.name} cannot be imported without an extra"
+
+
+def requirements(distribution: str) -> tuple[set[str], set[str]]:
+    """What a distribution always needs, and what its extras add."""
+    project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
+    optional = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+    declared, extras = (
+        {re.split(r"[^A-Za-z0-9-]", entry)[0] for entry in entries} for entries in (project["dependencies"], optional)
+    )
+    return declared, extras
+
+
+def imported_distributions(nodes: Iterable[ast.AST], distribution: str) -> set[str]:
+    """Other distributions whose modules these nodes import."""
+    packages = installed_packages()
+    own = sys.stdlib_module_names | {f"quire_{distribution}"}
+    names = (name for name in imported_modules(nodes) if name.partition(".")[0] not in own)
+    return {distribution_of(name, packages) for name in names}
+
+
+@cache
+def installed_packages() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -1,6 +1,7 @@
 """What both journals promise: a record is what was written to it, once, by who may write."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.structured import Structured, StructuredKind, choice
 from quire_router.generation import Generation
-from quire_router.journal.base import Lease, Record
+from quire_router.journal.base import Delivered, Lease, Record
 from quire_router.journal.codec import DamagedRecordError, decode_record, encode_request, pack_tokens, unpack_tokens
+from quire_router.journal.deliveries import Deliveries, read_deliveries
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 
@@ -36,8 +39,8 @@ async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJourn
         await journal.close()
 
 
-def request(request_id: str = "r", prompt: list[int] | None = None) -> Generation:
-    return Generation(request_id, "m", [1, 2] if prompt is None else prompt, SamplingParams(seed=3))
+def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> Generation:
+    return Generation(request_id, "m", [1, 2] if prompt is None else prompt, SamplingParams(seed=3, n=n))
 
 
 @pytest.fixture
@@ -53,13 +56,55 @@ async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh
         lease = journal.open(generation)
         journal.append(lease, 0, [10, 11])
         await journal.flush()
-        assert await journal.read(fresh) == Record(generation, "me", 1, [10, 11])
+        assert await journal.read(fresh) == Record(generation, "me", 1, [Delivered([10, 11])])
         journal.append(lease, 2, [12])
         journal.finish(lease, FinishReason.ERROR, "The engines were lost.")
         await journal.flush()
         assert await journal.read(fresh) == Record(
-            generation, "me", 1, [10, 11, 12], FinishReason.ERROR, "The engines were lost."
+            generation, "me", 1, [Delivered([10, 11, 12])], FinishReason.ERROR, "The engines were lost."
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh, n=3)
+        lease = journal.open(generation)
+        assert len((await flushed(journal, fresh)).choices) == 3
+        for position in range(2):
+            journal.append(lease, position, [10 + position], 0)
+            journal.append(lease, position, [30 + position], 2)
+        journal.append(lease, 2, [32], 2, FinishReason.LENGTH)
+        journal.append(lease, 0, [], 1, FinishReason.STOP)
+        assert await flushed(journal, fresh) == Record(
+            generation,
+            "me",
+            1,
+            [
+                Delivered([10, 11]),
+                Delivered([], FinishReason.STOP),
+                Delivered([30, 31, 32], FinishReason.LENGTH),
+            ],
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh, n=2))
+        for _ in range(2):
+            journal.append(lease, 0, [5], 1, FinishReason.STOP)
+        journal.append(lease, 1, [6], 1, FinishReason.LENGTH)
+        journal.append(lease, 1, [9], 0, FinishReason.STOP)  # with a hole before it
+        assert (await flushed(journal, fresh)).choices == [Delivered(), Delivered([5], FinishReason.STOP)]
+
+
+async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> Record:
+    """The record, once all is written."""
+    await journal.flush()
+    record = await journal.read(request_id)
+    assert record is not None
+    return record
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +126,7 @@ async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, 
             await journal.flush()
         record = await journal.read(fresh)
         assert record is not None
-        assert record.token_ids == [1, 2, 3]
+        assert record.choices[0].token_ids == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,7 +139,7 @@ async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisSer
         journal.append(replace(lease, request_id=fresh), 1, [9])
         journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
         await journal.flush()
-        assert await journal.read(fresh) == Record(generation, "me", 1, [1])
+        assert await journal.read(fresh) == Record(generation, "me", 1, [Delivered([1])])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +159,7 @@ async def test_another_request_of_the_same_id_changes_nothing(
         journal.finish(other, FinishReason.LENGTH)
         await journal.flush()
         record = await journal.read(fresh)
-        assert record == Record(generation, "me", 1, [1], FinishReason.STOP if finished else None)
+        assert record == Record(generation, "me", 1, [Delivered([1])], FinishReason.STOP if finished else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,41 +174,92 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
         await journal.flush()
         record = await journal.read(fresh)
         assert record is not None
-        assert (record.token_ids, record.finish_reason) == ([], FinishReason.ABORT)
+        assert (record.choices[0].token_ids, record.finish_reason) == ([], FinishReason.ABORT)
 
 
 # How a record is stored
 
-generations = st.builds(
-    Generation,
-    request_id=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
-    model=st.text(max_size=20),
-    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=50),
-    params=st.builds(
+token_ids = st.integers(0, 2**31 - 1)
+grammars = st.one_of(
+    st.just(Structured(StructuredKind.JSON_OBJECT)),
+    st.builds(Structured, st.just(StructuredKind.REGEX), st.text(min_size=1, max_size=9)),
+    st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=3).map(choice),
+)
+sampling = st.one_of(
+    st.builds(
         SamplingParams,
         temperature=st.floats(0, 2),
         top_p=st.floats(0, 1, exclude_min=True),
         top_k=st.integers(0, 2**31 - 1),
         seed=st.integers(0, 2**64 - 1),
         max_tokens=st.integers(1, 10**6),
-        stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=16).map(tuple),
-        ignore_eos=st.booleans(),
+        stop_token_ids=st.lists(token_ids, max_size=16).map(tuple),
+        min_p=st.floats(0, 1),
+        presence_penalty=st.floats(-2, 2),
+        frequency_penalty=st.floats(-2, 2),
+        repetition_penalty=st.floats(0.1, 10),
+        logit_bias=st.dictionaries(token_ids, st.floats(-100, 100), max_size=3).map(lambda bias: tuple(bias.items())),
+        bad_words=st.lists(st.lists(token_ids, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+        n=st.integers(1, 4),
+        best_of=st.sampled_from([0, 4, 5]),
+        logprobs=st.none() | st.integers(0, 20),
+        prompt_logprobs=st.none() | st.integers(0, 20),
+        structured=st.none() | grammars,
     ),
+    st.builds(SamplingParams, ignore_eos=st.booleans(), min_tokens=st.integers(0, 16)),
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        beam_width=st.integers(4, 6),
+        length_penalty=st.floats(-10, 10),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    ),
+)
+generations = st.builds(
+    Generation,
+    request_id=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    model=st.text(max_size=20),
+    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=50),
+    params=sampling,
     stop=st.lists(st.text(st.characters(), max_size=5), max_size=4).map(tuple),
+    include_stop=st.booleans(),
+    skip_special_tokens=st.booleans(),
+    echo=st.booleans(),
+    priority=st.integers(-(2**31), 2**31 - 1),
     operation=st.sampled_from(["chat", "text_completion"]),
     tenant=st.text(max_size=9),
     cache_salt=st.binary(max_size=32),
     stream=st.booleans(),
     created=st.floats(0, 2e9),
 )
-any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+any_tokens = st.lists(token_ids, max_size=50)
+pieces = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(token_ids, max_size=4), st.none() | st.sampled_from(FinishReason)),
+    max_size=12,
+)
+Pieces = list[tuple[int, list[int], FinishReason | None]]
 
 
-@given(generations, any_tokens, st.none() | st.sampled_from(FinishReason), st.text(st.characters()))
+def deliver(pieces: Pieces, choices: int) -> tuple[Deliveries, list[Delivered]]:
+    """The row of these pieces, of which those of other choices are left out, and what it should say."""
+    deliveries, expected = Deliveries(choices), [Delivered() for _ in range(choices)]
+    for index, token_ids, reason in pieces:
+        if index < choices and expected[index].finish_reason is None:
+            position = len(expected[index].token_ids)
+            before = len(deliveries.values)
+            assert deliveries.add(index, position, token_ids, reason) == len(deliveries.values) - before
+            expected[index].token_ids += token_ids
+            expected[index].finish_reason = reason
+            assert deliveries.add(index, position, token_ids, reason) == 0
+    return deliveries, expected
+
+
+@given(generations, pieces, st.none() | st.sampled_from(FinishReason), st.text(st.characters()))
 @settings(deadline=None)
 def test_a_record_comes_back_exactly(
-    generation: Generation, token_ids: list[int], reason: FinishReason | None, error: str
+    generation: Generation, pieces: Pieces, reason: FinishReason | None, error: str
 ) -> None:
+    deliveries, expected = deliver(pieces, generation.params.n)
     fields = {
         b"request": encode_request(generation),
         b"prompt": pack_tokens(generation.prompt_token_ids),
@@ -171,21 +267,55 @@ def test_a_record_comes_back_exactly(
         b"epoch": b"4",
         b"error": error.encode("utf-8", "surrogatepass"),
     } | ({} if reason is None else {b"reason": reason.value.encode()})
-    assert decode_record(fields, pack_tokens(token_ids)) == Record(generation, "me", 4, token_ids, reason, error)
+    stored = pack_tokens(deliveries.values)
+    assert decode_record(fields, stored) == Record(generation, "me", 4, expected, reason, error)
 
 
-@given(generations, any_tokens)
+@given(pieces)
+def test_any_beginning_of_the_row_is_what_was_delivered_up_to_some_moment(pieces: Pieces) -> None:
+    deliveries, expected = deliver(pieces, 4)
+    former = [Delivered() for _ in range(4)]
+    for end in range(len(deliveries.values) + 1):
+        read = read_deliveries(deliveries.values[:end], 4)
+        for before, now, whole in zip(former, read, expected, strict=True):
+            assert now.token_ids[: len(before.token_ids)] == before.token_ids
+            assert whole.token_ids[: len(now.token_ids)] == now.token_ids
+            assert now.finish_reason is None or now == whole
+        former = read
+    assert former == expected
+
+
+@given(st.lists(any_tokens, max_size=5))
+def test_a_single_choice_costs_only_its_tokens(parts: list[list[int]]) -> None:
+    deliveries, _ = deliver([(0, part, None) for part in parts], 1)
+    assert deliveries.values.tolist() == [token_id for part in parts for token_id in part]
+
+
+def test_a_record_of_a_former_version_can_be_read() -> None:
+    former = json.loads(encode_request(request()))
+    for name in ("include_stop", "skip_special_tokens", "echo", "priority"):
+        del former[name]
+    for name in ("n", "best_of", "logprobs", "structured", "min_p"):
+        del former["params"][name]
+    fields = {b"request": json.dumps(former).encode(), b"prompt": pack_tokens([1, 2]), b"owner": b"me", b"epoch": b"1"}
+    expected = Record(replace(request(), created=former["created"]), "me", 1, [Delivered([5, 6])])
+    assert decode_record(fields, pack_tokens([5, 6])) == expected
+
+
+@given(generations, pieces)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_record_comes_back_exactly_from_redis(
-    redis: RedisServer, generation: Generation, token_ids: list[int]
-) -> None:
+def test_a_record_comes_back_exactly_from_redis(redis: RedisServer, generation: Generation, pieces: Pieces) -> None:
     async def run() -> None:
         unique = replace(generation, request_id=uuid4().hex)
+        _, expected = deliver(pieces, unique.params.n)
         async with journal_of("redis", redis) as journal:
             lease = journal.open(unique)
-            journal.append(lease, 0, token_ids)
-            await journal.flush()
-            assert await journal.read(unique.request_id) == Record(unique, "me", 1, token_ids)
+            made = [0] * 4
+            for index, token_ids, reason in pieces:
+                if index < unique.params.n:
+                    journal.append(lease, made[index], token_ids, index, reason)
+                    made[index] += len(token_ids)
+            assert await flushed(journal, unique.request_id) == Record(unique, "me", 1, expected)
 
     asyncio.run(run())
 
@@ -206,6 +336,13 @@ def test_a_damaged_record_is_recognised(broken: dict[bytes, bytes]) -> None:
     whole = {b"request": encode_request(request()), b"prompt": b"", b"owner": b"me", b"epoch": b"1"}
     with pytest.raises(DamagedRecordError):
         decode_record({**whole, **broken} if broken else {}, b"")
+
+
+@pytest.mark.parametrize("row", [b"123", pack_tokens([-100])], ids=["half a token", "a choice that is not there"])
+def test_damaged_deliveries_are_recognised(row: bytes) -> None:
+    whole = {b"request": encode_request(request()), b"prompt": b"", b"owner": b"me", b"epoch": b"1"}
+    with pytest.raises(DamagedRecordError):
+        decode_record(whole, row)
 
 
 # Only in memory
@@ -268,7 +405,7 @@ async def test_a_running_record_is_kept_whole_however_long_it_grows() -> None:
     journal.open(request("new"))
     record = await journal.read("long")
     assert record is not None
-    assert record.token_ids == list(range(100))
+    assert record.choices[0].token_ids == list(range(100))
     assert await journal.read("new") is None
 
 

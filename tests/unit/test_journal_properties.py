@@ -10,19 +10,23 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import Generation
-from quire_router.journal.base import Lease, Record
+from quire_router.journal.base import Delivered, Lease, Record
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 
 from tests.support.redis_server import RedisServer, redis_server
 
 NAMES = ["a", "b", "c"]
+CHOICES = 3
 names = st.sampled_from(NAMES)
+indexes = st.integers(0, CHOICES - 1)
+any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 operations = st.one_of(
     st.tuples(st.just("open"), names),
-    st.tuples(st.just("append"), names, st.lists(st.integers(0, 2**31 - 1), max_size=5)),
-    st.tuples(st.just("append"), names, st.lists(st.integers(0, 2**31 - 1), max_size=5)),
-    st.tuples(st.just("repeat"), names, st.integers(0, 5)),
+    st.tuples(st.just("append"), names, any_tokens, indexes),
+    st.tuples(st.just("append"), names, any_tokens, indexes),
+    st.tuples(st.just("repeat"), names, st.integers(0, 5), indexes),
+    st.tuples(st.just("end"), names, st.sampled_from(FinishReason), indexes),
     st.tuples(st.just("finish"), names, st.sampled_from(FinishReason)),
     st.tuples(st.just("stale"), names),
     st.tuples(st.just("flush")),
@@ -46,7 +50,7 @@ class Run:
     model: dict[str, Record] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
 
-    async def do(self, operation: str, name: str = "", value: object = None) -> None:
+    async def do(self, operation: str, name: str = "", value: object = None, index: int = 0) -> None:
         record = self.model.get(name)
         running = record is not None and record.finish_reason is None
         if operation == "open":
@@ -56,31 +60,38 @@ class Run:
         elif operation == "kill" and self.server is not None:
             self.server.restart()
         elif record is not None:
-            self.write(operation, record, name, value, running)
+            self.write(operation, record, name, value, index, running)
 
     def open(self, name: str) -> None:
-        generation = Generation(self.prefix + name, "m", [1, 2, 3], SamplingParams(seed=len(self.model)))
+        generation = Generation(self.prefix + name, "m", [1, 2, 3], SamplingParams(seed=len(self.model), n=CHOICES))
         lease = self.journal.open(generation)
         if name in self.model:
             # The id is taken: what is written with this lease must change nothing.
             self.journal.append(lease, 0, [7] * 50)
         else:
-            self.leases[name], self.model[name] = lease, Record(generation, "me", 1)
+            self.leases[name], self.model[name] = (
+                lease,
+                Record(generation, "me", 1, [Delivered() for _ in range(CHOICES)]),
+            )
 
-    def write(self, operation: str, record: Record, name: str, value: object, running: bool) -> None:
-        lease = self.leases[name]
+    def write(self, operation: str, record: Record, name: str, value: object, index: int, running: bool) -> None:
+        lease, choice = self.leases[name], record.choices[index]
+        growing = running and choice.finish_reason is None
         if operation == "append" and isinstance(value, list):
-            self.journal.append(lease, len(record.token_ids), value)
-            record.token_ids += value if running else []
+            self.journal.append(lease, len(choice.token_ids), value, index)
+            choice.token_ids += value if growing else []
         elif operation == "repeat" and isinstance(value, int):
-            start = max(0, len(record.token_ids) - value)
-            self.journal.append(lease, start, record.token_ids[start:])
+            start = max(0, len(choice.token_ids) - value)
+            self.journal.append(lease, start, choice.token_ids[start:], index)
+        elif operation == "end" and isinstance(value, FinishReason):
+            self.journal.append(lease, len(choice.token_ids), [], index, value)
+            choice.finish_reason = value if growing else choice.finish_reason
         elif operation == "finish" and isinstance(value, FinishReason):
             self.journal.finish(lease, value, "why")
             if running:
                 record.finish_reason, record.error = value, "why"
         elif operation == "stale":
-            self.journal.append(replace(lease, epoch=0), len(record.token_ids), [9, 9])
+            self.journal.append(replace(lease, epoch=0), len(choice.token_ids), [9, 9], index)
             self.journal.finish(replace(lease, owner="other"), FinishReason.ERROR)
 
     async def compare(self) -> None:

@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import Generation
-from quire_router.journal.base import Record
+from quire_router.journal.base import Delivered, Record
 from quire_router.journal.codec import encode_request
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.writer import WriterSettings, keys
@@ -78,7 +78,7 @@ async def test_without_redis_everything_goes_on_and_is_written_when_it_comes() -
             assert journal.available
             record = await journal.read("r")
             assert record is not None
-            assert record.token_ids == [1, 2, 3, 4]
+            assert record.choices[0].token_ids == [1, 2, 3, 4]
 
 
 REFUSALS = {"out of memory": "maxmemory", "too few replicas": "min-replicas-to-write"}
@@ -107,7 +107,7 @@ async def test_a_redis_that_answers_but_does_not_write_is_one_outage(
         assert journal.available
         record = await journal.read("r")
         assert record is not None
-        assert record.token_ids == [1]
+        assert record.choices[0].token_ids == [1]
 
 
 async def script_loads(redis: Redis) -> int:
@@ -133,7 +133,7 @@ async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServe
         server.restart()
         journal.append(lease, 2, [3])
         await flushed(journal)
-        assert await journal.read("r") == Record(generation, "me", 1, [1, 2, 3])
+        assert await journal.read("r") == Record(generation, "me", 1, [Delivered([1, 2, 3])])
 
 
 async def test_tokens_that_were_lost_alone_are_written_again(server: RedisServer) -> None:
@@ -147,7 +147,7 @@ async def test_tokens_that_were_lost_alone_are_written_again(server: RedisServer
         await flushed(journal)
         record = await journal.read("r")
         assert record is not None
-        assert (record.token_ids, record.finish_reason) == ([1, 2, 3], FinishReason.STOP)
+        assert (record.choices[0].token_ids, record.finish_reason) == ([1, 2, 3], FinishReason.STOP)
 
 
 async def test_scripts_that_redis_forgot_are_taught_again_without_a_pause(
@@ -162,7 +162,7 @@ async def test_scripts_that_redis_forgot_are_taught_again_without_a_pause(
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         record = await journal.read("r")
         assert record is not None
-        assert record.token_ids == [1]
+        assert record.choices[0].token_ids == [1]
 
 
 async def test_redis_that_hangs_holds_up_nobody(server: RedisServer) -> None:
@@ -188,7 +188,7 @@ async def test_closing_writes_what_is_pending(server: RedisServer) -> None:
     async with journal_at(server) as other:
         record = await other.read("r")
         assert record is not None
-        assert (record.token_ids, record.finish_reason) == ([1], FinishReason.STOP)
+        assert (record.choices[0].token_ids, record.finish_reason) == ([1], FinishReason.STOP)
 
 
 # Bounds
@@ -211,7 +211,7 @@ async def test_what_waits_is_bounded_in_requests_and_in_tokens() -> None:
             await flushed(journal)
             record = await journal.read("first")
             assert record is not None
-            assert record.token_ids == [1] * 90 + [2]
+            assert record.choices[0].token_ids == [1] * 90 + [2]
             assert await journal.read("second") is None
             assert await journal.read("third") is None
             journal.append(journal.open(request("fourth")), 0, [1] * 97)  # there is room again
@@ -227,7 +227,7 @@ async def test_long_outputs_are_written_in_pieces(server: RedisServer) -> None:
         await flushed(journal)
         record = await journal.read("r")
         assert record is not None
-        assert record.token_ids == list(range(200_000))
+        assert record.choices[0].token_ids == list(range(200_000))
         assert record.finish_reason is FinishReason.LENGTH
 
 
@@ -250,7 +250,12 @@ async def test_a_router_that_lost_its_lease_changes_nothing_and_is_counted(
         await flushed(journal)
         record = await journal.read("r")
         assert record is not None
-        assert (record.owner, record.epoch, record.token_ids, record.finish_reason) == ("other", 2, [1], None)
+        assert (record.owner, record.epoch, record.choices[0].token_ids, record.finish_reason) == (
+            "other",
+            2,
+            [1],
+            None,
+        )
         assert counted("quire_stale_epoch_rejections_total") == before + 1
 
 
@@ -263,7 +268,7 @@ async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
         stolen = yours.open(generation)
         yours.append(stolen, 0, [8, 9])
         await flushed(yours)
-        assert await yours.read("r") == Record(generation, "me", 1, [1])
+        assert await yours.read("r") == Record(generation, "me", 1, [Delivered([1])])
 
 
 async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end(server: RedisServer) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.events import Removed, Stored, Tier
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import Hit, KvMemory, SwapCost
 from quire_engine.kv.pool import BlockPool
 from quire_engine.kv.table import BlockTable
 
@@ -17,10 +17,15 @@ def memory(device: int = 20, host: int = 20, **settings: bool) -> KvMemory:
 def filled(kv: KvMemory, tokens: list[int]) -> BlockTable:
     """A table whose tokens are all computed."""
     table = BlockTable(b"")
-    kv.admit(table, kv.match(table, tokens))
-    kv.grow(table, len(tokens))
+    cached = kv.admit(table, kv.match(table, tokens))
+    kv.grow(table, cached, len(tokens))
     kv.name_full_blocks(table, tokens, len(tokens))
     return table
+
+
+def on_device(hits: list[Hit]) -> list[int]:
+    assert all(hit.tier is Tier.DEVICE for hit in hits)
+    return [hit.block_id for hit in hits]
 
 
 def test_the_null_page_is_never_handed_out() -> None:
@@ -41,7 +46,7 @@ def test_blocks_without_a_name_are_reused_before_named_ones() -> None:
 
 
 def test_a_prefix_outlives_what_follows_it() -> None:
-    kv = memory(device=5)
+    kv = memory(device=5, host=0)
     tokens = list(range(16))
     kv.release(filled(kv, tokens))
     filled(kv, [100 + token for token in range(8)])
@@ -57,8 +62,9 @@ def test_a_freed_block_is_revived_with_its_contents() -> None:
     blocks = first.block_ids[:2]
     kv.release(first)
     second = BlockTable(b"")
-    assert kv.match(second, tokens) == blocks
-    assert kv.admit(second, blocks) == 8
+    hits = kv.match(second, tokens)
+    assert on_device(hits) == blocks
+    assert kv.admit(second, hits) == 8
     kv.check()
 
 
@@ -78,12 +84,13 @@ def test_requests_with_another_salt_share_nothing() -> None:
 def test_what_is_swapped_out_and_in_again_is_copied_once_each_way() -> None:
     kv = memory()
     table = filled(kv, list(range(10)))
-    out = kv.swap_out(table, 10)
-    assert len(out) == 3
+    assert kv.swap_out(table, 10) == 3
+    out = kv.take_copies().out
     assert not table.block_ids
     evicting = filled(kv, [50 + token for token in range(19 * SIZE)])
     kv.release(evicting)
-    back = kv.swap_in(table)
+    assert kv.swap_in(table) == 3
+    back = kv.take_copies().into
     assert [copy.source for copy in back] == [copy.target for copy in out]
     assert not table.host_block_ids
     kv.check()
@@ -94,10 +101,10 @@ def test_blocks_that_are_still_there_are_not_copied_again() -> None:
     table = filled(kv, list(range(10)))
     out = kv.swap_out(table, 10)
     back = kv.swap_in(table)
-    assert len(back) == 1, "the device still held both full blocks under their names"
+    assert back == 1, "the device still held both full blocks under their names"
     again = kv.swap_out(table, 10)
-    assert len(again) == 1, "the host still held both full blocks under their names"
-    assert len(out) == 3
+    assert again == 1, "the host still held both full blocks under their names"
+    assert out == 3
 
 
 @pytest.mark.parametrize("evicted", [0, 9, 19])
@@ -110,27 +117,27 @@ def test_what_a_swap_in_will_take_is_known_before(evicted: int, num_tokens: int)
     kv.release(filled(kv, [50 + token for token in range(evicted * SIZE)]))
     before, missing = kv.device.num_free, kv.missing_on_device(table, num_tokens)
     kv.swap_in(table)
-    kv.grow(table, num_tokens)
+    kv.grow(table, 10, num_tokens)
     assert before - kv.device.num_free == missing
     assert sharing is None or missing == kv.blocks_for(num_tokens) - 1
 
 
 def test_blocks_that_came_back_can_be_hit_again() -> None:
-    kv = memory()
+    kv = memory(host_caching=False)
     table = filled(kv, list(range(10)))
     kv.swap_out(table, 10)
     kv.release(filled(kv, [50 + token for token in range(19 * SIZE)]))
     assert kv.match(BlockTable(b""), list(range(10))) == []
     kv.swap_in(table)
-    assert kv.match(BlockTable(b""), list(range(10))) == table.block_ids[:2]
+    assert on_device(kv.match(BlockTable(b""), list(range(10)))) == table.block_ids[:2]
 
 
 def test_two_sequences_swap_a_shared_prefix_once() -> None:
     kv = memory()
     one, two = filled(kv, [*range(8), 20]), filled(kv, [*range(8), 30])
     assert one.block_ids[:2] == two.block_ids[:2]
-    assert len(kv.swap_out(one, 9)) == 3
-    assert len(kv.swap_out(two, 9)) == 1
+    assert kv.swap_out(one, 9) == 3
+    assert kv.swap_out(two, 9) == 1
     kv.release(one)
     kv.release(two)
     kv.check()
@@ -138,14 +145,102 @@ def test_two_sequences_swap_a_shared_prefix_once() -> None:
 
 
 def test_events_tell_exactly_what_can_be_hit() -> None:
-    kv = memory(device=4)
+    kv = memory(device=4, host=0)
     kv.release(filled(kv, list(range(12))))
-    stored = [event.block_hash for event in kv.drain_events() if isinstance(event, Stored)]
-    assert stored == kv.device.names()
+    assert kv.drain_events() == kv.stored()
+    stored = [event.block_hash for event in kv.stored()]
     filled(kv, [70, 71, 72, 73])
     changes = kv.drain_events()
     assert changes[0] == Removed(stored[2], Tier.DEVICE), "the tail goes first"
     assert isinstance(changes[1], Stored)
+
+
+def test_what_the_device_gives_up_comes_back_from_the_host_by_copy() -> None:
+    kv = memory(device=5)
+    tokens = list(range(13))
+    kv.release(filled(kv, tokens))
+    kv.drain_events()
+    evicting = filled(kv, [50 + token for token in range(4 * SIZE)])
+    out = kv.take_copies().out
+    assert len(out) == 3
+    assert [event.tier for event in kv.drain_events() if isinstance(event, Stored)].count(Tier.HOST) == 3
+    kv.release(evicting)
+    table = BlockTable(b"")
+    hits = kv.match(table, tokens)
+    assert [hit.tier for hit in hits] == [Tier.HOST] * 3
+    assert kv.admit(table, hits) == 12
+    copies = kv.take_copies()
+    assert {copy.source for copy in copies.into} == {copy.target for copy in out}
+    assert [copy.target for copy in copies.into] == table.block_ids
+    assert on_device(kv.match(BlockTable(b""), tokens)) == table.block_ids
+    kv.release(table)
+    kv.check()
+
+
+def test_a_host_block_that_is_to_be_read_is_not_written_in_the_same_plan() -> None:
+    kv = memory(device=5, host=3)
+    tokens = list(range(13))
+    kv.release(filled(kv, tokens))
+    kv.release(filled(kv, [50 + token for token in range(4 * SIZE)]))
+    kv.take_copies()
+    table = BlockTable(b"")
+    hits = kv.match(table, tokens)
+    assert {hit.tier for hit in hits} == {Tier.HOST}
+    kv.admit(table, hits)
+    copies = kv.take_copies()
+    assert not {copy.target for copy in copies.out} & {copy.source for copy in copies.into}
+
+
+def test_events_of_both_tiers_tell_what_can_be_hit() -> None:
+    kv = memory(device=5, host=3)
+    known: set[Stored] = set()
+    for start in range(0, 400, 16):
+        kv.release(filled(kv, [start + token for token in range(16)]))
+        for event in kv.drain_events():
+            (known.add if isinstance(event, Stored) else known.discard)(Stored(event.block_hash, event.tier))
+        assert known == set(kv.stored())
+    assert {event.tier for event in known} == {Tier.DEVICE, Tier.HOST}
+
+
+def test_sequences_that_part_share_all_but_the_block_that_one_of_them_writes() -> None:
+    kv = memory()
+    table = filled(kv, list(range(10)))
+    forks = [kv.fork(table) for _ in range(3)]
+    assert kv.device.num_blocks - kv.device.num_free == 3
+    for fork in (table, *forks[:2]):
+        assert kv.missing(fork, 10, 11) == 1
+        kv.grow(fork, 10, 11)
+    assert kv.missing(forks[2], 10, 11) == 0, "the last one has the block for itself"
+    kv.grow(forks[2], 10, 11)
+    copies = kv.take_copies().within
+    assert [copy.source for copy in copies] == [forks[2].block_ids[2]] * 3
+    assert len({fork.block_ids[2] for fork in (table, *forks)}) == 4
+    assert all(fork.block_ids[:2] == table.block_ids[:2] for fork in forks)
+    for fork in (table, *forks):
+        kv.release(fork)
+    kv.check()
+    assert kv.device.num_free == kv.device.num_blocks
+
+
+def test_sequences_that_part_at_the_end_of_a_block_copy_nothing() -> None:
+    kv = memory()
+    table = filled(kv, list(range(8)))
+    fork = kv.fork(table)
+    kv.grow(fork, 8, 9)
+    kv.grow(table, 8, 9)
+    assert kv.take_copies().within == []
+
+
+def test_what_others_hold_costs_nothing_to_compute_again() -> None:
+    kv = KvMemory(KvCapacity(SIZE, 20, 20, block_bytes=100))
+    one, two = filled(kv, [*range(8), 20]), filled(kv, [*range(8), 30])
+    assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=600, uncached_tokens=1)
+    kv.release(two)
+    assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=600, uncached_tokens=9)
+    kv.swap_out(one, 9)
+    kv.swap_in(one)
+    kv.take_copies()
+    assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=400, uncached_tokens=1)
 
 
 def test_without_prefix_caching_nothing_is_named_or_found() -> None:

@@ -3,10 +3,6 @@ leaves nothing behind.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -16,110 +12,16 @@ from prometheus_client import REGISTRY
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.text.model_text import ModelText
-from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.settings import LinkSettings
-from quire_router.fleet.static import StaticDiscovery
-from quire_router.generation import Delta, Generation, Usage
-from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from quire_router.generation import Generation, Usage
 
-from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
-from tests.support.waiting import until
-
-QUICK = {"backoff": 0.01, "max_backoff": 0.05, "slow_client_timeout": 0.05}
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-def letters() -> ModelText:
-    """A model whose tokens are single bytes."""
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(ALPHABET)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return ModelText(tokenizer, None)
-
-
-TEXT = letters()
-
-
-def tokens(text: str) -> list[int]:
-    return TEXT.encode(text)
+from tests.support.house import QUICK, collect, house, started, told
+from tests.support.letters import tokens
+from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, output
 
 
 def request(request_id: str = "r", *, stop: tuple[str, ...] = (), max_tokens: int = 50) -> Generation:
     params = SamplingParams(temperature=0.5, seed=7, max_tokens=max_tokens)
     return Generation(request_id, "m", tokens("hello"), params, stop, cache_salt=b"salt")
-
-
-@dataclass
-class House:
-    """A router's inner rooms and its engines."""
-
-    lifecycle: Lifecycle
-    fleet: Fleet
-    journal: MemoryJournal
-    engines: list[ScriptedEngine]
-
-    @property
-    def engine(self) -> ScriptedEngine:
-        return self.engines[0]
-
-    async def ready(self, count: int) -> None:
-        await until(lambda: self.fleet.ready("m") == count)
-
-    async def delivered(self, text: str) -> None:
-        async with asyncio.timeout(10):
-            while (record := await self.journal.read("r")) is None or record.token_ids != tokens(text):  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.002)
-
-    async def left_nothing(self, request_id: str, reason: FinishReason, delivered: str) -> None:
-        """Nothing is in flight anywhere, and the record tells what the client got."""
-        assert self.lifecycle.in_flight == 0
-        for engine in self.fleet.candidates("m"):
-            assert (engine.in_flight, engine.in_flight_tokens) == (0, 0)
-        record = await self.journal.read(request_id)
-        assert record is not None
-        assert record.finish_reason is reason
-        assert record.token_ids == tokens(delivered)
-
-
-@asynccontextmanager
-async def house(
-    count: int = 1, *, ready: int | None = None, grace: float = 30, link: Mapping[str, float] = QUICK, **options: Any
-) -> AsyncIterator[House]:
-    engines = [ScriptedEngine() for _ in range(count)]
-    for engine in engines:
-        await engine.start()
-        if ready == 0:
-            await engine.stop()
-    settings = LinkSettings(grace=grace, **link)
-    fleet = Fleet(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
-    await fleet.start()
-    journal = MemoryJournal()
-    place = House(Lifecycle(fleet, journal, {"m": TEXT}, **options), fleet, journal, engines)
-    try:
-        await place.ready(count if ready is None else ready)
-        yield place
-    finally:
-        await fleet.close()
-        for engine in engines:
-            await engine.stop()
-
-
-async def collect(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
-    async with asyncio.timeout(10):
-        return [delta async for delta in answer]
-
-
-def told(deltas: list[Delta]) -> str:
-    return "".join(delta.text for delta in deltas)
-
-
-async def started(place: House, answer: AsyncGenerator[Delta, None]) -> tuple[asyncio.Task[list[Delta]], Any]:
-    """The answer being read, and the Submit that it led to."""
-    task = asyncio.create_task(collect(answer))
-    return task, await place.engine.submit()
 
 
 # What the client sees

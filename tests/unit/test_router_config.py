@@ -62,6 +62,23 @@ def test_a_flag_counts_more_than_its_variable(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("flags", "variable", "allowed"),
+    [
+        ([], None, False),
+        (["--allow-priority"], None, True),
+        (["--no-allow-priority"], "true", False),
+        ([], "true", True),
+        ([], "0", False),
+    ],
+)
+def test_clients_set_priorities_only_where_the_router_says_so(flags, variable, allowed, monkeypatch):
+    if variable is not None:
+        monkeypatch.setenv("QUIRE_ROUTER_ALLOW_PRIORITY", variable)
+
+    assert read_settings(["--model", "/m", *flags]).allow_priority is allowed
+
+
+@pytest.mark.parametrize(
     ("arguments", "flag"),
     [
         ([], "--model"),

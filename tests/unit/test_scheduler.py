@@ -22,11 +22,16 @@ class Bench:
 
     def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        return self.scheduler.add(Request(request_id, [1] * prompt, params))
+        self.scheduler.add(Request(request_id, [1] * prompt, params))
+        return self.sequences(request_id)[0]
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        group = self.scheduler._registry.group(request_id)
+        return list(group.sequences.values()) if group else []
 
     def step(self) -> StepPlan:
         plan = self.scheduler.plan()
-        self.scheduler.commit(plan, StepResult({c.sequence_id: 9 for c in plan.chunks if c.draws}))
+        self.scheduler.commit(plan, StepResult({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
         return plan
 
     def step_until(self, condition: Callable[[StepPlan], object]) -> StepPlan:
@@ -89,7 +94,7 @@ def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
 
 
 def test_swap_is_preferred_while_the_host_has_room() -> None:
-    for host, expected in ((20, Status.SWAPPED), (2, Status.WAITING), (0, Status.WAITING)):
+    for host, expected in ((20, Status.SWAPPED), (2, Status.PREEMPTED), (0, Status.PREEMPTED)):
         bench = Bench(device=10, host=host)
         bench.add("one", 15)
         two = bench.add("two", 13)
@@ -103,7 +108,7 @@ def test_a_preempted_sequence_is_the_next_to_run() -> None:
     two = bench.add("two", 13)
     bench.add("three", 1)
     bench.step_until(preempted)
-    assert bench.scheduler.waiting.first() is two
+    assert bench.scheduler.preempted.first() is two
 
 
 def test_of_two_victims_the_older_comes_back_first() -> None:

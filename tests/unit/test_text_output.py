@@ -25,9 +25,9 @@ def pieces_of(items, cuts):
             at += length
 
 
-def streamed(text: ModelText, prompt, output, cuts=(), stop=()):
+def streamed(text: ModelText, prompt, output, cuts=(), stop=(), **rules):
     """The text of ``output`` as it comes out piece by piece."""
-    stream = text.open_output(list(prompt), tuple(stop))
+    stream = text.open_output(list(prompt), tuple(stop), **rules)
     out = "".join(stream.push(piece) for piece in pieces_of(output, cuts))
     return out if stream.stopped else out + stream.finish()
 
@@ -121,6 +121,32 @@ def test_an_added_token_that_is_not_special_is_text():
 
 
 @settings(deadline=None)
+@given(IDS, CUTS)
+@example([0, 1, 2, 0], [])
+def test_special_tokens_are_text_where_they_are_not_skipped(ids, cuts):
+    prompt = byte_level_ids("how are")
+
+    told = streamed(BYTE_LEVEL, prompt, ids, cuts, skip_special_tokens=False)
+
+    assert told == byte_level().decode(ids, skip_special_tokens=False)
+
+
+@settings(deadline=None)
+@given(TEXTS, st.lists(st.sampled_from([0, 1, 2]), max_size=3), st.data())
+def test_sentencepiece_special_tokens_are_text_at_any_place_and_in_any_pieces(text, specials, data):
+    ids = sentencepiece_like().encode(text).ids
+    for special in specials:
+        ids.insert(data.draw(st.integers(0, len(ids))), special)
+    cut, cuts = data.draw(st.integers(0, len(ids))), data.draw(CUTS)
+    before, whole = (sentencepiece_like().decode(part, skip_special_tokens=False) for part in (ids[:cut], ids))
+
+    told = streamed(SENTENCEPIECE, ids[:cut], ids[cut:], cuts, skip_special_tokens=False)
+
+    if REPLACEMENT not in before + whole:
+        assert before + told == whole
+
+
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([0x80, 0xE2, 0xF0, 0x9F]), min_size=100, max_size=200))
 def test_endless_broken_bytes_never_make_a_token_dear(raw):
     longest = 0
@@ -143,13 +169,17 @@ ALPHABET = "ab c"
 STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+def ended(text: str, stops: list[str]) -> int | None:
+    """Where the stop string that is complete first ends."""
+    return next((end for end in range(1, len(text) + 1) if text[:end].endswith(tuple(stops))), None)
+
+
 def naive(text: str, stops: list[str]) -> tuple[str, bool]:
     """The text before the stop string that is complete first; the longest of those that end there."""
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
-        if found:
-            return text[: end - max(map(len, found))], True
-    return text, False
+    end = ended(text, stops)
+    if end is None:
+        return text, False
+    return text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))], True
 
 
 @settings(deadline=None)
@@ -161,6 +191,25 @@ def test_stop_strings_are_found_in_any_pieces_as_in_the_whole_text(text, stops, 
     told += "" if matcher.stopped else matcher.finish()
 
     assert (told, matcher.stopped) == naive(text, stops)
+
+
+@settings(deadline=None)
+@given(st.text(ALPHABET, max_size=30), STOPS, CUTS)
+@example("aab", ["ab", "aac"], [1, 1, 1])
+def test_an_included_stop_string_ends_the_text_and_nothing_is_held_back(text, stops, cuts):
+    matcher = StopMatcher(stops, include=True)
+    pushed = told = ""
+    for piece in pieces_of(text, cuts):
+        if matcher.stopped:
+            break
+        pushed, told = pushed + piece, told + matcher.push(piece)
+        assert matcher.stopped or told == pushed
+
+    before, stopped = naive(text, stops)
+    assert matcher.stopped == stopped
+    assert (matcher.found in stops and told.endswith(matcher.found)) if stopped else matcher.found is None
+    assert told == (text[: ended(text, stops)] if stopped else text)
+    assert told.startswith(before)
 
 
 @settings(deadline=None)
@@ -203,3 +252,16 @@ def test_stop_strings_beyond_ascii_are_found_across_tokens(stop):
     text = "the naïve café 😀 goes on"
 
     assert streamed(BYTE_LEVEL, [], byte_level_ids(text), (), [stop]) == text.partition(stop)[0]
+    included = streamed(BYTE_LEVEL, [], byte_level_ids(text), (), [stop], include_stop=True)
+    assert included == "".join(text.partition(stop)[:2])
+
+
+@settings(deadline=None)
+@given(TEXTS, st.text("helo wrdué€", min_size=1, max_size=3), st.booleans(), CUTS)
+def test_a_stop_string_is_only_ever_at_the_end_however_the_tokens_are_cut(text, stop, include, cuts):
+    ids = byte_level_ids(text)
+    at_once = streamed(BYTE_LEVEL, [], ids, [len(ids)], [stop], include_stop=include)
+
+    assert streamed(BYTE_LEVEL, [], ids, cuts, [stop], include_stop=include) == at_once
+    before, found, _ = text.partition(stop)
+    assert at_once == before + (found if include else "")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from quire_engine.executor.torch.runner import TorchExecutor
-from quire_engine.models.config import ModelConfig
+from quire_engine.models.config import DecoderConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.weights import Checkpoint, resolve_dtype
 from safetensors.torch import load_file, save_file
@@ -153,7 +153,7 @@ def test_both_spellings_of_rope_parameters_mean_the_same(tmp_path: Path) -> None
     older = write(tmp_path / "older", rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
     new = write(tmp_path / "new", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
     plain = write(tmp_path / "plain", rope_theta=5e5)
-    frequencies = [ModelConfig.read(one).rope_frequencies for one in (old, older, new, plain)]
+    frequencies = [DecoderConfig.read(one).rope_frequencies for one in (old, older, new, plain)]
     assert frequencies[0] == frequencies[1] == frequencies[2] != frequencies[3]
 
 
@@ -168,12 +168,12 @@ def test_both_spellings_of_rope_parameters_mean_the_same(tmp_path: Path) -> None
     ],
 )
 def test_the_length_is_what_the_rope_reaches(tmp_path: Path, rope: dict[str, Any], length: int) -> None:
-    assert ModelConfig.read(write(tmp_path / "model", rope_scaling=rope)).max_length == length
+    assert DecoderConfig.read(write(tmp_path / "model", rope_scaling=rope)).max_length == length
 
 
 def test_dynamic_rope_is_unscaled_up_to_the_limit(tmp_path: Path) -> None:
-    dynamic = ModelConfig.read(write(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 3.0}))
-    assert dynamic.rope_frequencies == ModelConfig.read(write(tmp_path / "b")).rope_frequencies
+    dynamic = DecoderConfig.read(write(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 3.0}))
+    assert dynamic.rope_frequencies == DecoderConfig.read(write(tmp_path / "b")).rope_frequencies
 
 
 def test_yarn_takes_its_optional_parameters(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_yarn_takes_its_optional_parameters(tmp_path: Path) -> None:
         base | {"mscale": 2.0, "mscale_all_dim": 0.5},
         base | {"truncate": False},
     ]
-    configs = [ModelConfig.read(write(tmp_path / f"{place}", rope_scaling=one)) for place, one in enumerate(variants)]
+    configs = [DecoderConfig.read(write(tmp_path / f"{place}", rope_scaling=one)) for place, one in enumerate(variants)]
     assert len({(config.rope_frequencies, config.rope_scale) for config in configs}) == 4
     assert configs[1].rope_scale == 0.5
 
@@ -209,7 +209,7 @@ def test_each_layer_has_the_window_of_its_kind(
 ) -> None:
     model_type = architecture.removesuffix("ForCausalLM").lower()
     folder = write(tmp_path / "model", **{"architectures": [architecture], "model_type": model_type, **changes})
-    assert ModelConfig.read(folder).windows == windows
+    assert DecoderConfig.read(folder).windows == windows
 
 
 @pytest.mark.parametrize(
@@ -221,15 +221,15 @@ def test_end_tokens_are_those_of_the_generation_config_first(
 ) -> None:
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert ModelConfig.read(folder).eos_token_ids == ids
+    assert DecoderConfig.read(folder).eos_token_ids == ids
 
 
 def test_equal_folders_have_one_revision_and_other_folders_another(folder: Path, tmp_path: Path) -> None:
-    revision = ModelConfig.read(folder).model_revision
+    revision = DecoderConfig.read(folder).model_revision
     copy = Path(shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile))
-    assert ModelConfig.read(copy).model_revision == revision
-    assert ModelConfig.read(shard(copy)).model_revision != revision
-    assert ModelConfig.read(write(tmp_path / "other", rms_norm_eps=1e-3)).model_revision != revision
+    assert DecoderConfig.read(copy).model_revision == revision
+    assert DecoderConfig.read(shard(copy)).model_revision != revision
+    assert DecoderConfig.read(write(tmp_path / "other", rms_norm_eps=1e-3)).model_revision != revision
 
 
 # Refusals
@@ -357,7 +357,6 @@ def test_a_tensor_of_integers_is_refused(tmp_path: Path, name: str) -> None:
         ({"kv_cache_bytes": 0}, "0 bytes holds fewer than 2 blocks of 16 tokens, which take 2048 bytes"),
         ({"kv_cache_bytes": 4095}, "4095 bytes"),
         ({"kv_cache_bytes": 1 << 62}, "no memory for a KV pool"),
-        ({"swap_bytes": 1 << 62}, "no memory for a KV pool"),
         ({"block_size": 0}, "block size is 0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"attention": "magic"}, "attention backend 'magic'"),

@@ -13,14 +13,25 @@ from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
 
 
 class BlockPool:
-    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out."""
+    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out.
+
+    ``emit`` hears of what can be hit and what no longer can; ``on_evict`` of each named block, and its name, whose
+    contents are about to be given up.
+    """
 
     def __init__(
-        self, num_blocks: int, tier: Tier, *, reserved: int = 0, emit: Callable[[KvEvent], None] | None = None
+        self,
+        num_blocks: int,
+        tier: Tier,
+        *,
+        reserved: int = 0,
+        emit: Callable[[KvEvent], None] | None = None,
+        on_evict: Callable[[int, bytes], None] | None = None,
     ) -> None:
         self._tier = tier
         self._reserved = reserved
         self._emit = emit or _ignore
+        self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._names: list[bytes | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, num_blocks))
@@ -40,10 +51,16 @@ class BlockPool:
         """Whether nobody uses the block."""
         return self._references[block_id] == 0
 
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one table uses the block."""
+        return self._references[block_id] > 1
+
     def allocate(self) -> int:
         """Hands out the block that is missed least, with one reference. The caller made sure that there is one."""
         block_id, _ = self._free.popitem(last=False)
-        self._forget(block_id)
+        name = self._names[block_id]
+        if name is not None:
+            self._forget(block_id, name)
         self._references[block_id] = 1
         return block_id
 
@@ -78,9 +95,14 @@ class BlockPool:
         self._names[block_id] = name
         self._emit(Stored(name, self._tier))
 
-    def names(self) -> list[bytes]:
+    def touch(self, block_id: int) -> None:
+        """Lets a free block be missed more than all others."""
+        if self._references[block_id] == 0:
+            self._free.move_to_end(block_id)
+
+    def stored(self) -> list[Stored]:
         """Everything that can be hit, in the order in which it was stored."""
-        return list(self._index)
+        return [Stored(name, self._tier) for name in self._index]
 
     def check(self) -> None:
         """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
@@ -91,12 +113,12 @@ class BlockPool:
         named = {name: i for i, name in enumerate(self._names) if name is not None}
         assert named == self._index, "the hash index and the blocks' names disagree"
 
-    def _forget(self, block_id: int) -> None:
-        name = self._names[block_id]
-        if name is not None:
-            self._names[block_id] = None
-            del self._index[name]
-            self._emit(Removed(name, self._tier))
+    def _forget(self, block_id: int, name: bytes) -> None:
+        if self._on_evict is not None:
+            self._on_evict(block_id, name)
+        self._names[block_id] = None
+        del self._index[name]
+        self._emit(Removed(name, self._tier))
 
 
 def _ignore(event: KvEvent) -> None:

@@ -15,7 +15,7 @@ class BlockTable:
 
     ``names`` are the hashes of the sequence's full blocks as far as they were needed; they only ever grow, because
     known tokens do not change. ``named`` counts the blocks of the device table that were offered to the pool under
-    their name.
+    their name. After a fork, ``parted`` says that the last block may be shared although it is not full.
     """
 
     extra: bytes
@@ -23,6 +23,11 @@ class BlockTable:
     host_block_ids: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     named: int = 0
+    parted: bool = False
+
+    def copy(self) -> "BlockTable":
+        """The same blocks for a sequence that parts from this one; whoever copies adds the references."""
+        return BlockTable(self.extra, [*self.block_ids], [], [*self.names], self.named, self.parted)
 
     def extend_names(self, token_ids: Sequence[int], num_blocks: int, block_size: int) -> None:
         """Computes names until there are ``num_blocks`` of them; all their tokens must be known."""

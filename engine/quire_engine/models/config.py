@@ -1,49 +1,84 @@
-"""What a model folder says about its model, read once and checked; knows no weights and no device.
+"""The configuration of the models that have own code: the Llama family, and mixture of experts on top of it. Knows no
+weights and no device.
 
 The folder's ``config.json`` is read through transformers' own configuration classes, so that defaults and both
-spellings of the rope parameters mean what they mean there. No code from a folder is ever run.
+spellings of the rope parameters mean what they mean there.
 """
 
-import json
 import math
-import os
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from quire_engine.models.base import ModelConfig
 from quire_engine.models.errors import ModelError
+from quire_engine.models.folder import (
+    architecture_of,
+    eos_token_ids,
+    is_positive,
+    one_line,
+    parse,
+    read_config,
+    revision,
+    stretched_length,
+)
 
+# The architectures that this configuration covers, with the model type that config.json gives them.
 SUPPORTED = {
-    "LlamaForCausalLM": "LlamaConfig",
-    "MistralForCausalLM": "MistralConfig",
-    "Qwen2ForCausalLM": "Qwen2Config",
-    "Qwen3ForCausalLM": "Qwen3Config",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
+WINDOW_IN_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")
+BIAS_BY_CHOICE = ("llama", "qwen3", "qwen3_moe")
+NORM_OF_HEADS = ("qwen3", "qwen3_moe")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-MAX_HEADER_BYTES = 100_000_000
-SAMPLES, SAMPLE_BYTES = 64, 4096
+OPTIONAL_SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ExpertsConfig:
+    """A mixture of experts, in the layers for which ``layers`` says so.
+
+    Each token goes to ``per_token`` of ``count`` experts, whose inner size is ``ffn_size``. Their weights add up to 1
+    where ``normalized``, and are of the model's dtype where ``rounded``, else float32.
+    """
+
+    count: int
+    per_token: int
+    ffn_size: int
+    normalized: bool
+    rounded: bool
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig(ModelConfig):
     """A decoder of the Llama family, in plain numbers.
 
     ``windows`` holds one entry a layer: the number of latest tokens that a token sees, itself included, or None for
     all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and sines
-    are multiplied by ``rope_scale`` (YaRN's attention factor). ``max_length`` is the longest sequence in tokens.
-    ``model_revision`` is equal for equal folders, wherever they lie.
+    are multiplied by ``rope_scale`` (YaRN's attention factor).
     """
 
-    architecture: str
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    vocab_size: int
     norm_eps: float
     tied_head: bool
     qkv_bias: bool
@@ -53,21 +88,21 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
-    max_length: int
-    eos_token_ids: tuple[int, ...]
-    model_revision: str
+    experts: ExpertsConfig | None
 
     @classmethod
-    def read(cls, folder: Path) -> "ModelConfig":
+    def read(cls, folder: Path) -> "DecoderConfig":
         """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``."""
         path = folder / "config.json"
-        raw = read_json(path)
-        architecture = _architecture(path, raw)
+        raw = read_config(folder)
+        architecture = architecture_of(path, raw)
+        if not covers(architecture, raw):
+            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED)}.")
         _check_sizes(path, raw)
-        eos_token_ids = _eos_token_ids(folder, raw)
+        end_token_ids = eos_token_ids(folder, raw)
         hf = _parse(path, architecture, raw)
         frequencies, scale = _rope(path, hf)
-        qkv_bias, output_bias = _attention_biases(architecture, hf)
+        qkv_bias, output_bias = _attention_biases(hf)
         config = cls(
             architecture=architecture,
             hidden_size=hf.hidden_size,
@@ -81,109 +116,99 @@ class ModelConfig:
             tied_head=bool(hf.tie_word_embeddings),
             qkv_bias=qkv_bias,
             attention_output_bias=output_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and bool(hf.mlp_bias),
-            qk_norm=architecture == "Qwen3ForCausalLM",
+            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
+            qk_norm=hf.model_type in NORM_OF_HEADS,
             windows=_windows(path, hf),
             rope_frequencies=frequencies,
             rope_scale=scale,
-            max_length=_max_length(hf),
-            eos_token_ids=eos_token_ids,
-            model_revision=_revision(folder),
+            max_length=stretched_length(int(hf.max_position_embeddings), hf.rope_parameters),
+            eos_token_ids=end_token_ids,
+            model_revision=revision(folder),
+            experts=_experts(path, hf),
         )
         _check_shape(path, config)
         return config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``ModelError`` where there is none, or where it holds NaN or Infinity."""
-    if not path.parent.is_dir():
-        raise ModelError(f"The model folder {path.parent} does not exist.")
-    try:
-        value = json.loads(path.read_bytes(), parse_constant=lambda name: _not_finite(path, name))
-    except FileNotFoundError:
-        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError):
-        raise ModelError(f"{path} is not valid JSON.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object.")
-    return value
-
-
-def _not_finite(path: Path, name: str) -> NoReturn:
-    raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
-
-
-def _architecture(path: Path, raw: dict[str, Any]) -> str:
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in SUPPORTED:
-        said = f"the architecture {name}" if name else "no architecture"
-        raise ModelError(f"{path} names {said}, and supported are {', '.join(SUPPORTED)}.")
-    if raw.get("auto_map"):
-        raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
-    if raw.get("quantization_config"):
-        raise ModelError(f"{path} has quantization_config, and quantized weights are not supported.")
-    return name
+def covers(architecture: str, raw: dict[str, Any]) -> bool:
+    """Whether there is own code for what a ``config.json`` describes: some models carry the architecture of another
+    with a type of their own.
+    """
+    model_type = SUPPORTED.get(architecture)
+    return model_type is not None and raw.get("model_type", model_type) == model_type
 
 
 def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
     for name in SIZES:
         if name not in raw:
             raise ModelError(f"{path} has no {name}.")
-    for name in (*SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for name in (*SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
-        if (value is not None or name in SIZES) and not _is_positive(value):
+        if (value is not None or name in SIZES) and not is_positive(value):
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path} says that hidden_act is {raw['hidden_act']!r}, and only silu is supported.")
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _parse(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
-    import transformers
+    from transformers import CONFIG_MAPPING
 
-    values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
-    try:
-        return getattr(transformers, SUPPORTED[architecture]).from_dict(values)
-    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
-        raise ModelError(f"{path} is not a configuration of {architecture}: {_reason(error)}.") from None
-
-
-def _reason(error: BaseException) -> str:
-    """The message of ``error`` on one line, without a full stop."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return parse(path, raw, CONFIG_MAPPING[SUPPORTED[architecture]])
 
 
 def _head_dim(hf: Any) -> int:
     return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
 
 
-def _attention_biases(architecture: str, hf: Any) -> tuple[bool, bool]:
+def _attention_biases(hf: Any) -> tuple[bool, bool]:
     """Whether queries, keys and values have a bias, and whether the output projection has one."""
-    if architecture == "Qwen2ForCausalLM":
+    if hf.model_type == "qwen2":
         return True, False
-    both = architecture != "MistralForCausalLM" and bool(hf.attention_bias)
+    both = hf.model_type in BIAS_BY_CHOICE and bool(hf.attention_bias)
     return both, both
 
 
 def _windows(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """Mistral's window is that of all layers, Qwen's that of its ``sliding_attention`` layers; Llama has none."""
+    """The windows of the layers: of all, or of those that are called ``sliding_attention``; Llama has none."""
     layers: int = hf.num_hidden_layers
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type == "llama" or window is None:
         return (None,) * layers
-    if not _is_positive(window):
+    if not is_positive(window):
         raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
-    if hf.model_type == "mistral":
+    if hf.model_type in WINDOW_IN_ALL_LAYERS:
         return (window,) * layers
     if len(hf.layer_types) != layers:
         raise ModelError(f"{path} has {len(hf.layer_types)} layer_types for {layers} layers.")
     return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
+
+
+def _experts(path: Path, hf: Any) -> ExpertsConfig | None:
+    if hf.model_type not in ("mixtral", "qwen3_moe"):
+        return None
+    if hf.num_experts_per_tok > hf.num_experts:
+        raise ModelError(f"{path} sends each token to {hf.num_experts_per_tok} of {hf.num_experts} experts.")
+    layers = hf.num_hidden_layers
+    if hf.model_type == "mixtral":
+        return ExpertsConfig(
+            hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers
+        )
+    return ExpertsConfig(
+        count=hf.num_experts,
+        per_token=hf.num_experts_per_tok,
+        ffn_size=hf.moe_intermediate_size,
+        normalized=bool(hf.norm_topk_prob),
+        rounded=True,
+        layers=_sparse_layers(path, hf),
+    )
+
+
+def _sparse_layers(path: Path, hf: Any) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
+    step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
+    if not is_positive(step):
+        raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
 
 
 def _rope(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
@@ -197,7 +222,7 @@ def _rope(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
     try:
         frequencies, scale = _frequencies(kind, hf)
     except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
-        raise ModelError(f"{path} has rope parameters that do not work: {_reason(error)}.") from None
+        raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
     if not all(map(math.isfinite, (*frequencies, scale))):
         raise ModelError(f"{path} has rope parameters that lead to numbers which are not finite.")
     return frequencies, scale
@@ -215,31 +240,7 @@ def _frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
     return tuple(frequencies.tolist()), float(scale)
 
 
-def _max_length(hf: Any) -> int:
-    """Trained length, stretched by YaRN's factor where ``max_position_embeddings`` is still the length before it.
-
-    With dynamic scaling the length ends where scaling would begin: keys in the cache cannot be turned again.
-    """
-    length = int(hf.max_position_embeddings)
-    rope = hf.rope_parameters
-    if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
-        return length
-    return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
-
-
-def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
-    path = folder / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
-    if value is None:
-        path, value = folder / "config.json", raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
-    return tuple(dict.fromkeys(ids))
-
-
-def _check_shape(path: Path, config: ModelConfig) -> None:
+def _check_shape(path: Path, config: DecoderConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"{path} has {config.num_heads} attention heads, which {config.num_kv_heads} KV heads do not divide."
@@ -248,37 +249,3 @@ def _check_shape(path: Path, config: ModelConfig) -> None:
         raise ModelError(f"{path} has a head dimension of {config.head_dim}, and rope needs an even one.")
     if not (math.isfinite(config.norm_eps) and config.norm_eps >= 0):
         raise ModelError(f"{path} says that rms_norm_eps is {config.norm_eps}, which is not a number from 0 on.")
-
-
-def _revision(folder: Path) -> str:
-    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
-
-    Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
-    """
-    digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-        digest.update(_header(path))
-        digest.update(_samples(path))
-    return digest.hexdigest()
-
-
-def _samples(path: Path) -> bytes:
-    """Pieces of a file at even distances, its end among them."""
-    try:
-        with path.open("rb") as file:
-            last = max(0, path.stat().st_size - SAMPLE_BYTES)
-            starts = [last * index // (SAMPLES - 1) for index in range(SAMPLES)]
-            return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _header(path: Path) -> bytes:
-    """The length and the JSON header that a safetensors file begins with, as far as they are there."""
-    try:
-        with path.open("rb") as file:
-            size = file.read(8)
-            return size + file.read(min(int.from_bytes(size, "little"), MAX_HEADER_BYTES))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire_engine.models.config import ModelConfig
+from quire_engine.models.config import DecoderConfig
 
 
 class RotaryEmbedding:
@@ -12,7 +12,7 @@ class RotaryEmbedding:
     more memory than the step it serves, and rounding the angle in a lower precision would lose far positions.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
         self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
         self._scale = config.rope_scale
 

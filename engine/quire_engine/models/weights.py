@@ -5,6 +5,7 @@ of the weights and of one tensor. Nothing is read with pickle.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quire_engine.models.config import read_json
 from quire_engine.models.errors import ModelError
+from quire_engine.models.folder import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,9 +45,16 @@ class Checkpoint:
         self._entries = _index(self._listing)
         self._unread = set(self._entries)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
         return STORED_DTYPES[self._entry(name).dtype]
+
+    def main_dtype(self) -> torch.dtype:
+        """The dtype that the largest tensor is stored in."""
+        return self.dtype(max(sorted(self._entries), key=lambda name: math.prod(self._entries[name].shape)))
 
     def fused(
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
@@ -59,6 +67,16 @@ class Checkpoint:
         for name, part in zip(names, target.split(rows), strict=True):
             self._copy(name, part)
         return target
+
+    def one_of(
+        self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """``name[index]`` of a tensor of the given shape, without reading the rest of it."""
+        self._check_shape(name, shape)
+        with _opened(self._entry(name).path) as file:
+            part = torch.empty(shape[1:], dtype=dtype, device=device).copy_(file.get_slice(name)[index])
+        self._unread.discard(name)
+        return part
 
     def log_unread(self) -> None:
         """Says in the log which tensors the model had no use for."""

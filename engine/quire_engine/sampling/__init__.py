@@ -1,6 +1,6 @@
-"""Draws tokens from logits. Knows rows and parameters, never requests."""
+"""Draws tokens from logits. Knows rows, parameters and draws, never requests."""
 
-from quire_engine.sampling.rows import SamplingRows
-from quire_engine.sampling.sampler import NOT_FINITE, sample
+from quire_engine.sampling.prompts import score_prompts
+from quire_engine.sampling.step import PendingDraws, StepSampler
 
-__all__ = ["NOT_FINITE", "SamplingRows", "sample"]
+__all__ = ["PendingDraws", "StepSampler", "score_prompts"]

@@ -1,9 +1,10 @@
-"""Top-k and top-p: the smallest score that a row keeps. Knows no randomness.
+"""Top-k, top-p and min-p: the smallest score that a row keeps. Knows no randomness.
 
-Both filters are rules about values, not about places in a sorted list: top-k keeps what scores at least as
-high as the k-th token, top-p (nucleus sampling, Holtzman et al. 2019) what has less than ``top_p`` of the
-mass strictly above it, counted among the tokens that top-k kept. Equal scores are kept or left out together,
-so that neither the order in which a sort leaves them nor the width that was sorted can change a draw.
+All three are rules about values, not about places in a sorted list: top-k keeps what scores at least as high as the
+k-th token, top-p (nucleus sampling, Holtzman et al. 2019) what has less than ``top_p`` of the mass strictly above it,
+counted among the tokens that top-k kept, and min-p (Nguyen et al. 2024) what is at least ``min_p`` times as probable as
+the most probable token. Equal scores are kept or left out together, so that neither the order in which a sort leaves
+them nor the width that was sorted can change a draw.
 """
 
 from dataclasses import dataclass
@@ -20,27 +21,32 @@ class Top:
 
     @classmethod
     def of(cls, scores: torch.Tensor, width: int) -> "Top":
-        """The ``width`` highest of ``scores`` [R, V]."""
+        """The ``width`` highest of ``scores`` [R, V]; which of several equal ones is left open."""
         if width >= scores.shape[1]:
             return cls(*scores.sort(dim=-1, descending=True))
         return cls(*scores.topk(width, dim=-1))
 
 
 def lowest_kept(
-    scores: torch.Tensor, top: Top, top_k: torch.Tensor, top_p: torch.Tensor
+    scores: torch.Tensor, top: Top, top_k: torch.Tensor, top_p: torch.Tensor, floor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
 
-    ``scores`` [R, V] is finite or -inf; ``top_k`` [R] int64, 0 for all; ``top_p`` [R] float64. A ``top`` as wide as the
-    vocabulary always is wide enough.
+    ``scores`` [R, V] are finite or -inf, and relative to the row's highest, which is 0; ``top_k`` [R] int64, 0 for all;
+    ``top_p`` [R] float64; ``floor`` [R] float32, the logarithm of min-p. A ``top`` that holds every score above -inf
+    always is wide enough.
     """
     vocab_size, width = scores.shape[1], top.scores.shape[1]
+    last = top.scores[:, -1]
     unlimited = (top_k == 0) | (top_k >= vocab_size)
     kth = top.scores.gather(1, top_k.clamp(1, width)[:, None] - 1).masked_fill(unlimited[:, None], -torch.inf)
     nucleus, reached = _nucleus(scores, kth, top, top_p)
-    bounded = (kth >= top.scores[:, -1:]).squeeze(1)
-    known = (unlimited | (top_k <= width)) & (reached | bounded)
-    return torch.maximum(kth, nucleus), known | (width == vocab_size)
+    above = floor >= last
+    # The mass that top-p counts is of what top-k kept, so the floor makes top-k's own border needless only without it.
+    kth_known = unlimited | (top_k <= width) | (above & (top_p >= 1))
+    known = kth_known & (reached | above | (kth.squeeze(1) >= last))
+    lowest = torch.maximum(torch.maximum(kth, nucleus), floor[:, None])
+    return lowest, known | (last == -torch.inf) | (width == vocab_size)
 
 
 def _nucleus(

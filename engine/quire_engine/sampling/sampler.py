@@ -2,7 +2,7 @@
 
 argmax(score + Gumbel noise) is a draw from softmax(score) (Gumbel 1954; Maddison et al. 2014). Here
 
-    score = (logit - highest logit of the row) / temperature, of the tokens that top-k and top-p keep,
+    score = (logit - highest logit of the row) / temperature, of the tokens that top-k, top-p and min-p keep,
 
 and the noise is that of ``noise``: a function of seed, position and token id. Greedy is the same argmax
 without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
@@ -18,7 +18,6 @@ from quire_engine.sampling.filters import Top, lowest_kept
 from quire_engine.sampling.noise import gumbel
 from quire_engine.sampling.rows import SamplingRows
 
-NOT_FINITE = -1
 TOP_WIDTH = 1024
 # Noise is made for so many tokens at a time: a dozen passes over them then stay in the processor's cache.
 NOISE_TOKENS = 1 << 16
@@ -27,23 +26,24 @@ MIN_TEMPERATURE = 1e-30
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [B] int64, on the host, for ``logits`` [B, V] of any float dtype.
-
-    A row with a logit that is NaN or infinite gets ``NOT_FINITE``; the other rows are not touched by it.
+    """Token ids [B] int64, on the host, for ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
+    of them -inf. They are used up.
     """
-    finite = _finite(logits)
-    if not bool(finite.all()):
-        logits = logits.masked_fill(~finite[:, None], 0)
     token_ids = torch.empty(len(rows), dtype=torch.int64)
     greedy = rows.greedy()
     if bool(greedy.any()):
-        token_ids[greedy] = _take(logits, greedy).max(-1).indices.cpu()
+        token_ids[greedy] = most_probable(_take(logits, greedy))
     if not bool(greedy.all()):
-        token_ids[~greedy] = _draw(_take(logits, ~greedy).float(), _rows(rows, ~greedy))
-    return token_ids.masked_fill_(~finite.cpu(), NOT_FINITE)
+        token_ids[~greedy] = _draw(_take(logits, ~greedy), _rows(rows, ~greedy))
+    return token_ids
 
 
-def _finite(logits: torch.Tensor) -> torch.Tensor:
+def most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """The lowest token id with the highest of ``logits`` [B, V] in each row: [B] int64, on the host."""
+    return logits.max(-1).indices.cpu()
+
+
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
     """Which rows hold only finite numbers, [B] bool. A sum that is finite proves it, at a fraction of the cost."""
     finite = logits.sum(-1).isfinite()
     return finite if bool(finite.all()) else logits.isfinite().all(-1)
@@ -59,10 +59,10 @@ def _rows(rows: SamplingRows, mask: torch.Tensor) -> SamplingRows:
 
 
 def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [R], on the host, of rows with a temperature above 0; ``logits`` [R, V] float32."""
+    """Token ids [R], on the host, of rows with a temperature above 0; ``logits`` [R, V] float32 are used up."""
     token_ids = torch.empty(len(rows), dtype=torch.int64)
     temperature = rows.temperature.clamp(min=MIN_TEMPERATURE).to(logits.device)
-    scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    scores = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     filtered = rows.filtered(logits.shape[1])
     for mask, draw in ((~filtered, _draw_from_all), (filtered, _draw_from_top)):
         if bool(mask.any()):
@@ -85,12 +85,13 @@ def _draw_from_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def _draw_from_top(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [R] drawn from what top-k and top-p keep."""
+    """Token ids [R] drawn from what top-k, top-p and min-p keep."""
     top = Top.of(scores, _top_width(rows, scores.shape[1]))
-    lowest, known = lowest_kept(scores, top, rows.top_k, rows.top_p)
+    lowest, known = lowest_kept(scores, top, rows.top_k, rows.top_p, rows.floor)
     token_ids = _draw_from_candidates(top, lowest, rows.keys)
-    # Where the border is the last score looked at, tokens that tie with it may lie outside.
-    wide = (~known | (lowest <= top.scores[:, -1:]).squeeze(1)).nonzero().squeeze(1)
+    # Where the border is the last score looked at, tokens that tie with it may lie outside; -inf is not drawn anyway.
+    last = top.scores[:, -1]
+    wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
     if len(wide) and top.scores.shape[1] < scores.shape[1]:
         scores, rows = scores[wide], rows.take(wide)
         lowest = lowest[wide] if bool(known.all()) else _lowest_of_all(scores, rows)
@@ -100,7 +101,7 @@ def _draw_from_top(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 def _lowest_of_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """The lowest score that each row keeps, [R, 1], by sorting all of them."""
-    return lowest_kept(scores, Top.of(scores, scores.shape[1]), rows.top_k, rows.top_p)[0]
+    return lowest_kept(scores, Top.of(scores, scores.shape[1]), rows.top_k, rows.top_p, rows.floor)[0]
 
 
 def _draw_from_candidates(top: Top, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

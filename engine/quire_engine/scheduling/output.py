@@ -1,5 +1,6 @@
 """What a step means to the outside: new tokens, ends and the load. Plain data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
@@ -28,8 +29,8 @@ class Output:
     cached_tokens: int = 0
     timeline: Timeline | None = None
     index: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     prompt_position: int = 0
     score: float | None = None
     ends_request: bool = False

@@ -1,58 +1,126 @@
-"""Queues of sequences in arrival order, with O(1) removal from anywhere."""
+"""Queues of sequences. Their order is never that of a set or of addresses, and nothing here is linear in what waits."""
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
 from collections.abc import Iterator
+from heapq import heappop, heappush
+from operator import attrgetter
 
 from quire_engine.request import Sequence
 
+_precedence = attrgetter("precedence")
 
-class SequenceQueue:
-    """First come, first served. The order is that of ``push``, never that of a set or of addresses."""
+
+class AdmittedQueue:
+    """Sequences that were admitted once, in the order of their precedence. ``width`` counts the places they take."""
 
     def __init__(self) -> None:
-        self._sequences: OrderedDict[int, Sequence] = OrderedDict()
+        self._sequences: list[Sequence] = []
+        self.width = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences.values())
+        return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
-        """Adds at the end."""
-        self._sequences[sequence.id] = sequence
-
-    def push_front(self, sequence: Sequence) -> None:
-        """Adds at the front, for one that had already been admitted."""
-        self.push(sequence)
-        self._sequences.move_to_end(sequence.id, last=False)
+        """Adds where its precedence puts it."""
+        insort(self._sequences, sequence, key=_precedence)
+        self.width += sequence.width
 
     def first(self) -> Sequence:
-        """The one that has waited longest."""
-        return next(iter(self._sequences.values()))
+        """The one that gives way last."""
+        return self._sequences[0]
 
     def last(self) -> Sequence:
-        """The newest."""
-        return next(reversed(self._sequences.values()))
+        """The one that gives way first."""
+        return self._sequences[-1]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands."""
-        del self._sequences[sequence.id]
+        del self._sequences[bisect_left(self._sequences, sequence.precedence, key=_precedence)]
+        self.width -= sequence.width
 
 
-class WaitingQueue(SequenceQueue):
-    """Sequences for which nothing is computed, and the tokens that this work amounts to."""
+class WaitingQueue:
+    """Sequences for which nothing is computed, in the order of their ranks, and the tokens that this work amounts to.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Whoever has been overtaken by ``max_overtakes`` later arrivals is next, whatever its rank. It is enough to count for
+    the oldest: everyone who overtook a younger one has overtaken the oldest as well.
+    """
+
+    def __init__(self, max_overtakes: int | None = None) -> None:
         self.uncomputed_tokens = 0
+        self._max_overtakes = max_overtakes
+        self._by_arrival: OrderedDict[int, Sequence] = OrderedDict()
+        self._by_rank: list[tuple[float, int]] = []
+        self._overtakers: list[int] = []
+        self._turns: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_arrival.values())
 
     def push(self, sequence: Sequence) -> None:
-        """Adds at the end."""
-        super().push(sequence)
+        """Adds the newest arrival, with its rank set."""
+        self._by_arrival[sequence.id] = sequence
         self.uncomputed_tokens += sequence.num_uncomputed
+        heappush(self._by_rank, (sequence.rank, sequence.id))
+        self._turns.append(sequence.id)
+
+    def first(self) -> Sequence:
+        """Who is to be admitted next."""
+        if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
+            return next(iter(self._by_arrival.values()))
+        while not self._is_current(*self._by_rank[0]):
+            heappop(self._by_rank)
+        return self._by_arrival[self._by_rank[0][1]]
+
+    def next_in_turn(self) -> Sequence:
+        """Everyone in turn, again and again."""
+        while (sequence_id := self._turns.popleft()) not in self._by_arrival:
+            pass
+        self._turns.append(sequence_id)
+        return self._by_arrival[sequence_id]
+
+    def rank(self, sequence: Sequence, rank: float) -> None:
+        """Moves one to where its new rank puts it."""
+        if rank != sequence.rank:
+            sequence.rank = rank
+            heappush(self._by_rank, (rank, sequence.id))
+            self._compact()
+
+    def admit(self, sequence: Sequence) -> None:
+        """Takes one out because its turn has come; call it before anything of the sequence changes."""
+        if self._max_overtakes is not None:
+            insort(self._overtakers, sequence.id)
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
-        super().remove(sequence)
+        del self._by_arrival[sequence.id]
         self.uncomputed_tokens -= sequence.num_uncomputed
+        self._compact()
+        self._forget_overtakers()
+
+    def _is_current(self, rank: float, sequence_id: int) -> bool:
+        sequence = self._by_arrival.get(sequence_id)
+        return sequence is not None and sequence.rank == rank
+
+    def _compact(self) -> None:
+        """Throws out what has left, once that is most of the heap: constant work for each one that left."""
+        if len(self._by_rank) > 2 * len(self._by_arrival) + 16:
+            self._by_rank = sorted((sequence.rank, sequence.id) for sequence in self._by_arrival.values())
+        if len(self._turns) > 2 * len(self._by_arrival) + 16:
+            self._turns = deque(self._by_arrival)
+
+    def _forget_overtakers(self) -> None:
+        """Only those that came after the oldest have overtaken it; there are never more than the bound."""
+        oldest = next(iter(self._by_arrival), None)
+        if oldest is None:
+            self._overtakers.clear()
+        else:
+            del self._overtakers[: bisect_left(self._overtakers, oldest)]

@@ -1,293 +1,351 @@
-"""The scheduler: hands out one token budget a step, and takes in what the step made.
+"""The scheduler: takes requests, plans steps, and takes in what they made.
 
-There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes
-some of the difference. Order: running, then swapped, then waiting. Nothing is admitted in a step that preempted, or
-while a sequence is swapped out: that is what keeps swapping from thrashing. The unified budget is vLLM V1's idea,
-after Sarathi's chunked prefill.
+A request begins as one sequence, its root. When the root has computed all it knows, one token is drawn for each choice,
+and the choices part: their tables share every block, and whoever writes first into a last block that is not full gets a
+copy of it. From then on they are sequences like all others, except for beams, which wait for each other at every token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from time import time_ns
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.sampling import FinishReason, choice_seed
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import FinishReason
 
 from quire_engine.kv.memory import KvMemory
-from quire_engine.request import Moment, Request, Sequence, Status
+from quire_engine.kv.waste import Waste, device_waste, unreachable_blocks
+from quire_engine.request import Group, Request, Sequence, Status
 from quire_engine.scheduling.admission import check_request
+from quire_engine.scheduling.beams import Continuation
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import Load, Output
-from quire_engine.scheduling.plan import Chunk, Draw, StepPlan, StepResult
-from quire_engine.scheduling.queue import SequenceQueue, WaitingQueue
+from quire_engine.scheduling.plan import Candidates, Chunk, StepPlan, StepResult
+from quire_engine.scheduling.planner import Planner
+from quire_engine.scheduling.rates import Rates
+from quire_engine.scheduling.registry import Registry
 from quire_engine.scheduling.statistics import Statistics
+
+EVEN = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
 
 
 class Scheduler:
-    """Owns the queues of one engine. Used by one thread; ``plan`` and ``commit`` alternate."""
+    """Owns the requests of one engine. Used by one thread; ``plan`` and ``commit`` alternate."""
 
-    def __init__(self, config: SchedulerConfig, memory: KvMemory, *, clock: Callable[[], int] = time_ns) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: KvMemory,
+        *,
+        rates: Rates = EVEN,
+        clock: Callable[[], int] = time_ns,
+    ) -> None:
         self.config = config
         self.memory = memory
         self.statistics = Statistics()
-        self.waiting = WaitingQueue()
-        self.running = SequenceQueue()
-        self.swapped = SequenceQueue()
         self._clock = clock
+        self._registry = Registry(config, memory, clock)
+        self._planner = Planner(config, memory, rates, self.statistics, clock)
+        self.waiting = self._planner.waiting
+        self.running = self._planner.running
+        self.swapped = self._planner.swapped
+        self.preempted = self._planner.preempted
         self._step = 0
-        self._next_id = 0
-        self._by_request: dict[str, Sequence] = {}
-        self._by_id: dict[int, Sequence] = {}
-        self._news: list[Sequence] = []
-        self._watermark = max(1, int(config.watermark * memory.device.num_blocks))
+        self._outputs: list[Output] = []
+        self._complete: list[Group] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._by_id) or bool(self._news)
+        return len(self._registry) > 0 or bool(self._outputs)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
-        if request.request_id in self._by_request:
+        if self._registry.group(request.request_id) is not None:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
         if len(self.waiting) >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.memory)
-        sequence = Sequence(self._next_id, request, self.config.model_revision, self._clock())
-        sequence.draw = Draw(
-            sequence.id,
-            request.sampling,
-            choice_seed(request.sampling.seed, 0),
-            sequence.token_ids,
-            sequence.num_prompt,
-            self.config.eos_token_ids.union(request.sampling.stop_token_ids),
-            request.grammar,
-        )
-        self._next_id += 1
-        self._by_request[request.request_id] = sequence
-        self._by_id[sequence.id] = sequence
-        self.waiting.push(sequence)
-        return sequence
+        for sequence in self._registry.open(request):
+            self._planner.enter(sequence)
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, wherever it is; its blocks are free at once. Unknown ids are ignored: it may just have
-        ended.
+    def abort(self, request_id: str, indexes: Iterable[int] = ()) -> None:
+        """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
+        is ignored: it may just have ended.
         """
-        sequence = self._by_request.get(request_id)
-        if sequence is not None:
-            self._end(sequence, FinishReason.ABORT)
+        group = self._registry.group(request_id)
+        if group is None:
+            return
+        ending = [index for index in indexes if index in group.open] if indexes else list(group.open)
+        if len(ending) == len(group.open):
+            self._abort_all(group)
+        elif group.beams is None:
+            for index in ending:
+                self._abort_choice(group, index)
 
     def plan(self) -> StepPlan:
         """What the next step does. Empty when nothing can be computed."""
         self._step += 1
-        plan = StepPlan(self._step)
-        budget = self._plan_running(plan, self.config.max_num_batched_tokens)
-        if not plan.preempted:
-            budget = self._plan_swapped(plan, budget)
-            if not self.swapped:
-                self._plan_waiting(plan, budget)
+        plan = self._planner.plan(self._step)
+        for sequence in self._planner.starved:
+            self.statistics.out_of_memory += 1
+            self._fail(sequence.group, _out_of_memory())
+        plan.ended = self._registry.take_ended()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
+        self._count_copies(plan)
         for chunk in plan.chunks:
-            self._commit_chunk(chunk, result)
-        outputs = [_report(sequence) for sequence in self._news]
-        self._news.clear()
+            sequence = self._registry.sequence(chunk.sequence_id)
+            if sequence is not None:  # None: another choice of its request has failed
+                self._commit_chunk(sequence, chunk, result)
+        self._advance_beams()
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def request_ids(self, plan: StepPlan) -> list[str]:
         """Whose tokens the plan computes, in its order."""
-        return [self._by_id[chunk.sequence_id].request.request_id for chunk in plan.chunks]
+        sequences = [self._registry.sequence(chunk.sequence_id) for chunk in plan.chunks]
+        return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
 
     def load(self) -> Load:
         """What the engine is busy with. O(running)."""
         device, host = self.memory.device, self.memory.host
+        admitted = sum(s.num_uncomputed for queue in (self.running, self.preempted) for s in queue)
         return Load(
             running=len(self.running),
-            waiting=len(self.waiting),
+            waiting=len(self.waiting) + len(self.preempted),
             swapped=len(self.swapped),
-            uncomputed_tokens=self.waiting.uncomputed_tokens + sum(s.num_uncomputed for s in self.running),
+            uncomputed_tokens=self.waiting.uncomputed_tokens + admitted,
             blocks_total=device.num_blocks,
             blocks_free=device.num_free,
             host_blocks_total=host.num_blocks,
             host_blocks_free=host.num_free,
         )
 
-    # Planning
-
-    def _plan_running(self, plan: StepPlan, budget: int) -> int:
-        for sequence in list(self.running):
-            if budget == 0 or sequence.status is not Status.RUNNING:
-                break  # victims are the newest, so whatever follows a victim is one too
-            if self._make_room(sequence, min(sequence.num_uncomputed, budget), plan):
-                budget -= self._schedule(sequence, budget, plan)
-        return budget
-
-    def _make_room(self, sequence: Sequence, num_new: int, plan: StepPlan) -> bool:
-        """Preempts until ``sequence`` can grow; False when it had to go itself."""
-        while self.memory.missing(sequence.table, sequence.num_computed + num_new) > self.memory.device.num_free:
-            victim = self.running.last()
-            if victim is sequence and len(self.running) == 1:
-                self._end(sequence, FinishReason.ERROR, _out_of_memory())
-                return False
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return False
-        return True
-
-    def _plan_swapped(self, plan: StepPlan, budget: int) -> int:
-        while self.swapped and budget and len(self.running) < self.config.max_num_seqs:
-            sequence = self.swapped.first()
-            num_tokens = sequence.num_computed + min(sequence.num_uncomputed, budget)
-            missing = self.memory.missing_on_device(sequence.table, num_tokens)
-            if missing > self.memory.device.num_free - self._reserve():
-                break
-            self._swap_in(sequence, plan)
-            budget -= self._schedule(sequence, budget, plan)
-        return budget
-
-    def _plan_waiting(self, plan: StepPlan, budget: int) -> int:
-        while self.waiting and budget and len(self.running) < self.config.max_num_seqs:
-            sequence = self.waiting.first()
-            hits = self.memory.match(sequence.table, sequence.token_ids)
-            # Room for all known tokens, though this step may compute only some of them: a prompt that is admitted by
-            # its first chunk alone would be preempted before it made a token.
-            if self.memory.free_after(hits, sequence.num_tokens) < self._reserve():
-                break
-            self._admit(sequence, hits, plan)
-            budget -= self._schedule(sequence, budget, plan)
-        return budget
-
-    def _reserve(self) -> int:
-        """Blocks that an admission must leave free for what runs already."""
-        return self._watermark if self.running else 0
-
-    def _schedule(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
-        start = sequence.num_computed
-        end = start + min(sequence.num_uncomputed, budget)
-        self.memory.grow(sequence.table, end)
-        draws = (sequence.draw,) if end == sequence.num_tokens else ()
-        chunk = Chunk(sequence.id, sequence.token_ids[start:end], start, sequence.table.block_ids, draws)
-        plan.chunks.append(chunk)
-        return end - start
-
-    def _admit(self, sequence: Sequence, hits: list[int], plan: StepPlan) -> None:
-        self.waiting.remove(sequence)
-        sequence.num_computed = self.memory.admit(sequence.table, hits)
-        self._run(sequence)
-        if sequence.num_cached is None:
-            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
-            sequence.timeline.admitted = self._clock()
-            sequence.timeline.first_step = plan.step
-            self.statistics.prefix_query_tokens += sequence.num_prompt
-            self.statistics.prefix_hit_tokens += sequence.num_cached
-
-    def _swap_in(self, sequence: Sequence, plan: StepPlan) -> None:
-        self.swapped.remove(sequence)
-        copies = self.memory.swap_in(sequence.table)
-        plan.copies_in.extend(copies)
-        self._run(sequence)
-        self.statistics.blocks_swapped_in += len(copies)
-        self._note(sequence, "swap_in", len(copies))
-
-    def _run(self, sequence: Sequence) -> None:
-        sequence.status = Status.RUNNING
-        self.running.push(sequence)
-
-    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
-        """Takes a running sequence off the device: to the host pool if that has room, otherwise back to the start."""
-        plan.preempted += 1
-        self.running.remove(victim)
-        if self.memory.can_swap_out(victim.num_computed):
-            self._swap_out(victim, plan)
-        else:
-            self._recompute(victim)
-
-    def _swap_out(self, victim: Sequence, plan: StepPlan) -> None:
-        copies = self.memory.swap_out(victim.table, victim.num_computed)
-        plan.copies_out.extend(copies)
-        victim.status = Status.SWAPPED
-        # The newest goes first, so each later victim is older and has to come back before it.
-        self.swapped.push_front(victim)
-        self.statistics.preemptions_by_swap += 1
-        self.statistics.blocks_swapped_out += len(copies)
-        self._note(victim, "swap_out", len(copies))
-
-    def _recompute(self, victim: Sequence) -> None:
-        self.memory.release(victim.table)
-        victim.num_computed = 0
-        victim.status = Status.WAITING
-        self.waiting.push_front(victim)
-        self.statistics.preemptions_by_recompute += 1
-        self._note(victim, "recompute")
+    def waste(self) -> Waste:
+        """What memory is held for nothing. O(blocks held)."""
+        queues = (self.running, self.swapped, self.preempted)
+        tables = [sequence.table for queue in queues for sequence in queue]
+        device = device_waste(self.memory, ((sequence.table, sequence.num_computed) for sequence in self.running))
+        return replace(device, unreachable_blocks=unreachable_blocks(self.memory, tables))
 
     # Committing
 
-    def _commit_chunk(self, chunk: Chunk, result: StepResult) -> None:
-        sequence = self._by_id.get(chunk.sequence_id)
-        if sequence is None:
-            return  # it was aborted while the step ran
-        error = result.errors.get(sequence.id)
+    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> None:
+        error = _error_of(chunk, result) if result.errors else None
         if error is not None:
-            self._end(sequence, FinishReason.ERROR, error)
+            self._fail(sequence.group, error)
             return
-        sequence.num_computed = chunk.end
-        self.memory.name_full_blocks(sequence.table, sequence.token_ids, chunk.end)
+        end = sequence.num_computed = chunk.end
+        self.memory.name_full_blocks(sequence.table, sequence.token_ids, end)
         self.statistics.computed_tokens += len(chunk.token_ids)
-        if chunk.draws:
-            self._commit_token(sequence, result.token_ids[sequence.id])
+        if chunk.targets:
+            self._tell_prompt(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
+        if not chunk.draws:
+            return
+        if sequence.group.beams is not None:
+            self._collect(sequence, result.candidates[sequence.id])
+        elif len(chunk.draws) > 1:
+            self._part(sequence, chunk, result)
+        else:
+            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
 
-    def _commit_token(self, sequence: Sequence, token_id: int) -> None:
-        if self._is_stop(sequence, token_id):
+    def _part(self, root: Sequence, chunk: Chunk, result: StepResult) -> None:
+        """The first token of each choice is drawn, and each goes its own way."""
+        self.running.remove(root)
+        self._registry.part(root)
+        self.running.push(root)
+        outputs = [root]
+        for index, draw in enumerate(chunk.draws):
+            if index and index in root.group.open:
+                outputs.append(self._registry.fork(root, draw.sequence_id, index))
+                self._planner.join(outputs[-1])
+        if root.index not in root.group.open:
+            self._remove(outputs.pop(0))
+        for sequence in outputs:
+            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+
+    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if token_id in sequence.draws[0].stop_token_ids:
             self._end(sequence, FinishReason.STOP)
             return
-        sequence.append(token_id)
+        self._append(sequence, token_id)
+        if len(sequence.token_ids) >= sequence.limit:
+            self._end(sequence, FinishReason.LENGTH, logprobs)
+        else:
+            self._outputs.append(_news(sequence, logprobs))
+
+    def _append(self, sequence: Sequence, token_id: int) -> None:
+        sequence.token_ids.append(token_id)
         self.statistics.generated_tokens += 1
         if not sequence.timeline.first_token:
             sequence.timeline.first_token = self._clock()
-        at_limit = sequence.num_output >= sequence.request.sampling.max_tokens
-        if at_limit or sequence.num_tokens >= self.config.max_model_len:
-            self._end(sequence, FinishReason.LENGTH)
+
+    def _tell_prompt(self, group: Group, position: int, logprobs: list[TokenLogprobs]) -> None:
+        """Tells each of the prompt's tokens once: after a preemption they are computed again."""
+        news = logprobs[group.num_told - position :] if position <= group.num_told else []
+        if news:
+            index = next(iter(group.open))
+            output = Output(group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.num_told)
+            output.cached_tokens = group.num_cached or 0
+            group.num_told += len(news)
+            self._outputs.append(output)
+
+    def _count_copies(self, plan: StepPlan) -> None:
+        self.statistics.blocks_parted += len(plan.copies_within)
+        self.statistics.blocks_copied_out += len(plan.copies_out)
+        self.statistics.blocks_copied_in += len(plan.copies_in)
+
+    # Beams
+
+    def _collect(self, beam: Sequence, candidates: Candidates) -> None:
+        group = beam.group
+        group.candidates[beam.id] = candidates
+        if len(group.candidates) == len(group.sequences) and group not in self._complete:
+            self._complete.append(group)
+
+    def _advance_beams(self) -> None:
+        """Every search whose beams are all there goes on. One of whose beams has been preempted meanwhile waits."""
+        if not self._complete:
+            return
+        ready = [group for group in self._complete if all(map(_is_ready, group.sequences.values()))]
+        self._complete = [group for group in self._complete if group.sequences and group not in ready]
+        for group in ready:
+            if group.sequences:
+                self._advance(group)
+
+    def _advance(self, group: Group) -> None:
+        assert group.beams is not None
+        beams = list(group.sequences.values())
+        histories = [(beam.token_ids[group.num_prompt :], group.candidates[beam.id]) for beam in beams]
+        continuations = group.beams.advance(histories)
+        group.candidates.clear()
+        if continuations:
+            self._continue(group, beams, continuations)
         else:
-            self._news.append(sequence)
+            self._end_search(group)
 
-    def _is_stop(self, sequence: Sequence, token_id: int) -> bool:
-        sampling = sequence.request.sampling
-        is_eos = token_id in self.config.eos_token_ids and not sampling.ignore_eos
-        return is_eos or token_id in sampling.stop_token_ids
+    def _continue(self, group: Group, beams: list[Sequence], continuations: list[Continuation]) -> None:
+        """Beams that go on more than once part, and those that do not go on leave."""
+        for beam in beams:
+            if beam.width > 1:
+                self.running.remove(beam)
+                beam.width = 1
+                self.running.push(beam)
+        successors: list[Sequence] = []
+        taken: set[int] = set()
+        for each in continuations:
+            parent = beams[each.parent]
+            successors.append(self._fork_beam(parent) if each.parent in taken else parent)
+            taken.add(each.parent)
+        for index, beam in enumerate(beams):
+            if index not in taken:
+                self._remove(beam)
+        for successor, each in zip(successors, continuations, strict=True):
+            self._append(successor, each.token_id)
+        group.sequences = {successor.id: successor for successor in successors}
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: QuireError | None = None) -> None:
-        """The one way out for a sequence: leaves its queue, gives its blocks back, is reported by the next commit."""
-        queue = {Status.WAITING: self.waiting, Status.RUNNING: self.running, Status.SWAPPED: self.swapped}
-        queue[sequence.status].remove(sequence)
-        self.memory.release(sequence.table)
-        sequence.status = Status.FINISHED
-        sequence.finish_reason, sequence.error = reason, error
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        child = self._registry.fork(parent)
+        self._planner.join(child)
+        return child
+
+    def _end_search(self, group: Group) -> None:
+        assert group.beams is not None
+        last = next(iter(group.sequences.values()))
+        for index, hypothesis in enumerate(group.beams.finished[: len(group.open)]):
+            output = self._final(last, index, hypothesis.finish_reason)
+            output.token_ids, output.position, output.score = hypothesis.token_ids, 0, hypothesis.score
+            self._outputs.append(output)
+        self._outputs[-1].ends_request = True
+        self._remove_all(group)
+
+    # Ending
+
+    def _end(self, sequence: Sequence, reason: FinishReason, logprobs: TokenLogprobs | None = None) -> None:
+        """A choice has ended by itself."""
+        output = self._final(sequence, sequence.index, reason)
+        news = _news(sequence, logprobs)
+        output.token_ids, output.position, output.logprobs = news.token_ids, news.position, news.logprobs
+        self._finish_choice(output, sequence.group)
+        self._remove(sequence)
+
+    def _abort_choice(self, group: Group, index: int) -> None:
+        """Ends one choice of several. Before they part there is no sequence of its own to end."""
+        own = next((each for each in group.sequences.values() if each.index == index and each.width == 1), None)
+        sequence = own or next(iter(group.sequences.values()))
+        self._finish_choice(self._final(sequence, index, FinishReason.ABORT), group)
+        if own is not None:
+            self._remove(own)
+
+    def _abort_all(self, group: Group) -> None:
+        sequences = {each.index: each for each in group.sequences.values()}
+        some = next(iter(group.sequences.values()))
+        for index in list(group.open):
+            self._finish_choice(self._final(sequences.get(index, some), index, FinishReason.ABORT), group)
+        self._remove_all(group)
+
+    def _fail(self, group: Group, error: QuireError) -> None:
+        """Ends a request with an error, all its choices together."""
+        output = self._final(next(iter(group.sequences.values())), next(iter(group.open)), FinishReason.ERROR)
+        output.error, output.ends_request = error, True
+        self._outputs.append(output)
+        self._remove_all(group)
+
+    def _finish_choice(self, output: Output, group: Group) -> None:
+        del group.open[output.index]
+        output.ends_request = not group.open
+        self._outputs.append(output)
+
+    def _final(self, sequence: Sequence, index: int, reason: FinishReason) -> Output:
+        """The last output of a choice, without its tokens."""
         sequence.timeline.finished = self._clock()
         sequence.timeline.last_step = self._step
-        del self._by_request[sequence.request.request_id]
-        del self._by_id[sequence.id]
-        self._news.append(sequence)
+        return Output(
+            sequence.request.request_id,
+            position=sequence.num_reported,
+            finish_reason=reason,
+            cached_tokens=sequence.group.num_cached or 0,
+            timeline=sequence.timeline,
+            index=index,
+        )
 
-    def _note(self, sequence: Sequence, name: str, blocks: int = 0) -> None:
-        sequence.timeline.moments.append(Moment(name, self._clock(), blocks))
+    def _remove_all(self, group: Group) -> None:
+        for sequence in list(group.sequences.values()):
+            self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """The one way out for a sequence: leaves its queue, gives its blocks back, is forgotten."""
+        self._planner.leave(sequence)
+        self.memory.release(sequence.table)
+        self._registry.close(sequence)
 
 
-def _report(sequence: Sequence) -> Output:
+def _news(sequence: Sequence, logprobs: TokenLogprobs | None) -> Output:
     """What the outside has not seen of the sequence yet."""
-    position = sequence.num_reported
-    sequence.num_reported = sequence.num_output
+    group, position = sequence.group, sequence.num_reported
+    token_ids = sequence.token_ids[group.num_prompt + position :]
+    sequence.num_reported = position + len(token_ids)
     return Output(
-        request_id=sequence.request.request_id,
-        token_ids=sequence.token_ids[sequence.num_prompt + position :],
-        position=position,
-        finish_reason=sequence.finish_reason,
-        error=sequence.error,
-        cached_tokens=sequence.num_cached or 0,
-        timeline=sequence.timeline if sequence.finish_reason else None,
-        ends_request=sequence.finish_reason is not None,
+        group.request.request_id,
+        token_ids,
+        position,
+        cached_tokens=group.num_cached or 0,
+        index=sequence.index,
+        logprobs=() if logprobs is None else (logprobs,),
     )
+
+
+def _error_of(chunk: Chunk, result: StepResult) -> QuireError | None:
+    """The first error of what the chunk computes or draws."""
+    concerned = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
+    return next((result.errors[each] for each in concerned if each in result.errors), None)
+
+
+def _is_ready(beam: Sequence) -> bool:
+    return beam.status is Status.RUNNING and beam.num_uncomputed == 0
 
 
 def _out_of_memory() -> QuireError:

@@ -1,17 +1,38 @@
 """Counters that only grow, for metrics and benchmarks."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+
+from quire_engine.scheduling.preemption import Preemption, Reason
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Totals since the start: tokens, sequences and blocks, as their names say."""
+    """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_host_tokens`` are those of
+    ``prefix_hit_tokens`` that came back from the host. ``blocks_copied_out`` and ``_in`` are all that moved between the
+    pools, those swapped among them; ``blocks_parted`` those copied because a sequence wrote into a shared one.
+    ``out_of_memory`` requests were alone and could not grow.
+    """
 
     computed_tokens: int = 0
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    preemptions_by_swap: int = 0
-    preemptions_by_recompute: int = 0
+    prefix_host_tokens: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
+    blocks_copied_out: int = 0
+    blocks_copied_in: int = 0
+    blocks_parted: int = 0
+    out_of_memory: int = 0
+    preemptions: Counter[tuple[Preemption, Reason]] = field(default_factory=Counter)
+
+    @property
+    def preemptions_by_swap(self) -> int:
+        """Victims that were swapped out."""
+        return sum(count for (way, _), count in self.preemptions.items() if way is Preemption.SWAP)
+
+    @property
+    def preemptions_by_recompute(self) -> int:
+        """Victims that were sent back to the start."""
+        return sum(count for (way, _), count in self.preemptions.items() if way is Preemption.RECOMPUTE)

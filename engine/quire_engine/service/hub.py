@@ -13,8 +13,12 @@ from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput
+from quire_engine.kv.events import Stored
+from quire_engine.request import Request
 from quire_engine.scheduling.output import Load
+from quire_engine.service.compilations import Compilations
 from quire_engine.service.messages import (
+    abort_to_proto,
     cached_to_proto,
     event_to_proto,
     load_to_proto,
@@ -24,6 +28,7 @@ from quire_engine.service.messages import (
 )
 from quire_engine.service.session import Session, SessionOverflowError
 from quire_engine.service.spans import SpanBuilder
+from quire_engine.structured.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +40,16 @@ class SessionHub:
     """Knows which session each live request belongs to.
 
     The core knows requests by keys that the hub makes: two routers may choose the same id, and an id may be submitted
-    again while the core is still ending its last use.
+    again while the core is still ending its last use. A request whose grammar is not compiled yet is live, but the core
+    has not heard of it.
     """
 
-    def __init__(self, generation: int, grace: float, spans: SpanBuilder) -> None:
+    def __init__(self, generation: int, grace: float, spans: SpanBuilder, grammars: GrammarCompiler) -> None:
         self._generation = generation
         self._grace = grace
         self._spans = spans
+        self._grammars = grammars
+        self._compilations = Compilations(self._run, self._refuse)
         self._sessions: dict[str, Session] = {}
         self._live: dict[str, tuple[Session, str]] = {}
         self._keys = count(1)
@@ -112,7 +120,8 @@ class SessionHub:
         for key in session.requests.values():
             del self._live[key]
             self._spans.on_abandoned(key)
-            self.core.send(Abort(key))
+            if self._compilations.withdraw(key) is None:
+                self.core.send(Abort(key))
         self._ended.set()
 
     def submit(self, session: Session, message: pb.Submit) -> None:
@@ -120,12 +129,17 @@ class SessionHub:
         try:
             self._submit(session, message)
         except QuireError as error:
-            self._hand_over(session, 0, [refusal_to_proto(message.request_id, error)], [])
+            self._hand_over(session, 0, refusal_to_proto(message.request_id, error), [])
 
-    def cancel(self, session: Session, request_id: str) -> None:
-        """Ends a request of this session; other sessions' requests are not its business."""
-        if (key := session.requests.get(request_id)) is not None:
-            self.core.send(Abort(key))
+    def cancel(self, session: Session, request_id: str, indexes: tuple[int, ...] = ()) -> None:
+        """Ends a request of this session, or some of its choices; other sessions' requests are not its business."""
+        key = session.requests.get(request_id)
+        if key is None or (indexes and self._compilations.cancel(key, indexes)):
+            return
+        if not indexes and (request := self._compilations.withdraw(key)) is not None:
+            self._end_early(key, abort_to_proto(request_id, request))
+        else:
+            self.core.send(Abort(key, indexes))
 
     def publish(self, step: StepOutput) -> None:
         """Takes in one step's news and hands every session its share."""
@@ -134,11 +148,9 @@ class SessionHub:
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
                 session, request_id = live
-                shares.setdefault(session.session_id, []).append(output_to_proto(output, request_id))
-                if output.finish_reason:
-                    del self._live[output.request_id]
-                    del session.requests[request_id]
-        self._ended.set()
+                shares.setdefault(session.session_id, []).extend(output_to_proto(output, request_id))
+                if output.ends_request:
+                    self._forget(output.request_id)
         events = [event_to_proto(event) for event in step.kv_events]
         for session in list(self._sessions.values()):
             self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
@@ -159,10 +171,36 @@ class SessionHub:
         if message.request_id in session.requests:
             return  # repeated by a router that could not know whether it had arrived
         request = request_from_proto(message, str(next(self._keys)))
+        structured = request.sampling.structured
+        grammar = None if structured is None else self._grammars.submit(structured)
         self._live[request.request_id] = session, message.request_id
         session.requests[message.request_id] = request.request_id
         self._spans.on_submit(request)
+        if grammar is None:
+            self._run(request)
+        else:
+            self._compilations.start(request, grammar)
+
+    def _run(self, request: Request, cancelled: Sequence[tuple[int, ...]] = ()) -> None:
         self.core.send(Add(request))
+        for indexes in cancelled:
+            self.core.send(Abort(request.request_id, indexes))
+
+    def _refuse(self, request: Request, error: QuireError) -> None:
+        _, request_id = self._live[request.request_id]
+        self._end_early(request.request_id, refusal_to_proto(request_id, error))
+
+    def _end_early(self, key: str, ends: Sequence[pb.SequenceOutput]) -> None:
+        """Ends a request that the core has not heard of."""
+        session = self._forget(key)
+        self._spans.on_abandoned(key)
+        self._hand_over(session, 0, ends, [])
+
+    def _forget(self, key: str) -> Session:
+        session, request_id = self._live.pop(key)
+        del session.requests[request_id]
+        self._ended.set()
+        return session
 
     async def _open_new(self, session_id: str) -> tuple[Session, int, pb.SessionResponse]:
         if len(self._sessions) >= MAX_SESSIONS:
@@ -170,8 +208,8 @@ class SessionHub:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[tuple[Session, int, pb.SessionResponse]] = loop.create_future()
 
-        def reply(load: Load, names: list[bytes]) -> None:
-            loop.call_soon_threadsafe(self._register, session_id, load, names, opened)
+        def reply(load: Load, stored: list[Stored]) -> None:
+            loop.call_soon_threadsafe(self._register, session_id, load, stored, opened)
 
         self.core.send(Inspect(reply))
         try:
@@ -185,7 +223,7 @@ class SessionHub:
         self,
         session_id: str,
         load: Load,
-        names: list[bytes],
+        stored: list[Stored],
         opened: "asyncio.Future[tuple[Session, int, pb.SessionResponse]]",
     ) -> None:
         """Runs between the news of the step before the snapshot and those of the step after it: nothing is missed."""
@@ -195,7 +233,7 @@ class SessionHub:
             self.close(other)
         self._load = load_to_proto(load)
         session = self._sessions[session_id] = Session(session_id, self._generation)
-        snapshot = session.snapshot(self._load, cached_to_proto(names), resumed=False)
+        snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
         opened.set_result((session, session.attach(), snapshot))
 
     def _cancel_expiry(self, session: Session) -> None:

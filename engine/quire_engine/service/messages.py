@@ -4,15 +4,17 @@ import re
 from collections.abc import Sequence
 
 from quire.v1 import engine_pb2 as pb
-from quire_proto.convert import error_to_proto, finish_to_proto, sampling_from_proto
+from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, sampling_from_proto
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 
 from quire_engine.kv.events import KvEvent, Stored, Tier
-from quire_engine.request import Request
+from quire_engine.request import Delivered, Request
 from quire_engine.scheduling.output import Load, Output
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Log-probabilities of so many prompt tokens go into one message: a quarter of a MiB at most.
+PROMPT_PIECE = 1024
 _TIER = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
 
 
@@ -27,26 +29,44 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
         output_token_ids=tuple(message.output_token_ids),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
+        delivered=tuple(Delivered(each.index, tuple(each.token_ids), each.finished) for each in message.delivered),
+        priority=message.priority,
     )
 
 
-def output_to_proto(output: Output, request_id: str) -> pb.SequenceOutput:
-    """One request's part of a step, under the id that the router chose."""
-    message = pb.SequenceOutput(
-        request_id=request_id,
-        token_ids=output.token_ids,
-        position=output.position,
-        finish_reason=finish_to_proto(output.finish_reason),
-        cached_tokens=output.cached_tokens,
-    )
+def output_to_proto(output: Output, request_id: str) -> list[pb.SequenceOutput]:
+    """One choice's part of a step, under the id that the router chose. Several messages where many of the prompt's
+    log-probabilities are told; the last one has everything else.
+    """
+    told = range(0, len(output.prompt_logprobs), PROMPT_PIECE)
+    *pieces, last = [_prompt_piece(output, request_id, start) for start in told or [0]]
+    last.token_ids.extend(output.token_ids)
+    last.position = output.position
+    last.finish_reason = finish_to_proto(output.finish_reason)
+    last.cached_tokens = output.cached_tokens
+    last.logprobs.extend(map(logprobs_to_proto, output.logprobs))
+    if output.score is not None:
+        last.score = output.score
     if output.error is not None:
-        message.error.CopyFrom(error_to_proto(output.error))
-    return message
+        last.error.CopyFrom(error_to_proto(output.error))
+    return [*pieces, last]
 
 
-def refusal_to_proto(request_id: str, error: QuireError) -> pb.SequenceOutput:
+def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
     """The answer to a request that never reached the core."""
     return output_to_proto(Output("", finish_reason=FinishReason.ERROR, error=error), request_id)
+
+
+def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
+    """The ends of all choices of a request that was cancelled before it reached the core."""
+    earlier = {delivered.index: delivered for delivered in request.history}
+    ends: list[pb.SequenceOutput] = []
+    for index in range(request.sampling.num_drawn):
+        delivered = earlier.get(index, Delivered(index, ()))
+        if not delivered.finished:
+            end = Output("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)
+            ends += output_to_proto(end, request_id)
+    return ends
 
 
 def load_to_proto(load: Load) -> pb.Load:
@@ -70,6 +90,17 @@ def event_to_proto(event: KvEvent) -> pb.KvEvent:
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=[event.block_hash], tier=_TIER[event.tier]))
 
 
-def cached_to_proto(names: Sequence[bytes]) -> list[pb.KvStored]:
-    """Everything on the device that can be hit."""
-    return [pb.KvStored(block_hashes=names, tier=pb.KV_TIER_DEVICE)] if names else []
+def cached_to_proto(stored: Sequence[Stored]) -> list[pb.KvStored]:
+    """Everything that can be hit, tier by tier."""
+    hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
+    return [pb.KvStored(block_hashes=held, tier=_TIER[tier]) for tier, held in hashes.items() if held]
+
+
+def _prompt_piece(output: Output, request_id: str, start: int) -> pb.SequenceOutput:
+    piece = output.prompt_logprobs[start : start + PROMPT_PIECE]
+    return pb.SequenceOutput(
+        request_id=request_id,
+        index=output.index,
+        prompt_logprobs=map(logprobs_to_proto, piece),
+        prompt_position=output.prompt_position + start if piece else 0,
+    )

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from threading import Thread
 
@@ -10,8 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from quire_proto.telemetry import Metric
 
 from quire_engine.core import StepOutput
+from quire_engine.kv.waste import Waste
 from quire_engine.scheduling.statistics import Statistics
+from quire_engine.structured.compiler import Outcome
 
+_GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 log = logging.getLogger(__name__)
 
@@ -40,11 +43,29 @@ class EngineMetrics:
             buckets=_STEP_BUCKETS,
             registry=self.registry,
         )
+        self._grammars = self._counter(Metric.ENGINE_GRAMMARS, "Grammars that were asked for", ("outcome",))
+        self._grammar_seconds = Histogram(
+            Metric.ENGINE_GRAMMAR_SECONDS,
+            "Time to compile a grammar, or to refuse it",
+            ("model_name",),
+            buckets=_GRAMMAR_BUCKETS,
+            registry=self.registry,
+        )
+        self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
+        self._prefix_hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
+        self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
+        self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._totals = self._counters()
-        self._seen = Statistics()
+        self._seen: dict[Counter, int] = {}
         self._vllm_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting")
         self._vllm_running = self._gauge("vllm:num_requests_running", "Requests running")
         self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
+
+    def on_grammar(self, outcome: Outcome, seconds: float) -> None:
+        """Takes in what became of a grammar that a request asked for. May be called from any thread."""
+        self._grammars.labels(self._model, outcome).inc()
+        if seconds:
+            self._grammar_seconds.labels(self._model).observe(seconds)
 
     def on_step(self, step: StepOutput) -> None:
         """Takes in one step."""
@@ -68,33 +89,47 @@ class EngineMetrics:
             ("emit", times.emit),
         ):
             self._phases.labels(self._model, phase).observe(seconds)
+        if step.waste is not None:
+            self._set_waste(step.waste)
         self._count()
 
     def _count(self) -> None:
+        for counter, now in self._readings():
+            counter.inc(now - self._seen.get(counter, 0))
+            self._seen[counter] = now
+
+    def _readings(self) -> Iterator[tuple[Counter, int]]:
+        """Each counter with what it has to stand at."""
         for name, counter in self._totals.items():
-            now = getattr(self._statistics, name)
-            counter.inc(now - getattr(self._seen, name))
-            setattr(self._seen, name, now)
+            yield counter, getattr(self._statistics, name)
+        # Copied first: the core's thread may add another reason meanwhile.
+        for (mode, reason), count in list(self._statistics.preemptions.items()):
+            yield self._preemptions.labels(self._model, mode, reason), count
+        yield self._prefix_hits.labels(self._model, "host"), self._statistics.prefix_host_tokens
+        on_device = self._statistics.prefix_hit_tokens - self._statistics.prefix_host_tokens
+        yield self._prefix_hits.labels(self._model, "device"), on_device
+
+    def _set_waste(self, waste: Waste) -> None:
+        self._empty_slots.set(waste.empty_slots)
+        self._unreachable.set(waste.unreachable_blocks)
 
     def _set_blocks(self, tier: str, total: int, free: int) -> None:
         self._blocks.labels(self._model, tier).set(total)
         self._free.labels(self._model, tier).set(free)
 
     def _counters(self) -> dict[str, Counter]:
-        preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode",))
-        moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied", ("direction",))
-        return {
-            "preemptions_by_swap": preemptions.labels(self._model, "swap"),
-            "preemptions_by_recompute": preemptions.labels(self._model, "recompute"),
-            "blocks_swapped_out": moved.labels(self._model, "out"),
-            "blocks_swapped_in": moved.labels(self._model, "in"),
-            "prefix_query_tokens": self._counter(Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up").labels(
-                self._model
-            ),
-            "prefix_hit_tokens": self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found").labels(self._model),
-            "computed_tokens": self._counter(Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed").labels(self._model),
-            "generated_tokens": self._counter(Metric.GENERATION_TOKENS, "Tokens generated").labels(self._model),
+        moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied between the pools", ("direction",))
+        totals = {
+            "blocks_parted": (Metric.ENGINE_PARTED_BLOCKS, "KV blocks copied because a sequence wrote to a shared one"),
+            "out_of_memory": (Metric.ENGINE_OUT_OF_MEMORY, "Requests that were alone and could not grow"),
+            "prefix_query_tokens": (Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up"),
+            "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
+            "generated_tokens": (Metric.GENERATION_TOKENS, "Tokens generated"),
         }
+        counters = {key: self._counter(name, text).labels(self._model) for key, (name, text) in totals.items()}
+        counters["blocks_copied_out"] = moved.labels(self._model, "out")
+        counters["blocks_copied_in"] = moved.labels(self._model, "in")
+        return counters
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(name, text, ("model_name", *labels), registry=self.registry)

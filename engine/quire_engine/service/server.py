@@ -15,13 +15,12 @@ from quire.v1 import engine_pb2, engine_pb2_grpc
 
 from quire_engine.core import EngineCore, StepOutput, Stop
 from quire_engine.executor.base import Executor
-from quire_engine.kv.memory import KvMemory
-from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service.hub import SessionHub
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
 from quire_engine.service.servicer import EngineServicer
 from quire_engine.service.spans import SpanBuilder
+from quire_engine.structured.compiler import GrammarCompiler, Source
 
 log = logging.getLogger(__name__)
 
@@ -59,22 +58,21 @@ class EngineServer:
         self,
         config: ServerConfig,
         executor: Executor,
-        scheduling: SchedulerConfig,
+        scheduler: Scheduler,
         description: engine_pb2.DescribeResponse,
-        *,
-        prefix_caching: bool,
+        grammars: Source,
     ) -> None:
         self._config = config
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
-        spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
-        self._hub = SessionHub(description.generation, config.session_grace, spans)
-        scheduler = Scheduler(scheduling, KvMemory(executor.capacity, prefix_caching=prefix_caching))
         self._core = EngineCore(scheduler, executor, self._publish)
-        self._hub.bind(self._core)
         name = description.served_model_names[0]
         self._metrics = EngineMetrics(name, scheduler.statistics, lambda: self._core.silence)
+        self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
+        spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
+        self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars)
+        self._hub.bind(self._core)
         self._failure: BaseException | None = None
         self._ready = False
 
@@ -97,6 +95,7 @@ class EngineServer:
         await server.stop(grace=1.0)
         self._core.send(Stop())
         await asyncio.to_thread(thread.join, 5.0)
+        await asyncio.to_thread(self._grammars.close)
         probes.close()
         if self._failure is not None:
             raise self._failure

@@ -79,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             case "submit":
                 self._hub.submit(session, message.submit)
             case "cancel":
-                self._hub.cancel(session, message.cancel.request_id)
+                self._hub.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
             case "ack":
                 session.acknowledge(message.ack.sequence)
             case _:

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 
 from quire.v1 import engine_pb2 as pb
 
 MAX_UNACKNOWLEDGED = 8192
 MAX_UNACKNOWLEDGED_BYTES = 16 << 20
+# A batch that would be longer goes as several, so that no step can outgrow what a router receives as one message.
+MAX_BATCH_BYTES = 1 << 20
 
 
 class SessionOverflowError(Exception):
@@ -54,15 +56,17 @@ class Session:
     def publish(
         self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
     ) -> None:
-        """Adds a batch, 0 as its step when no step was needed. Raises ``SessionOverflowError`` when too many are
-        kept.
+        """Adds a step's batches, 0 as the step when none was needed: one, or several where there is much to tell.
+        Raises ``SessionOverflowError`` when too many were kept before.
         """
         if len(self._kept) >= MAX_UNACKNOWLEDGED or self._kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
-        self.sequence += 1
-        batch = pb.StepBatch(sequence=self.sequence, step=step, outputs=outputs, load=load, kv_events=events)
-        self._kept.append(batch)
-        self._kept_bytes += batch.ByteSize()
+        whole = pb.StepBatch(sequence=self.sequence + 1, step=step, outputs=outputs, load=load, kv_events=events)
+        if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
+            self._keep(whole, size)
+        else:
+            for part in _split(whole):
+                self._keep(part, part.ByteSize())
         self._news.set()
 
     def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
@@ -104,5 +108,25 @@ class Session:
                 self._news.clear()
                 await self._news.wait()
 
+    def _keep(self, batch: pb.StepBatch, size: int) -> None:
+        self.sequence = batch.sequence
+        self._kept.append(batch)
+        self._kept_bytes += size
+
     def _is_open(self, number: int) -> bool:
         return self.is_attached(number) and self._broken != number
+
+
+def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
+    """The same news in batches with at most ``MAX_BATCH_BYTES`` of outputs, or a single one; the events come last."""
+    part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load)
+    size = 0
+    for output in whole.outputs:
+        size += output.ByteSize()
+        if part.outputs and size > MAX_BATCH_BYTES:
+            yield part
+            part = pb.StepBatch(sequence=part.sequence + 1, step=whole.step, load=whole.load)
+            size = output.ByteSize()
+        part.outputs.append(output)
+    part.kv_events.extend(whole.kv_events)
+    yield part

@@ -15,7 +15,7 @@ from quire_proto.telemetry import Attribute, Event, Span
 from quire_proto.tracing import extract
 
 from quire_engine.core import StepOutput, StepTrace
-from quire_engine.request import Request, Timeline
+from quire_engine.request import Moment, Request, Timeline
 from quire_engine.scheduling.output import Load, Output
 
 SLOW_FACTOR = 4.0
@@ -28,6 +28,7 @@ class _Traced:
     context: Context
     parent: SpanContext
     prompt_tokens: int
+    told: bool = False
 
 
 class SpanBuilder:
@@ -62,8 +63,10 @@ class SpanBuilder:
         if self._is_remarkable(step.trace):
             self._export_step(step.trace, step.load)
         for output in step.outputs:
-            if output.finish_reason and (traced := self._traced.pop(output.request_id, None)):
-                self._export_request(traced, output)
+            if output.finish_reason and (traced := self._traced.get(output.request_id)):
+                self._export_choice(traced, output)
+            if output.ends_request:
+                self._traced.pop(output.request_id, None)
 
     def _is_remarkable(self, step: StepTrace) -> bool:
         slow = step.duration > SLOW_FACTOR * self._usual > 0
@@ -107,10 +110,19 @@ class SpanBuilder:
             begin = end
         root.end(begin)
 
-    def _export_request(self, traced: _Traced, output: Output) -> None:
+    def _export_choice(self, traced: _Traced, output: Output) -> None:
+        """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
         times = output.timeline
         if times is None:
             return
+        if not traced.told:
+            self._export_prompt(traced, output, times)
+            traced.told = True
+        if times.first_token:
+            self._export_decode(traced, output, times)
+        self._export_swaps(traced, times)
+
+    def _export_prompt(self, traced: _Traced, output: Output, times: Timeline) -> None:
         end = times.finished
         self._span(Span.WAIT, traced.context, times.arrived, times.admitted or end)
         if times.admitted:
@@ -120,9 +132,6 @@ class SpanBuilder:
                 Attribute.FIRST_STEP: times.first_step,
             }
             self._span(Span.PREFILL, traced.context, times.admitted, times.first_token or end, attributes)
-        if times.first_token:
-            self._export_decode(traced, output, times)
-        self._export_swaps(traced, times)
 
     def _export_decode(self, traced: _Traced, output: Output, times: Timeline) -> None:
         span = self._tracer.start_span(
@@ -130,6 +139,7 @@ class SpanBuilder:
             context=traced.context,
             start_time=times.first_token,
             attributes={
+                Attribute.CHOICE: output.index,
                 Attribute.OUTPUT_TOKENS: output.position + len(output.token_ids),
                 Attribute.FINISH_REASONS: (str(output.finish_reason),),
                 Attribute.LAST_STEP: times.last_step,
@@ -138,7 +148,7 @@ class SpanBuilder:
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
         for moment in times.moments:
             name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
-            span.add_event(name, {Attribute.PREEMPTION: moment.name}, timestamp=moment.time)
+            span.add_event(name, _preemption(moment), timestamp=moment.time)
         span.end(times.finished)
 
     def _export_swaps(self, traced: _Traced, times: Timeline) -> None:
@@ -156,6 +166,11 @@ class SpanBuilder:
         self, name: str, context: Context, start: int, end: int, attributes: dict[str, int] | None = None
     ) -> None:
         self._tracer.start_span(name, context=context, start_time=start, attributes=attributes).end(end)
+
+
+def _preemption(moment: Moment) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {Attribute.PREEMPTION: moment.name, Attribute.BLOCKS: moment.blocks}
+    return attributes | ({Attribute.PREEMPTION_REASON: str(moment.reason)} if moment.reason else {})
 
 
 def _phases(step: StepTrace) -> list[tuple[str, float]]:

@@ -401,7 +401,7 @@ class SequenceOutput(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]:
-        """Of the prompt's tokens from prompt_position on, where they were asked for; told once, piece by piece, for index 0."""
+        """Of the prompt's tokens from prompt_position on, where they were asked for; told once, piece by piece, with any choice."""
 
     def __init__(
         self,

@@ -11,6 +11,8 @@ from quire_proto.errors import invalid
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.output import OutputText
+from quire_proto.text.stop import StopMatcher
+from quire_proto.text.tokens import TokenBytes
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -19,7 +21,9 @@ _TOKENS_OF_A_CUT = 512  # what may become of one long token that is cut in two
 
 
 class ModelText:
-    """Text to tokens and back for one model. ``template`` is None for a model without a chat template."""
+    """Text to tokens and back for one model. ``template`` is None for a model without a chat template. ``token_bytes``
+    tells what a single token writes.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         tokenizer.no_truncation()  # a file may carry the settings of a training run
@@ -30,6 +34,7 @@ class ModelText:
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.token_bytes = TokenBytes(self._decode, tokenizer.id_to_token, self.vocab_size)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -40,25 +45,45 @@ class ModelText:
         return cls(_read_tokenizer(folder / "tokenizer.json"), _read_template(folder, config))
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
-        """The tokens of ``text`` with those that the tokenizer adds by itself, such as a beginning of sequence.
-        Raises ``QuireError`` INVALID where there are many more than ``limit``; a few more are left to the caller.
+        """The tokens of ``text`` with those that the tokenizer adds by itself, such as a beginning of sequence. Raises
+        ``QuireError`` INVALID where there are many more than ``limit``; a few more are left to the caller.
         """
         self._refuse_far_too_long(text, limit)
         return self._tokenizer.encode(text).ids
 
-    def render_chat(self, messages: list[dict[str, str]], limit: int | None = None) -> list[int]:
-        """The prompt of a conversation. The template writes the special tokens, so none are added again. Raises
-        ``QuireError`` INVALID when the model has no template, when it refuses the messages, and as ``encode``.
+    def encode_part(self, text: str, limit: int | None = None) -> list[int]:
+        """The tokens of ``text`` alone, as it may stand somewhere in a longer one: nothing is added by itself. Raises
+        as ``encode`` does.
         """
-        if self._template is None:
-            raise invalid("messages", "This model has no chat template; use the completions API.")
-        text = self._template.render(messages)
         self._refuse_far_too_long(text, limit)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def open_output(self, prompt_token_ids: Sequence[int], stop: tuple[str, ...]) -> OutputText:
-        """The text of one output that continues ``prompt_token_ids`` and ends before any of ``stop``."""
-        return OutputText(self._decode, self._visible, prompt_token_ids, stop)
+    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
+        """The text that asks the model to answer a conversation. The template writes the special tokens, so none must
+        be added. Raises ``QuireError`` INVALID when the model has no template, and when it refuses the messages.
+        """
+        if self._template is None:
+            raise invalid("messages", "This model has no chat template; use the completions API.")
+        return self._template.render(messages)
+
+    def render_chat(self, messages: list[dict[str, str]], limit: int | None = None) -> list[int]:
+        """The prompt of a conversation in tokens. Raises as ``chat_prompt`` and ``encode`` do."""
+        return self.encode_part(self.chat_prompt(messages), limit)
+
+    def open_output(
+        self,
+        prompt_token_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> OutputText:
+        """The text of one output that continues ``prompt_token_ids`` and ends with the first of ``stop``, which is
+        part of the text only with ``include_stop``. Special tokens have no text unless ``skip_special_tokens`` is off.
+        """
+        visible = self._visible if skip_special_tokens else self._known
+        matcher = StopMatcher(stop, include=include_stop) if stop else None
+        return OutputText(self._decode, visible, prompt_token_ids, matcher)
 
     def _refuse_far_too_long(self, text: str, limit: int | None) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: tokens cost a hundred bytes and
@@ -78,8 +103,12 @@ class ModelText:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _visible(self, token_id: int) -> bool:
-        """Whether a token has text: models may name more tokens than their tokenizer knows."""
-        return token_id not in self._special and self._tokenizer.id_to_token(token_id) is not None
+        """Whether a token has text where special tokens have none."""
+        return token_id not in self._special and self._known(token_id)
+
+    def _known(self, token_id: int) -> bool:
+        """Whether the tokenizer has this token: models may name more."""
+        return self._tokenizer.id_to_token(token_id) is not None
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

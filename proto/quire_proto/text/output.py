@@ -9,22 +9,27 @@ from quire_proto.text.stop import StopMatcher
 class OutputText:
     """Takes an output's tokens as they come and gives its text.
 
-    ``decode`` is the tokenizer's, ``visible`` tells which token ids have text at all (special tokens have none), and
-    ``prompt`` is what the output continues.
+    ``decode`` is the tokenizer's, ``visible`` tells which token ids have text at all, ``prompt`` is what the output
+    continues, and ``matcher`` finds where it stops.
     """
 
     def __init__(
-        self, decode: Decode, visible: Callable[[int], bool], prompt: Sequence[int], stop: Sequence[str]
+        self, decode: Decode, visible: Callable[[int], bool], prompt: Sequence[int], matcher: StopMatcher | None
     ) -> None:
         self._visible = visible
         self._detokenizer = Detokenizer(decode, _last_visible(prompt, visible))
-        self._matcher = StopMatcher(stop) if stop else None
+        self._matcher = matcher
         self._pushed = 0
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was completed. The text before it has been returned."""
+        """Whether a stop string was completed. All of the output's text has been returned."""
         return self._matcher is not None and self._matcher.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was completed."""
+        return None if self._matcher is None else self._matcher.found
 
     @property
     def stop_token_count(self) -> int:

@@ -7,27 +7,34 @@ class StopMatcher:
     """Watches one output for ``stops`` (none of them empty).
 
     The output ends at the first character that completes a stop string, so that the result does not depend on how the
-    text is cut into pieces; of several that end there, the longest counts. Only what may still become a stop string
-    is held back: at most ``max(len(stop)) - 1`` characters.
+    text is cut into pieces; of several that end there, the longest counts. With ``include`` that stop string is part
+    of the text, and nothing is held back; otherwise what may still become a stop string is: at most
+    ``max(len(stop)) - 1`` characters.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._searches = [_Search(stop) for stop in stops]
+        self._include = include
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed, which ``found`` is then."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
-        """The text that is certain not to be part of a stop string; after a match, the text before it."""
+        """The text that is certain to be the output's; after a match, what was left of it."""
         if self.stopped or not self._searches:
             return "" if self.stopped else text
         held = len(self._held)
         text = self._held + text
         for index in range(held, len(text)):
-            found = self._advance(text[index])
-            if found:
-                self.stopped, self._held = True, ""
-                return text[: index + 1 - found]
-        keep = len(text) - max(search.matched for search in self._searches)
+            self.found = self._advance(text[index])
+            if self.found is not None:
+                self._held = ""
+                return text[: index + 1 - self._withheld(len(self.found))]
+        keep = len(text) - self._withheld(max(search.matched for search in self._searches))
         self._held = text[keep:]
         return text[:keep]
 
@@ -36,28 +43,29 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str) -> int:
-        """The length of the longest stop string that ``character`` completes, 0 for none."""
-        found = 0
-        for search in self._searches:
-            if search.advance(character):
-                found = max(found, search.matched)
-        return found
+    def _withheld(self, matched: int) -> int:
+        """How much of the text's end is not given out when it ends with so much of a stop string."""
+        return 0 if self._include else matched
+
+    def _advance(self, character: str) -> str | None:
+        """The longest stop string that ``character`` completes."""
+        completed = [search.stop for search in self._searches if search.advance(character)]
+        return max(completed, key=len, default=None)
 
 
 class _Search:
     """Knuth, Morris and Pratt's search for one string: ``matched`` is how much of it the text so far ends with."""
 
-    __slots__ = ("_borders", "_stop", "matched")
+    __slots__ = ("_borders", "matched", "stop")
 
     def __init__(self, stop: str) -> None:
-        self._stop = stop
+        self.stop = stop
         self._borders = _borders(stop)
         self.matched = 0
 
     def advance(self, character: str) -> bool:
         """Whether ``character`` completes the string."""
-        matched, stop = self.matched, self._stop
+        matched, stop = self.matched, self.stop
         while matched and stop[matched] != character:
             matched = self._borders[matched - 1]
         if stop[matched] == character:

@@ -8,21 +8,26 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.scheduling.plan import Chunk
+from quire_engine.scheduling.plan import Chunk, Draw
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The tokens of a step, packed in the order of its chunks.
 
-    ``token_ids`` [T] int64. ``sampled`` are the chunks to draw a token for, and ``sampled_rows`` [S] int64
-    the place of each one's last token in the batch.
+    ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the places in the batch of the tokens whose logits are drawn
+    from, the last of each chunk with draws; ``draws`` are all of them, and ``draw_rows`` says from which of the S each
+    one is. ``scored`` are the chunks with targets, and ``scored_rows`` [N] int64 the places of the tokens that those
+    follow.
     """
 
     token_ids: torch.Tensor
     attention: AttentionBatch
-    sampled: list[Chunk]
     sampled_rows: torch.Tensor
+    draws: list[Draw]
+    draw_rows: list[int]
+    scored: list[Chunk]
+    scored_rows: torch.Tensor
 
 
 def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
@@ -36,6 +41,7 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     pages = _bounds(page_counts)
     page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
     sampling = np.fromiter((bool(chunk.draws) for chunk in chunks), np.bool_, len(chunks))
+    sampled = [chunk for chunk in chunks if chunk.draws]
     return StepBatch(
         token_ids=torch.from_numpy(_flat((chunk.token_ids for chunk in chunks), np.int64, total)),
         attention=AttentionBatch(
@@ -46,9 +52,19 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
             context_lens=_int32(ends),
             positions=_int32(positions),
         ),
-        sampled=[chunk for chunk in chunks if chunk.draws],
         sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
+        draws=[draw for chunk in sampled for draw in chunk.draws],
+        draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
+        scored=[chunk for chunk in chunks if chunk.targets],
+        scored_rows=_target_rows(chunks, queries[:-1]),
     )
+
+
+def _target_rows(chunks: Sequence[Chunk], firsts: np.ndarray) -> torch.Tensor:
+    """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
+    counts = np.fromiter((len(chunk.targets) for chunk in chunks), np.int64, len(chunks))
+    bounds = _bounds(counts)
+    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
 
 
 def _bounds(sizes: np.ndarray) -> np.ndarray:

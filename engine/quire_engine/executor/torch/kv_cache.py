@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from quire_engine.executor.base import CopyError
+from quire_engine.executor.torch.sizing import Pools
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.models.config import ModelConfig
+from quire_engine.models.base import AttentionLayout
 from quire_engine.models.errors import ModelError
 from quire_engine.scheduling.plan import BlockCopy
 
@@ -20,31 +21,22 @@ MIN_BLOCKS = 2
 
 
 class KvCache:
-    """Device and host pool of one model, of the sizes that were asked for in bytes."""
+    """Device and host pool of one model, of the sizes that were decided in bytes."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        block_size: int,
-        kv_cache_bytes: int,
-        swap_bytes: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layout: AttentionLayout, block_size: int, pools: Pools, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if block_size < 1:
-            raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
-        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        shape = _block_shape(layout, block_size)
         block_bytes = math.prod(shape) * dtype.itemsize
-        blocks = kv_cache_bytes // block_bytes
+        blocks, host_blocks = pools.kv_cache_bytes // block_bytes, max(0, pools.swap_bytes) // block_bytes
         if blocks < MIN_BLOCKS:
             raise ModelError(
-                f"The KV cache of {kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
+                f"The KV cache of {pools.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
-        self.capacity = KvCapacity(block_size, blocks, max(0, swap_bytes) // block_bytes, block_bytes)
+        self.capacity = KvCapacity(block_size, blocks, host_blocks, block_bytes)
         self.device = _untouched((blocks, *shape), dtype, device)
-        self._host = _untouched((self.capacity.host_blocks, *shape), dtype, torch.device("cpu"))
+        self._host = _untouched((host_blocks, *shape), dtype, torch.device("cpu"))
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks from the device to the host. Raises ``CopyError``."""
@@ -62,6 +54,17 @@ class KvCache:
         """Gives the memory back; nothing can be computed any more."""
         self.device = self.device.new_empty(0)
         self._host = self._host.new_empty(0)
+
+
+def smallest_pools(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> Pools:
+    """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
+    return Pools(MIN_BLOCKS * math.prod(_block_shape(layout, block_size)) * dtype.itemsize, 0)
+
+
+def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
+    if block_size < 1:
+        raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
+    return layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim
 
 
 def _copy(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -3,40 +3,45 @@
 It knows plans and tensors. Which sequence gets which blocks, and why, is the scheduler's.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import internal
 
-from quire_engine.attention.base import AttentionBackend, AttentionShape
-from quire_engine.executor.torch.backends import make_attention
 from quire_engine.executor.torch.batch import StepBatch, pack
-from quire_engine.executor.torch.kv_cache import KvCache
+from quire_engine.executor.torch.gauge import MemoryGauge
+from quire_engine.executor.torch.parts import Parts, load_parts
+from quire_engine.executor.torch.profile import largest_step, measure_rates
+from quire_engine.executor.torch.sizing import PoolRequest, Pools, decide, table
 from quire_engine.executor.torch.threads import configure_threads
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.models.config import ModelConfig
-from quire_engine.models.errors import ModelError
-from quire_engine.models.llama import Llama
-from quire_engine.models.weights import Checkpoint, resolve_dtype
-from quire_engine.sampling import NOT_FINITE, SamplingRows, sample
+from quire_engine.models.loading import read_model_config
+from quire_engine.sampling import StepSampler, score_prompts
 from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
 from quire_engine.scheduling.rates import Rates
+
+# What stands for the rates until they are measured.
+UNMEASURED = Rates(1e3, 1e9)
+
+log = logging.getLogger(__name__)
 
 
 class TorchExecutor:
     """Carries out plans one after the other. Used by one thread."""
 
-    def __init__(
-        self, config: ModelConfig, model: Llama, kv: KvCache, attention: AttentionBackend, max_model_len: int
-    ) -> None:
-        self.config = config
-        self.max_model_len = max_model_len
-        self._model = model
-        self._kv = kv
-        self._attention = attention
+    def __init__(self, parts: Parts, pools: Pools) -> None:
+        self.config = parts.config
+        self.max_model_len = parts.max_model_len
+        self.rates = UNMEASURED
+        self._model = parts.model
+        self._attention = parts.attention
+        self._kv = parts.kv_cache(pools)
+        self._sampler = StepSampler(parts.config.vocab_size)
 
     @classmethod
     def load(
@@ -45,45 +50,53 @@ class TorchExecutor:
         *,
         dtype: str = "auto",
         block_size: int = 16,
-        kv_cache_bytes: int,
+        kv_cache_bytes: int | None = None,
         swap_bytes: int,
+        memory_utilization: float | None = None,
         max_model_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 64,
         attention: str = "auto",
     ) -> "TorchExecutor":
-        """Loads the model of ``folder`` onto the CPU, with KV pools of at most the given bytes.
+        """Loads the model of ``folder`` onto the CPU, and makes KV pools for it.
 
-        ``dtype`` is auto, float32, bfloat16 or float16. ``max_model_len`` defaults to the model's own limit. Raises
+        ``dtype`` is auto, float32, bfloat16 or float16. ``max_model_len`` defaults to the model's own limit. Without
+        ``kv_cache_bytes``, the largest step that the two limits allow is run, and the pools take what is left of the
+        device's memory; ``memory_utilization`` is the part of it that may be taken in all (see ``sizing``). Raises
         ``ModelError``, with one sentence, for whatever makes the folder or these settings impossible.
         """
         configure_threads()
-        device = torch.device("cpu")
-        config = ModelConfig.read(folder)
-        length = _model_length(config, max_model_len)
-        checkpoint = Checkpoint(folder)
-        resolved = resolve_dtype(dtype, checkpoint.dtype("model.embed_tokens.weight"), device)
-        kv = KvCache(
+        config, device = read_model_config(folder), torch.device("cpu")
+        gauge = MemoryGauge(device)
+        parts = load_parts(
             config,
+            folder,
+            dtype=dtype,
             block_size=block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            swap_bytes=swap_bytes,
-            dtype=resolved,
+            max_model_len=max_model_len,
+            attention=attention,
             device=device,
         )
-        backend = make_attention(attention, _attention_shape(config, block_size))
-        with torch.inference_mode():
-            model = Llama(config, checkpoint, resolved, device)
-        checkpoint.log_unread()
-        return cls(config, model, kv, backend, length)
+        largest = partial(cls._run_largest, parts, max_num_batched_tokens, max_num_seqs)
+        measured = gauge.read(largest if kv_cache_bytes is None else None)
+        request = PoolRequest(kv_cache_bytes, swap_bytes, memory_utilization)
+        executor = cls(parts, decide(request, measured, parts.smallest_pools))
+        prompt = min(max_num_batched_tokens, parts.max_model_len)
+        executor.rates = measure_rates(executor, prompt, config.vocab_size)
+        log.info("memory, as decided\n%s", table(request, measured, executor.capacity, parts.max_model_len))
+        return executor
+
+    @classmethod
+    def _run_largest(cls, parts: Parts, tokens: int, sequences: int) -> None:
+        """Runs a step of as many tokens and sequences, in the least KV memory, and gives that back."""
+        with closing(cls(parts, parts.smallest_pools)) as trial:
+            size, vocab_size = trial.capacity.block_size, parts.config.vocab_size
+            trial.run(largest_step(tokens, sequences, parts.max_model_len, size, vocab_size))
 
     @property
     def capacity(self) -> KvCapacity:
         """Blocks of both pools; constant."""
         return self._kv.capacity
-
-    @property
-    def rates(self) -> Rates:
-        """Measured when the model was loaded."""
-        return Rates(1e3, 1e9)
 
     @property
     def depth(self) -> int:
@@ -98,6 +111,7 @@ class TorchExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         """See ``Executor.run``."""
         result = StepResult()
+        self._sampler.forget(plan.ended)
         with torch.inference_mode():
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)
@@ -108,6 +122,7 @@ class TorchExecutor:
     def close(self) -> None:
         """Gives the KV memory back. Nothing can be run any more."""
         self._kv.close()
+        self._sampler.close()
 
     def _copy(self, plan: StepPlan, timings: StepTimings) -> None:
         with _timed(timings, "swap"):
@@ -117,26 +132,21 @@ class TorchExecutor:
 
     def _compute(self, batch: StepBatch, result: StepResult) -> None:
         with _timed(result.timings, "forward"):
+            pending = self._sampler.begin(batch.draws)
             self._attention.prepare(batch.attention)
             kv = self._kv.device
             token_ids, positions = batch.token_ids.to(kv.device), batch.attention.positions.to(kv.device)
             hidden = self._model.forward(token_ids, positions, kv, self._attention)
-            if not batch.sampled:
-                return
-            logits = self._model.logits(hidden[batch.sampled_rows.to(kv.device)])
+            logits = self._logits(hidden, batch.sampled_rows) if batch.draws else None
         with _timed(result.timings, "sample"):
-            _sample(logits, batch.sampled, result)
+            if batch.scored:
+                logits_of = partial(self._logits, hidden)
+                score_prompts(batch.scored, batch.scored_rows, self.config.vocab_size, logits_of, result)
+            if logits is not None:
+                self._sampler.finish(pending, logits, batch.draw_rows, result)
 
-
-def _sample(logits: torch.Tensor, chunks: Sequence[Chunk], result: StepResult) -> None:
-    draws = [draw for chunk in chunks for draw in chunk.draws]
-    drawn = sample(logits, SamplingRows.of([d.params for d in draws], [len(d.token_ids) for d in draws])).tolist()
-    for draw, token_id in zip(draws, drawn, strict=True):
-        if token_id == NOT_FINITE:
-            message = "The model computed numbers that are not finite for this request."
-            result.errors[draw.sequence_id] = QuireError(ErrorCode.INTERNAL, message)
-        else:
-            result.token_ids[draw.sequence_id] = token_id
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden[rows.to(hidden.device)])
 
 
 def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chunk]:
@@ -145,26 +155,6 @@ def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chu
         if not chunk.token_ids:
             result.errors.update((draw.sequence_id, internal()) for draw in chunk.draws)
     return [chunk for chunk in chunks if chunk.token_ids]
-
-
-def _model_length(config: ModelConfig, asked: int | None) -> int:
-    if asked is None:
-        return config.max_length
-    if not 1 <= asked <= config.max_length:
-        raise ModelError(
-            f"The model length is set to {asked} tokens, but this model's is between 1 and {config.max_length}."
-        )
-    return asked
-
-
-def _attention_shape(config: ModelConfig, block_size: int) -> AttentionShape:
-    return AttentionShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-        scale=config.head_dim**-0.5,
-    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path("/")
+from quire_engine.executor.torch.cgroups import ROOT, settings
 
 
 def configure_threads() -> int:
@@ -29,22 +29,9 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Quotas in cores, of the process's cgroup and of all above it, version 2 and version 1."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            for folder in _upwards(root / "sys/fs/cgroup", group):
-                yield _quota(*_read(folder / "cpu.max").split())
-        elif "cpu" in controllers.split(","):
-            for folder in _upwards(root / "sys/fs/cgroup" / controllers, group):
-                yield _quota(_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us"))
-
-
-def _upwards(mount: Path, group: str) -> Iterator[Path]:
-    """The folders of a cgroup and its parents. The path may be one of the host's: then only the mount is there."""
-    folder = mount / group.strip("/")
-    yield folder
-    yield from (parent for parent in folder.parents if parent.is_relative_to(mount))
+    """Quotas in cores, of the process's cgroup and of all above it."""
+    for texts in settings(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+        yield _quota(*(texts if len(texts) > 1 else texts[0].split()[:2]))
 
 
 def _quota(quota: str = "max", period: str = "100000") -> float:
@@ -53,10 +40,3 @@ def _quota(quota: str = "max", period: str = "100000") -> float:
         return max(0.0, int(quota) / int(period))
     except (ValueError, ZeroDivisionError):
         return 0.0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

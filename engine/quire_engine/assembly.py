@@ -1,0 +1,78 @@
+"""An engine's parts from its settings. Imports torch only when a model is loaded; knows no service."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from quire_engine.config import EngineConfig
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.memory import KvMemory
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.structured.compiler import GrammarCompiler
+from quire_engine.structured.model import ModelGrammars
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch.runner import TorchExecutor
+
+log = logging.getLogger(__name__)
+
+
+def load_executor(config: EngineConfig) -> "TorchExecutor":
+    """The model on its device, with its KV memory. Raises ``ModelError``."""
+    from quire_engine.executor.torch.runner import TorchExecutor
+
+    return TorchExecutor.load(
+        config.model,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_memory,
+        swap_bytes=int(config.swap_space * (1 << 30)),
+        memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        attention=config.attention,
+    )
+
+
+def make_scheduler(config: EngineConfig, executor: "TorchExecutor") -> Scheduler:
+    """A scheduler for this executor, with empty pools."""
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=_servable_length(executor.max_model_len, executor.capacity),
+        max_waiting=config.max_waiting,
+        max_swapped=config.max_swapped,
+        policy=config.scheduling_policy,
+        max_overtakes=config.max_overtakes,
+        batching=config.batching,
+        eos_token_ids=frozenset(executor.config.eos_token_ids),
+        vocab_size=executor.config.vocab_size,
+        model_revision=executor.config.model_revision,
+    )
+    memory = KvMemory(
+        executor.capacity, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
+    )
+    return Scheduler(limits, memory, rates=executor.rates)
+
+
+def grammar_source(config: EngineConfig, executor: "TorchExecutor") -> ModelGrammars:
+    """What grammars of this executor's model are compiled with; it costs nothing before a request asks for one."""
+    return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
+
+
+def make_grammars(config: EngineConfig, executor: "TorchExecutor") -> GrammarCompiler:
+    """What compiles grammars for this executor's model."""
+    return GrammarCompiler(grammar_source(config, executor))
+
+
+def _servable_length(wanted: int, capacity: KvCapacity) -> int:
+    """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
+    if capacity.usable_tokens < wanted:
+        log.warning(
+            "the KV pool holds %d tokens, so requests are limited to that instead of the model's %d; "
+            "raise --kv-cache-memory to change it",
+            capacity.usable_tokens,
+            wanted,
+        )
+    return min(wanted, capacity.usable_tokens)

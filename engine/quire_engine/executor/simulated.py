@@ -1,0 +1,133 @@
+"""``SimulatedExecutor``: carries out plans without a model. Steps take as long as a formula says, and every number that
+it answers with is a pure function of a seed and a place, so that a run can be repeated. Needs no torch.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from math import log1p
+
+from quire_proto.logprobs import TokenLogprobs
+
+from quire_engine.executor.latency import Latency
+from quire_engine.executor.mixing import mix, uniform
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.scheduling.plan import Candidates, Chunk, Draw, StepPlan, StepResult
+from quire_engine.scheduling.rates import Rates
+
+VOCAB_SIZE = 32_000
+Ranking = list[tuple[int, float]]
+
+
+class SimulatedExecutor:
+    """Answers each draw as a model might, and passes the time that a device would take with ``sleep``, which is given
+    seconds: a virtual clock's, or ``time.sleep``.
+
+    Next tokens depend on the last token and its position only, and unless greedy on the draw's seed: equal prompts with
+    equal parameters have equal outputs, as with a model. There are no logits, so nothing that shapes them (penalties,
+    biases, bad words, grammars) has an effect; ``min_tokens`` is kept.
+    """
+
+    depth = 1
+
+    def __init__(
+        self,
+        capacity: KvCapacity,
+        latency: Latency,
+        *,
+        seed: int = 0,
+        vocab_size: int = VOCAB_SIZE,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._capacity = capacity
+        self._latency = latency
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._sleep = sleep
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """As it was given."""
+        return self._capacity
+
+    @property
+    def rates(self) -> Rates:
+        """Those of the latency model."""
+        return self._latency.rates
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """See ``Executor.run``. Never fails."""
+        result = StepResult()
+        for chunk in plan.chunks:
+            for draw in chunk.draws:
+                self._draw(chunk, draw, result)
+            if chunk.targets:
+                result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
+        self._take_time(plan, result)
+        return result
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def _draw(self, chunk: Chunk, draw: Draw, result: StepResult) -> None:
+        greedy = draw.params.greedy or draw.num_candidates > 0
+        place = mix(self._seed, chunk.end, chunk.token_ids[-1], 0 if greedy else draw.seed + 1)
+        barred = _barred(draw)
+        if draw.num_candidates:
+            ranking = self._ranking(place, draw.num_candidates, barred)
+            token_ids, logprobs = zip(*ranking, strict=True)
+            result.candidates[draw.sequence_id] = Candidates(list(token_ids), list(logprobs))
+            return
+        if not (barred or draw.params.wants_logprobs):
+            result.token_ids[draw.sequence_id] = place % self._vocab_size
+            return
+        ranking = self._ranking(place, max(1, draw.params.logprobs or 0), barred)
+        result.token_ids[draw.sequence_id] = ranking[0][0]
+        if draw.params.wants_logprobs:
+            top = tuple(ranking[: draw.params.logprobs or 0])
+            result.logprobs[draw.sequence_id] = TokenLogprobs(ranking[0][1], top)
+
+    def _ranking(self, place: int, count: int, barred: frozenset[int]) -> Ranking:
+        """The ``count`` most probable tokens at a place, fewer if the vocabulary has no more, best first."""
+        ranking: Ranking = []
+        for offset in range(self._vocab_size):
+            token_id = (place + offset) % self._vocab_size
+            if token_id not in barred:
+                ranking.append((token_id, _logprob(place, len(ranking))))
+            if len(ranking) == count:
+                break
+        return ranking
+
+    def _score(self, chunk: Chunk) -> list[TokenLogprobs]:
+        """Log-probabilities of the chunk's targets, each after the token before it."""
+        positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.targets))
+        followed: Sequence[int] = chunk.token_ids[: len(chunk.targets)]
+        return [
+            self._score_one(mix(self._seed, position, token_id, 0), target, chunk.num_top)
+            for position, token_id, target in zip(positions, followed, chunk.targets, strict=True)
+        ]
+
+    def _score_one(self, place: int, target: int, num_top: int) -> TokenLogprobs:
+        rank = (target - place) % self._vocab_size
+        top = tuple(self._ranking(place, num_top, frozenset())) if num_top else ()
+        return TokenLogprobs(_logprob(place, rank), top)
+
+    def _take_time(self, plan: StepPlan, result: StepResult) -> None:
+        timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
+        factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
+        timings.swap *= factor
+        timings.forward *= factor
+        timings.sample *= factor
+        result.timings = timings
+        overhead = self._latency.overhead_seconds * factor
+        self._sleep(timings.swap + timings.forward + timings.sample + overhead)
+
+
+def _barred(draw: Draw) -> frozenset[int]:
+    """Tokens that may not be drawn yet."""
+    is_early = len(draw.token_ids) - draw.num_prompt < draw.params.min_tokens
+    return draw.stop_token_ids if is_early else frozenset()
+
+
+def _logprob(place: int, rank: int) -> float:
+    """Of the token at ``rank``: strictly falling, and all together less probable than 1."""
+    return -1.0 - uniform(place) - 2.0 * log1p(rank)

@@ -1,0 +1,70 @@
+"""All of a torch executor but its KV memory: the model, its attention, and what blocks for it look like. Knows no
+plans.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, AttentionShape
+from quire_engine.executor.torch.backends import make_attention
+from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
+from quire_engine.executor.torch.sizing import Pools
+from quire_engine.models.base import AttentionLayout, Model, ModelConfig
+from quire_engine.models.errors import ModelError
+from quire_engine.models.loading import load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """``max_model_len`` is the longest sequence in tokens."""
+
+    config: ModelConfig
+    model: Model
+    attention: AttentionBackend
+    block_size: int
+    max_model_len: int
+    device: torch.device
+
+    @property
+    def smallest_pools(self) -> Pools:
+        """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
+        return smallest_pools(self.model.layout, self.block_size, self.model.dtype)
+
+    def kv_cache(self, pools: Pools) -> KvCache:
+        """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
+        return KvCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
+
+
+def load_parts(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: str,
+    block_size: int,
+    max_model_len: int | None,
+    attention: str,
+    device: torch.device,
+) -> Parts:
+    """The model of ``folder``, whose configuration is ``config``, and the attention called ``attention``. Raises
+    ``ModelError``, for settings that cannot be before the weights are read.
+    """
+    length = _length(config, max_model_len)
+    model = load_model(config, folder, dtype, device)
+    backend = make_attention(attention, _attention_shape(model.layout, block_size))
+    return Parts(config, model, backend, block_size, length, device)
+
+
+def _length(config: ModelConfig, asked: int | None) -> int:
+    if asked is None:
+        return config.max_length
+    if not 1 <= asked <= config.max_length:
+        raise ModelError(
+            f"The model length is set to {asked} tokens, but this model's is between 1 and {config.max_length}."
+        )
+    return asked
+
+
+def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:
+    return AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, block_size, layout.scale)

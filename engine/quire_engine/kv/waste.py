@@ -1,0 +1,58 @@
+"""How much of the KV memory is held for nothing: slots without a token, and blocks that nobody can reach.
+
+Tables are given as pairs of a table and the tokens that are computed in it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.pool import BlockPool
+from quire_engine.kv.table import BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Slots of the device blocks that are in use, and those of them that hold no computed token; and blocks of both
+    pools that are lost, where they were looked for.
+    """
+
+    empty_slots: int
+    held_slots: int
+    unreachable_blocks: int = 0
+
+    @property
+    def part(self) -> float:
+        """Empty slots as a part of held ones; 0 when none is held."""
+        return self.empty_slots / self.held_slots if self.held_slots else 0.0
+
+
+def device_waste(memory: KvMemory, tables: Iterable[tuple[BlockTable, int]]) -> Waste:
+    """What ``tables``, all that hold device blocks, leave empty. O(tables): only last blocks can be.
+
+    A block that several tables share counts once, as full as the fullest of them has it.
+    """
+    size = memory.block_size
+    empty: dict[int, int] = {}
+    for table, num_computed in tables:
+        for index in range(num_computed // size, len(table.block_ids)):
+            block_id = table.block_ids[index]
+            missing = size - max(0, num_computed - index * size)
+            empty[block_id] = min(missing, empty.get(block_id, size))
+    return Waste(sum(empty.values()), _in_use(memory.device) * size)
+
+
+def unreachable_blocks(memory: KvMemory, tables: Iterable[BlockTable]) -> int:
+    """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
+    or memory was lost. O(blocks held).
+    """
+    device: set[int] = set()
+    host: set[int] = set()
+    for table in tables:
+        device.update(table.block_ids)
+        host.update(table.host_block_ids)
+    return _in_use(memory.device) - len(device) + _in_use(memory.host) - len(host)
+
+
+def _in_use(pool: BlockPool) -> int:
+    return pool.num_blocks - pool.num_free

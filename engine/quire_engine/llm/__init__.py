@@ -1,0 +1,11 @@
+"""The offline API: the engine in the caller's own thread, without a server. Text in, text out.
+
+It runs the same scheduler, pools and executor as the service, and reads and writes text by the router's rules, so the
+same request with the same seed gives the same text. Torch is imported once a model is loaded.
+"""
+
+from quire_engine.llm.llm import LLM
+from quire_engine.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from quire_engine.llm.params import SamplingParams, StructuredOutputsParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

@@ -1,0 +1,64 @@
+"""What every model is to the rest of the engine: a few facts, a layout of keys and values, and two functions. Knows no
+architecture.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is known of a model before its weights are read.
+
+    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` is equal for
+    equal folders, wherever they lie.
+    """
+
+    architecture: str
+    vocab_size: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    model_revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The attention of a model, equal in all its layers: what KV blocks and attention backends are made from."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class Model(Protocol):
+    """A decoder with its weights, of one dtype on one device."""
+
+    @property
+    def layout(self) -> AttentionLayout:
+        """Its attention. Constant."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in; its KV memory is of the same. Constant."""
+        ...
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden] of tokens [T] at positions [T], both integers.
+
+        ``kv`` [blocks, layers, 2, kv_heads, block_size, head_dim] is read and written by ``attention``, which was
+        prepared for this batch. Raises ``IndexError`` for a token id outside of the vocabulary.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocabulary] of hidden states [R, hidden]: ask only for the rows that sample."""
+        ...

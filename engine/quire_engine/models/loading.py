@@ -1,0 +1,38 @@
+"""From a model folder to a model that can run: own code where there is some, else transformers'. Knows no KV memory."""
+
+from pathlib import Path
+
+import torch
+
+from quire_engine.models.base import Model, ModelConfig
+from quire_engine.models.config import DecoderConfig, covers
+from quire_engine.models.fallback.config import FallbackConfig
+from quire_engine.models.fallback.loading import load_fallback
+from quire_engine.models.folder import architecture_of, read_config
+from quire_engine.models.llama import Llama
+from quire_engine.models.weights import Checkpoint, resolve_dtype
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What ``config.json`` says, checked. Raises ``ModelError`` for what cannot be served."""
+    raw = read_config(folder)
+    if covers(architecture_of(folder / "config.json", raw), raw):
+        return DecoderConfig.read(folder)
+    return FallbackConfig.read(folder)
+
+
+def load_model(config: ModelConfig, folder: Path, dtype: str, device: torch.device) -> Model:
+    """The model of ``folder`` with its weights on ``device``, computing in ``dtype`` (see ``resolve_dtype``).
+
+    ``config`` is what ``read_model_config`` made of the same folder. Raises ``ModelError``.
+    """
+    checkpoint = Checkpoint(folder)
+    if isinstance(config, FallbackConfig):
+        return load_fallback(config, folder, resolve_dtype(dtype, checkpoint.main_dtype(), device), device)
+    assert isinstance(config, DecoderConfig)
+    with torch.inference_mode():
+        model = Llama(config, checkpoint, resolve_dtype(dtype, checkpoint.dtype(EMBEDDING), device), device)
+    checkpoint.log_unread()
+    return model

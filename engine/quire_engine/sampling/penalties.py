@@ -1,0 +1,121 @@
+"""Repetition, frequency and presence penalties: scores that go down, or up, for tokens that were there before.
+
+The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a negative
+score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's do: the
+first is taken from a score once for each time that the output has the token, the second once.
+
+Only the scores of tokens that occurred are touched, and a sequence's tokens are counted as they come.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quire_engine.sampling.cells import FloatArray, TokenArray, cells, per_cell
+from quire_engine.scheduling.plan import Draw
+
+_LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+_TINY: float = torch.finfo(torch.float32).tiny
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+class Penalties:
+    """One sequence's penalties and the tokens that they are for: a cache of its ``token_ids``."""
+
+    __slots__ = (
+        "_counts",
+        "_draw",
+        "_num_seen",
+        "_places",
+        "_prompt",
+        "_tokens",
+        "frequency",
+        "presence",
+        "repetition",
+    )
+
+    def __init__(self, draw: Draw) -> None:
+        params = draw.params
+        # A penalty that float32 rounds to 0 would divide by it.
+        self.repetition = max(params.repetition_penalty, _TINY)
+        self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
+        self._draw = draw
+        self._prompt = np.unique(np.array(draw.token_ids[: draw.num_prompt], np.int64)) if self.repeats else _NO_TOKENS
+        self._num_seen = draw.num_prompt
+        self._places: dict[int, int] = {}
+        self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
+
+    @classmethod
+    def of(cls, draw: Draw) -> "Penalties | None":
+        """Those that the draw's parameters ask for."""
+        params = draw.params
+        asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+        return cls(draw) if asked else None
+
+    @property
+    def repeats(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return self.repetition != 1
+
+    @property
+    def occurred(self) -> TokenArray:
+        """The tokens of prompt and output; some of them twice."""
+        return np.concatenate((self._prompt, self.output))
+
+    @property
+    def output(self) -> TokenArray:
+        """The tokens of the output, each once."""
+        return self._tokens[: len(self._places)]
+
+    @property
+    def counts(self) -> FloatArray:
+        """How often the output has each of its tokens."""
+        return self._counts[: len(self._places)]
+
+    def catch_up(self) -> None:
+        """Counts the output tokens that have come since the last time."""
+        new = self._draw.token_ids[self._num_seen :]
+        for token_id in new:
+            place = self._places.setdefault(token_id, len(self._places))
+            if place == len(self._tokens):
+                self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._tokens[place] = token_id
+            self._counts[place] += 1
+        self._num_seen += len(new)
+
+
+def penalise(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+    """Applies to ``scores`` [R, V] float32, finite, in place, the penalties of each row named: repetition, then
+    frequency, then presence, as vLLM does. Scores stay finite.
+    """
+    for _, penalties in penalised:
+        penalties.catch_up()
+    _penalise_repetition(scores, [(row, one, one.occurred) for row, one in penalised if one.repeats])
+    counted = [(row, one) for row, one in penalised if one.frequency or one.presence]
+    _penalise_count(scores, [(row, one) for row, one in counted if len(one.output)])
+
+
+def _penalise_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties, TokenArray]]) -> None:
+    if not penalised:
+        return
+    places = cells(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
+    lengths = [len(tokens) for _, _, tokens in penalised]
+    factors = per_cell(scores, [one.repetition for _, one, _ in penalised], lengths)
+    old = scores.view(-1)[places]
+    # A token that is there twice is read and written twice, with the same value.
+    new = torch.where(old < 0, old * factors, old / factors).clamp_(_LEAST, _MOST)
+    scores.view(-1)[places] = new
+
+
+def _penalise_count(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+    if not penalised:
+        return
+    places = cells(scores, [row for row, _ in penalised], [one.output for _, one in penalised])
+    lengths = [len(one.output) for _, one in penalised]
+    counts = torch.from_numpy(np.concatenate([one.counts for _, one in penalised])).to(scores.device)
+    values = scores.view(-1)[places]
+    values -= per_cell(scores, [one.frequency for _, one in penalised], lengths) * counts
+    values -= per_cell(scores, [one.presence for _, one in penalised], lengths)
+    scores.view(-1)[places] = values

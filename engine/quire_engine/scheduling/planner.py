@@ -1,0 +1,340 @@
+"""What the next step computes: hands out one token budget, and decides who gives way when memory runs out.
+
+There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
+of the difference. Order: running, then what has given way, by precedence, then waiting in the policy's order.
+Nothing is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
+preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from quire_engine.kv.events import Tier
+from quire_engine.kv.memory import Hit, KvMemory
+from quire_engine.request import Group, Moment, Sequence, Status
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.plan import Chunk, StepPlan
+from quire_engine.scheduling.policy import POLICIES, Job
+from quire_engine.scheduling.preemption import Preemption, Reason, decide
+from quire_engine.scheduling.queue import AdmittedQueue, WaitingQueue
+from quire_engine.scheduling.rates import Rates
+from quire_engine.scheduling.statistics import Statistics
+
+RANKED_AGAIN = 4
+
+_precedence = attrgetter("precedence")
+
+
+class Planner:
+    """Owns the queues. ``starved`` are sequences that the last plan found no memory for, however much gave way."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        memory: KvMemory,
+        rates: Rates,
+        statistics: Statistics,
+        clock: Callable[[], int],
+    ) -> None:
+        self.running = AdmittedQueue()
+        self.swapped = AdmittedQueue()
+        self.preempted = AdmittedQueue()
+        self.waiting = WaitingQueue(config.max_overtakes if config.policy == "sjf" else None)
+        self.starved: list[Sequence] = []
+        self._config = config
+        self._memory = memory
+        self._rates = rates
+        self._statistics = statistics
+        self._clock = clock
+        self._policy = POLICIES[config.policy]
+        self._by_length = config.policy == "sjf"
+        self._by_priority = config.policy == "priority"
+        self._watermark = max(1, int(config.watermark * memory.device.num_blocks))
+        self._ages = 0
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new sequence waits."""
+        sequence.served_at_arrival = self._statistics.computed_tokens
+        sequence.rank = self._rank(sequence)
+        self.waiting.push(sequence)
+
+    def join(self, sequence: Sequence) -> None:
+        """A sequence that parted from a running one runs too."""
+        sequence.status = Status.RUNNING
+        self.running.push(sequence)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence ends, wherever it is."""
+        if sequence.status is Status.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self._queue(sequence.status).remove(sequence)
+        sequence.status = Status.FINISHED
+
+    def plan(self, step: int) -> StepPlan:
+        """The next step. Empty when nothing can be computed."""
+        plan = StepPlan(step)
+        self.starved.clear()
+        budget = self._plan_running(plan, self._config.max_num_batched_tokens)
+        if not plan.preempted:
+            budget = self._plan_returns(plan, budget)
+            if self._next_to_return() is None and self._is_open():
+                self._plan_waiting(plan, budget)
+        if not (plan.chunks or plan.preempted or self.starved or self._memory.has_copies):
+            self._unblock(plan)
+        copies = self._memory.take_copies()
+        plan.copies_out, plan.copies_within, plan.copies_in = copies.out, copies.within, copies.into
+        return plan
+
+    # Running
+
+    def _plan_running(self, plan: StepPlan, budget: int) -> int:
+        for sequence in list(self.running):
+            if budget == 0 or self.starved or sequence.status is not Status.RUNNING:
+                break  # victims are those of the least precedence, so whatever follows a victim is one too
+            if sequence.group.beams is not None and not self._makes_room_for_all(sequence, budget, plan):
+                continue
+            if sequence.num_uncomputed and self._make_room([sequence], budget, plan):
+                budget -= self._schedule(sequence, budget, plan)
+        return budget
+
+    def _makes_room_for_all(self, beam: Sequence, budget: int, plan: StepPlan) -> bool:
+        """The first of the beams that run makes room for all of them, or they go together: none can go alone when
+        others have been scheduled.
+        """
+        beams = self._together(beam)[::-1]
+        return beam is not beams[0] or self._make_room(beams, budget, plan)
+
+    def _make_room(self, unit: list[Sequence], budget: int, plan: StepPlan) -> bool:
+        """Preempts until all of ``unit`` can grow; False when it had to go itself."""
+        while self._missing(unit, budget) > self._memory.device.num_free:
+            victims = self._together(self.running.last())
+            if unit[0] in victims and len(victims) == len(self.running):
+                self.starved.append(unit[0])
+                return False
+            for victim in victims:
+                self._preempt(victim, plan)
+            if unit[0] in victims:
+                return False
+        return True
+
+    def _missing(self, unit: list[Sequence], budget: int) -> int:
+        """Device blocks that ``unit`` lacks for what ``budget`` lets it compute."""
+        missing = 0
+        for sequence in unit:
+            start = sequence.num_computed
+            end = min(len(sequence.token_ids), start + budget)
+            missing += self._memory.missing(sequence.table, start, end)
+            budget -= end - start
+        return missing
+
+    def _together(self, victim: Sequence) -> list[Sequence]:
+        """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
+        if victim.group.beams is None:
+            return [victim]
+        return [other for other in reversed(list(self.running)) if other.group is victim.group]
+
+    def _schedule(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+        """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
+        start, token_ids = sequence.num_computed, sequence.token_ids
+        end = min(len(token_ids), start + budget)
+        self._memory.grow(sequence.table, start, end)
+        draws = sequence.draws if end == len(token_ids) else ()
+        chunk = Chunk(sequence.id, token_ids[start:end], start, sequence.table.block_ids, draws)
+        if start < sequence.group.num_prompt and self._tells_prompt(sequence.group):
+            chunk.targets = sequence.token_ids[start + 1 : min(end + 1, sequence.group.num_prompt)]
+            chunk.num_top = sequence.request.sampling.prompt_logprobs or 0
+        plan.chunks.append(chunk)
+        return end - start
+
+    def _tells_prompt(self, group: Group) -> bool:
+        """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
+        cached.
+        """
+        return group.request.sampling.prompt_logprobs is not None and group.num_told < group.num_prompt
+
+    # Giving way
+
+    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+        """Takes a running sequence off the device, the cheaper way."""
+        plan.preempted += 1
+        self.running.remove(victim)
+        way, reason = decide(
+            self._memory.swap_cost(victim.table, victim.num_computed),
+            self._rates,
+            host_has_room=self._memory.can_swap_out(victim.num_computed),
+            may_swap=len(self.swapped) < self._config.max_swapped,
+        )
+        self._statistics.preemptions[way, reason] += 1
+        if way is Preemption.SWAP:
+            self._swap_out(victim, reason)
+        else:
+            self._start_over(victim, reason)
+
+    def _swap_out(self, victim: Sequence, reason: Reason) -> None:
+        blocks = self._memory.swap_out(victim.table, victim.num_computed)
+        self._statistics.blocks_swapped_out += blocks
+        victim.status = Status.SWAPPED
+        self.swapped.push(victim)
+        self._note(victim, "swap_out", blocks, reason)
+
+    def _start_over(self, victim: Sequence, reason: Reason) -> None:
+        self._memory.release(victim.table)
+        victim.num_computed = 0
+        victim.status = Status.PREEMPTED
+        self.preempted.push(victim)
+        self._note(victim, "recompute", 0, reason)
+
+    def _unblock(self, plan: StepPlan) -> None:
+        """Nothing can be computed although something is there: beams wait for others of their search that do not fit
+        beside what runs. The newest search gives way; one that is alone, and the next to return, ends.
+        """
+        returning = self._next_to_return()
+        if self.running:
+            newest = self._together(self.running.last())
+            is_alone = len(newest) == len(self.running)
+            if is_alone and (returning is None or returning.group is newest[0].group):
+                self.starved.append(newest[-1])
+                return
+            for victim in newest:
+                self._preempt(victim, plan)
+        elif returning is not None:
+            self.starved.append(returning)
+
+    # Coming back
+
+    def _plan_returns(self, plan: StepPlan, budget: int) -> int:
+        """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
+        while budget and (sequence := self._next_to_return()) is not None and self._has_place(sequence):
+            came = self._swap_in if sequence.status is Status.SWAPPED else self._admit_again
+            if not came(sequence, budget):
+                break
+            if sequence.num_uncomputed:
+                budget -= self._schedule(sequence, budget, plan)
+        return budget
+
+    def _next_to_return(self) -> Sequence | None:
+        heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
+        return min(heads, key=_precedence) if heads else None
+
+    def _swap_in(self, sequence: Sequence, budget: int) -> bool:
+        num_tokens = min(sequence.num_tokens, sequence.num_computed + budget)
+        missing = self._memory.missing_on_device(sequence.table, num_tokens)
+        if missing > self._memory.device.num_free - self._reserve(sequence):
+            return False
+        self.swapped.remove(sequence)
+        blocks = self._memory.swap_in(sequence.table)
+        self._statistics.blocks_swapped_in += blocks
+        self.join(sequence)
+        self._note(sequence, "swap_in", blocks)
+        return True
+
+    def _admit_again(self, sequence: Sequence, budget: int) -> bool:
+        del budget
+        hits = self._fitting_hits(sequence)
+        if hits is None:
+            return False
+        self.preempted.remove(sequence)
+        self._admit(sequence, hits)
+        return True
+
+    # Admitting
+
+    def _is_open(self) -> bool:
+        """Whether new sequences are taken in: always, or, with static batches, until the first token is drawn."""
+        if self._config.batching == "continuous":
+            return True
+        return not any(sequence.timeline.first_token for sequence in self.running)
+
+    def _plan_waiting(self, plan: StepPlan, budget: int) -> None:
+        self._rank_some_again()
+        while self.waiting and budget:
+            sequence = self._next_waiting()
+            hits = self._fitting_hits(sequence) if self._has_place(sequence) else None
+            if hits is None:
+                break
+            self.waiting.admit(sequence)
+            self._admit(sequence, hits)
+            self._note_admission(sequence, hits, plan.step)
+            budget -= self._schedule(sequence, budget, plan)
+
+    def _fitting_hits(self, sequence: Sequence) -> list[Hit] | None:
+        """What is cached of a sequence that can be admitted now; None when it has to wait.
+
+        There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
+        by its first chunk alone would be preempted before it made a token.
+        """
+        if self._waits_for_other_choice(sequence):
+            return None
+        hits = [] if self._tells_prompt(sequence.group) else self._memory.match(sequence.table, sequence.token_ids)
+        fits = self._memory.free_after(hits, sequence.num_tokens) >= self._reserve(sequence)
+        return hits if fits else None
+
+    def _waits_for_other_choice(self, sequence: Sequence) -> bool:
+        """Whether another output of the same request is computing what this one could then share."""
+        others = sequence.group.sequences
+        return (
+            self._memory.prefix_caching
+            and len(others) > 1
+            and any(other.status is Status.RUNNING and other.num_uncomputed > 1 for other in others.values())
+        )
+
+    def _has_place(self, sequence: Sequence) -> bool:
+        return self.running.width + sequence.width <= self._config.max_num_seqs
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
+        others = any(running.group is not sequence.group for running in self.running)
+        return self._watermark if others else 0
+
+    def _admit(self, sequence: Sequence, hits: list[Hit]) -> None:
+        group = sequence.group
+        if group.age is None:
+            group.age = self._ages
+            self._ages += 1
+        sequence.precedence = (group.request.priority if self._by_priority else 0, group.age, sequence.id)
+        sequence.num_computed = self._memory.admit(sequence.table, hits)
+        self.join(sequence)
+
+    def _note_admission(self, sequence: Sequence, hits: list[Hit], step: int) -> None:
+        """What is counted when a sequence is admitted for the first time."""
+        sequence.timeline.admitted = self._clock()
+        sequence.timeline.first_step = step
+        group = sequence.group
+        if group.num_cached is not None:
+            return
+        group.num_cached = min(sequence.num_computed, group.num_prompt)
+        on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._memory.block_size
+        self._statistics.prefix_query_tokens += group.num_prompt
+        self._statistics.prefix_hit_tokens += group.num_cached
+        self._statistics.prefix_host_tokens += min(on_host, group.num_cached)
+
+    # Ranking
+
+    def _next_waiting(self) -> Sequence:
+        """Who is next. A rank by what is cached may be out of date, so that of the first is looked at again."""
+        sequence = self.waiting.first()
+        for _ in range(RANKED_AGAIN if self._by_length else 0):
+            self.waiting.rank(sequence, self._rank(sequence))
+            first = self.waiting.first()
+            if first is sequence:
+                break
+            sequence = first
+        return sequence
+
+    def _rank_some_again(self) -> None:
+        """What was cached since they arrived makes jobs shorter: a few are looked at in each step, in turn."""
+        for _ in range(min(RANKED_AGAIN, len(self.waiting)) if self._by_length else 0):
+            sequence = self.waiting.next_in_turn()
+            self.waiting.rank(sequence, self._rank(sequence))
+
+    def _rank(self, sequence: Sequence) -> float:
+        cached = len(self._memory.match(sequence.table, sequence.token_ids)) if self._by_length else 0
+        uncached = sequence.num_tokens - cached * self._memory.block_size
+        return self._policy(Job(uncached, sequence.served_at_arrival, sequence.request.priority))
+
+    def _queue(self, status: Status) -> AdmittedQueue:
+        return {Status.RUNNING: self.running, Status.SWAPPED: self.swapped, Status.PREEMPTED: self.preempted}[status]
+
+    def _note(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
+        sequence.timeline.moments.append(Moment(name, self._clock(), blocks, reason))

@@ -1,0 +1,139 @@
+"""Which requests are live, and the sequences that each of them is made of: their birth, their parting, their end."""
+
+from collections.abc import Callable
+
+from quire_proto.hashing import extra_key
+from quire_proto.sampling import choice_seed
+
+from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.table import BlockTable
+from quire_engine.request import Group, Request, Sequence, Timeline
+from quire_engine.scheduling.beams import BeamSearch
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.plan import Draw
+
+
+class Registry:
+    """All live requests and sequences. Ids of sequences only grow, in the order of arrival."""
+
+    def __init__(self, config: SchedulerConfig, memory: KvMemory, clock: Callable[[], int]) -> None:
+        self._config = config
+        self._memory = memory
+        self._clock = clock
+        self._next_id = 0
+        self._groups: dict[str, Group] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._ended: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def group(self, request_id: str) -> Group | None:
+        """The live request of this id."""
+        return self._groups.get(request_id)
+
+    def sequence(self, sequence_id: int) -> Sequence | None:
+        """The live sequence of this id."""
+        return self._sequences.get(sequence_id)
+
+    def open(self, request: Request) -> list[Sequence]:
+        """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
+        left unfinished.
+        """
+        stops = self._stop_token_ids(request)
+        beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
+        group = Group(request, beams)
+        self._groups[request.request_id] = group
+        history = {delivered.index: delivered for delivered in request.history}
+        if beams is not None:
+            group.open = dict.fromkeys(range(request.sampling.n))
+            return [self._root(group, 1)]
+        choices = range(request.sampling.num_drawn)
+        group.open = {i: None for i in choices if i not in history or not history[i].finished}
+        if not history:
+            return [self._root(group, len(choices))]
+        return [self._born(group, i, [*history[i].token_ids] if i in history else []) for i in group.open]
+
+    def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
+        """A sequence that parts from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
+        child = Sequence(
+            self._take_id() if sequence_id is None else sequence_id,
+            parent.group,
+            index,
+            [*parent.token_ids],
+            table=self._memory.fork(parent.table),
+            timeline=parent.timeline.copy(),
+            limit=parent.limit,
+        )
+        child.num_computed, child.num_reported = parent.num_computed, parent.num_reported
+        child.precedence = (*parent.precedence[:2], child.id)
+        child.draws = (self._draw(child, index),)
+        self._enter(child)
+        return child
+
+    def part(self, root: Sequence) -> None:
+        """``root`` is from now on the output of its own choice only."""
+        root.draws, root.width = root.draws[:1], 1
+
+    def close(self, sequence: Sequence) -> None:
+        """Forgets a sequence, and its request with the last one."""
+        del self._sequences[sequence.id]
+        self._ended.append(sequence.id)
+        group = sequence.group
+        del group.sequences[sequence.id]
+        if not group.sequences:
+            del self._groups[group.request.request_id]
+
+    def take_ended(self) -> list[int]:
+        """Ids of the sequences that were closed since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _root(self, group: Group, width: int) -> Sequence:
+        """One sequence for all choices, whose ids it reserves."""
+        root = self._born(group, 0, [])
+        if group.beams is not None:
+            root.width = group.beams.width
+        elif width > 1:
+            root.width = width
+            own = root.draws[0]
+            root.draws = (own, *(self._draw(root, i, self._take_id()) for i in range(1, width)))
+        return root
+
+    def _born(self, group: Group, index: int, output: list[int]) -> Sequence:
+        request = group.request
+        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt))
+        tokens = [*request.prompt_token_ids, *output]
+        limit = min(group.num_prompt + request.sampling.max_tokens, self._config.max_model_len)
+        timeline = Timeline(arrived=self._clock())
+        sequence = Sequence(self._take_id(), group, index, tokens, table=table, timeline=timeline, limit=limit)
+        sequence.draws = (self._draw(sequence, index),)
+        self._enter(sequence)
+        return sequence
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+        sequence.group.sequences[sequence.id] = sequence
+
+    def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> Draw:
+        group = sequence.group
+        request = group.request
+        return Draw(
+            sequence_id=sequence.id if sequence_id is None else sequence_id,
+            params=request.sampling,
+            seed=choice_seed(request.sampling.seed, index),
+            token_ids=sequence.token_ids,
+            num_prompt=group.num_prompt,
+            stop_token_ids=self._stop_token_ids(request),
+            grammar=request.grammar,
+            num_candidates=group.beams.num_candidates if group.beams is not None else 0,
+        )
+
+    def _stop_token_ids(self, request: Request) -> frozenset[int]:
+        sampling = request.sampling
+        ends = frozenset() if sampling.ignore_eos else self._config.eos_token_ids
+        return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+
+    def _take_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1

@@ -1,0 +1,98 @@
+"""Requests whose grammars are being compiled. Runs on the event loop, knows no session and no core."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from quire_proto.errors import ErrorCode, QuireError, internal
+
+from quire_engine.grammar import Grammar
+from quire_engine.request import Request
+
+log = logging.getLogger(__name__)
+
+# Seconds that a request waits for its grammar. One that is compiled takes a second or two at most: the rest is a queue.
+PATIENCE = 15.0
+
+Ready = Callable[[Request, list[tuple[int, ...]]], None]
+Failed = Callable[[Request, QuireError], None]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: Request
+    timer: asyncio.TimerHandle
+    cancelled: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class Compilations:
+    """Tells either ``ready``, with the grammar in the request and what was cancelled of its choices meanwhile, or
+    ``failed``, for each request that was not withdrawn.
+    """
+
+    def __init__(self, ready: Ready, failed: Failed) -> None:
+        self._ready = ready
+        self._failed = failed
+        self._waiting: dict[str, _Waiting] = {}
+
+    def start(self, request: Request, compiled: "Future[Grammar]") -> None:
+        """Waits for the request's grammar; calls back at once when it is there."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(PATIENCE, self._give_up, request.request_id)
+        self._waiting[request.request_id] = _Waiting(request, timer)
+        if compiled.done():
+            self._settle(request.request_id, compiled)
+        else:
+            compiled.add_done_callback(lambda done: _on_loop(loop, self._settle, request.request_id, done))
+
+    def withdraw(self, key: str) -> Request | None:
+        """Takes a request back, None when it does not wait here."""
+        waiting = self._take(key)
+        return None if waiting is None else waiting.request
+
+    def cancel(self, key: str, indexes: tuple[int, ...]) -> bool:
+        """Remembers choices that are not to be run. False when the request does not wait here."""
+        if (waiting := self._waiting.get(key)) is None:
+            return False
+        waiting.cancelled.append(indexes)
+        return True
+
+    def _settle(self, key: str, compiled: "Future[Grammar]") -> None:
+        waiting = self._take(key)
+        if waiting is None:
+            return
+        if (error := _error_of(compiled)) is not None:
+            self._failed(waiting.request, error)
+        else:
+            self._ready(replace(waiting.request, grammar=compiled.result()), waiting.cancelled)
+
+    def _give_up(self, key: str) -> None:
+        if (waiting := self._take(key)) is not None:
+            message = "The engine has too many grammars to compile."
+            self._failed(waiting.request, QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0))
+
+    def _take(self, key: str) -> _Waiting | None:
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+        return waiting
+
+
+def _on_loop(
+    loop: asyncio.AbstractEventLoop, settle: Callable[[str, "Future[Grammar]"], None], key: str, done: "Future[Grammar]"
+) -> None:
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(settle, key, done)
+
+
+def _error_of(compiled: "Future[Grammar]") -> QuireError | None:
+    if compiled.cancelled():
+        return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
+    error = compiled.exception()
+    if error is None or isinstance(error, QuireError):
+        return error
+    log.error("a grammar could not be compiled", exc_info=error)
+    return internal()

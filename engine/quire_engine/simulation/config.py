@@ -1,0 +1,129 @@
+"""The simulator's settings. Limits have the engine's names and the engine's environment variables."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_args
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from quire_engine.config import Names
+from quire_engine.executor.latency import Latency
+from quire_engine.executor.simulated import VOCAB_SIZE
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.scheduling.config import Batching, Policy, SchedulerConfig
+from quire_engine.simulation.presets import PRESETS, Preset, PresetName
+
+GIB = 1 << 30
+POLICIES: tuple[Policy, ...] = get_args(Policy)
+
+
+class SimulationConfig(BaseSettings):
+    """Settings of one simulation."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_ENGINE_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="quire-engine simulate",
+        cli_hide_none_type=True,
+    )
+
+    trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
+    start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
+    limit: int | None = Field(default=None, ge=1, description="Rows that are used; all by default.")
+    rate: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="How many times faster than traced requests arrive."
+    )
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
+
+    scheduling_policy: Policy = Field(
+        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
+    )
+    compare: Names = Field(default=[], description="Policies to run side by side, instead of --scheduling-policy.")
+    batching: Batching = Field(
+        default="continuous", description="static takes nothing in until a whole batch has ended."
+    )
+    max_num_seqs: int = Field(default=256, ge=1, le=65536, description="Sequences that run at once.")
+    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."
+    )
+    max_waiting: int = Field(default=1 << 20, ge=1, description="Requests that may wait; more are refused.")
+    max_overtakes: int = Field(
+        default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."
+    )
+    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
+    block_size: int = Field(default=16, ge=1, le=256, description="Tokens of one KV block.")
+    kv_cache_memory: int | None = Field(default=None, ge=1, description="Bytes of the device's KV pool.")
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1, description="Blocks of the device's KV pool.")
+    swap_space: float = Field(default=4.0, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
+    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
+    enable_host_caching: bool = Field(
+        default=True, description="Keep blocks that leave the device pool in the host's, and take them back from there."
+    )
+
+    preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
+    tokens_per_second: float | None = Field(default=None, gt=0, description="Tokens that full steps compute a second.")
+    weights_seconds: float | None = Field(default=None, ge=0, description="Least time of a step that computes.")
+    context_seconds: float | None = Field(default=None, ge=0, description="Reading one token of context.")
+    pair_seconds: float | None = Field(default=None, ge=0, description="Attention of one token to one of its context.")
+    draw_seconds: float | None = Field(default=None, ge=0, description="Logits and draw of one token.")
+    overhead_seconds: float | None = Field(default=None, ge=0, description="What every step costs besides.")
+    bytes_per_second: float | None = Field(default=None, gt=0, description="Block copies to or from the host.")
+    jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
+
+    as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
+    plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
+
+    @field_validator("compare")
+    @classmethod
+    def _are_policies(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
+        return names
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> "SimulationConfig":
+        if self.capacity.usable_tokens < 1:
+            raise ValueError(f"The KV pool must hold a block, which has {self.capacity.block_bytes} bytes.")
+        _ = self.latency
+        return self
+
+    @property
+    def policies(self) -> list[Policy]:
+        """What to run, in this order, each once."""
+        wanted = [policy for name in self.compare for policy in POLICIES if policy == name]
+        return list(dict.fromkeys(wanted)) or [self.scheduling_policy]
+
+    @property
+    def latency(self) -> Latency:
+        """The preset's, with what was set one by one."""
+        given = {field.name: getattr(self, field.name) for field in fields(Latency)}
+        return replace(self._preset.latency, **{name: value for name, value in given.items() if value is not None})
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """The pools; the null block comes on top of what was asked for."""
+        block_bytes = self._preset.token_bytes * self.block_size
+        blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
+        return KvCapacity(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
+
+    def limits(self, policy: Policy) -> SchedulerConfig:
+        """What the scheduler keeps, under this policy."""
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=min(self.max_model_len or self._preset.max_model_len, self.capacity.usable_tokens),
+            max_waiting=self.max_waiting,
+            max_swapped=self.max_swapped,
+            policy=policy,
+            max_overtakes=self.max_overtakes,
+            batching=self.batching,
+            vocab_size=VOCAB_SIZE,
+        )
+
+    @property
+    def _preset(self) -> Preset:
+        return PRESETS[self.preset]

@@ -1,0 +1,167 @@
+"""What a simulation measured, as figures: pure arithmetic over a recording."""
+
+from bisect import bisect, insort
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire_engine.scheduling.statistics import Statistics
+from quire_engine.simulation.recorder import Recorder, Samples
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean, percentiles and maximum of what was measured often; all 0 if it never was."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """Of these values; a percentile between two of them is interpolated."""
+        array = np.fromiter(values, dtype=np.float64)
+        if not array.size:
+            return cls()
+        p50, p90, p99 = np.percentile(array, (50, 90, 99))
+        return cls(float(array.mean()), float(p50), float(p90), float(p99), float(array.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Mean over time, idle time included, and maximum."""
+
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast the simulator was, in real time: the only figures in which two equal runs differ. ``plan_commit`` is
+    what the scheduler took of each step, in seconds.
+    """
+
+    wall_seconds: float
+    steps_per_second: float
+    plan_commit: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
+
+    ``errors`` counts typed ends and refusals by code. ``waiting`` is the time from arrival to first admission,
+    ``end_to_end`` to the end. ``queue`` counts all that wait, swapped out included. ``overtakes`` are the later
+    arrivals that were admitted before a request. The hit rates are parts of all prompt tokens, by the tier that they
+    came from. ``waste`` is the part of the slots in held blocks that holds no token, over time.
+    """
+
+    requests: int
+    completed: int
+    errors: Mapping[str, int]
+    steps: int
+    seconds: float
+    output_tokens: int
+    output_tokens_per_second: float
+    computed_tokens_per_second: float
+    requests_per_second: float
+    ttft: Spread
+    itl: Spread
+    waiting: Spread
+    end_to_end: Spread
+    overtakes: Spread
+    queue: Level
+    running: Level
+    kv_usage: Level
+    hit_rate_device: float
+    hit_rate_host: float
+    preemptions_by_swap: int
+    preemptions_by_recompute: int
+    preemption_reasons: Mapping[str, int]
+    blocks_swapped_out: int
+    blocks_swapped_in: int
+    waste: float
+    unreachable_blocks: int
+    pace: Pace
+
+
+def make_report(recorder: Recorder) -> Report:
+    """All figures of a finished run."""
+    lives, samples = list(recorder.lives.values()), recorder.samples
+    counted, device = recorder.scheduler.statistics, recorder.scheduler.memory.device
+    seconds = samples.time[-1] if samples.time else 0.0
+    output_tokens = sum(life.num_tokens for life in lives)
+    ended = [life.ended - life.arrived for life in lives if life.ended is not None]
+    return Report(
+        requests=len(lives),
+        completed=sum(life.ended is not None and life.error is None for life in lives),
+        errors=Counter(life.error for life in lives if life.error is not None),
+        steps=len(samples.time),
+        seconds=seconds,
+        output_tokens=output_tokens,
+        output_tokens_per_second=_ratio(output_tokens, seconds),
+        computed_tokens_per_second=_ratio(counted.computed_tokens, seconds),
+        requests_per_second=_ratio(len(ended), seconds),
+        ttft=Spread.of(life.first_token - life.arrived for life in lives if life.first_token is not None),
+        itl=Spread.of(recorder.gaps),
+        waiting=Spread.of(life.admitted - life.arrived for life in lives if life.admitted is not None),
+        end_to_end=Spread.of(ended),
+        overtakes=Spread.of(overtakes(recorder.admissions)),
+        queue=_level(samples.waiting, samples),
+        running=_level(samples.running, samples),
+        kv_usage=_level(np.array(samples.used_blocks) / device.num_blocks, samples),
+        hit_rate_device=_ratio(counted.prefix_hit_tokens - counted.prefix_host_tokens, counted.prefix_query_tokens),
+        hit_rate_host=_ratio(counted.prefix_host_tokens, counted.prefix_query_tokens),
+        preemptions_by_swap=counted.preemptions_by_swap,
+        preemptions_by_recompute=counted.preemptions_by_recompute,
+        preemption_reasons=_reasons(counted),
+        blocks_swapped_out=counted.blocks_swapped_out,
+        blocks_swapped_in=counted.blocks_swapped_in,
+        waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.held_slots, samples)),
+        unreachable_blocks=recorder.unreachable_blocks,
+        pace=_pace(recorder),
+    )
+
+
+def overtakes(admissions: Sequence[int]) -> list[int]:
+    """For each of these ranks of arrival, which are in the order of admission: how many greater ones come before it."""
+    counts: list[int] = []
+    seen: list[int] = []
+    for rank in admissions:
+        counts.append(len(seen) - bisect(seen, rank))
+        insort(seen, rank)
+    return counts
+
+
+def _reasons(counted: Statistics) -> Mapping[str, int]:
+    """Victims by why they gave way as they did."""
+    reasons: Counter[str] = Counter()
+    for (_, reason), count in counted.preemptions.items():
+        reasons[reason.value] += count
+    return reasons
+
+
+def _pace(recorder: Recorder) -> Pace:
+    samples, wall = recorder.samples, recorder.wall_seconds
+    return Pace(wall, _ratio(len(samples.time), wall), Spread.of(samples.host_seconds))
+
+
+def _level(values: Sequence[float] | Floats, samples: Samples) -> Level:
+    seconds = samples.time[-1] if samples.time else 0.0
+    return Level(_ratio(_over_time(values, samples), seconds), float(max(values, default=0)))
+
+
+def _over_time(values: Sequence[float] | Floats, samples: Samples) -> float:
+    """The integral: each value holds for the length of its step."""
+    return float(np.dot(np.asarray(values, dtype=np.float64), np.asarray(samples.duration)))
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,105 @@
+"""Traces of requests: two public formats, read as arrivals. Knows files and token ids, and no engine.
+
+Traces hold lengths instead of texts, so prompts are made up: from the row's number, or from the trace's own names of
+prefix blocks, so that prompts share exactly the prefixes that the traced ones shared.
+"""
+
+import csv
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire_engine.executor.mixing import uniform
+
+MOONCAKE_BLOCK = 512
+MOONCAKE_BUCKET = 3.0
+MAX_TOKENS = 1 << 24
+
+
+class TraceError(Exception):
+    """The file cannot be read as a trace; the text is one sentence, with the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: seconds since the first, its lengths in tokens, and who shares its prefix.
+
+    Tokens ``[i * block, (i + 1) * block)`` of two prompts are equal where their ``prefix_ids[i]`` are.
+    """
+
+    time: float
+    num_prompt: int
+    num_output: int
+    prefix_ids: tuple[int, ...]
+    block: int
+
+    def prompt(self, vocab_size: int) -> Sequence[int]:
+        """The prompt's token ids: a block spells the digits of its id over and over, so that blocks with different ids
+        differ from their first two tokens on.
+        """
+        tokens = array("i")
+        for prefix_id in self.prefix_ids:
+            length = min(self.block, self.num_prompt - len(tokens))
+            digits = array("i", (prefix_id % vocab_size, prefix_id // vocab_size % vocab_size))
+            tokens.extend((digits * (length // 2 + 1))[:length])
+        return tokens
+
+
+def read_trace(
+    path: Path, *, start: int = 0, limit: int | None = None, rate: float = 1.0, seed: int = 0
+) -> list[Arrival]:
+    """The ``limit`` requests from row ``start`` on, in the order of their times, the first at 0 and all ``rate`` times
+    as fast as they were. Raises ``TraceError``.
+
+    A ``.jsonl`` file is read as Mooncake's, anything else as Azure's. ``seed`` spreads the arrivals of a Mooncake trace
+    inside of its buckets of three seconds; a row keeps its place, whichever other rows are read.
+    """
+    stop = None if limit is None else start + limit
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = _mooncake(file, seed) if path.suffix == ".jsonl" else _azure(file)
+            arrivals = sorted(islice(rows, start, stop), key=lambda arrival: arrival.time)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path} cannot be read: {error}.") from error
+    if not arrivals:
+        raise TraceError(f"{path} holds no request from row {start} on.")
+    first = arrivals[0].time
+    return [replace(arrival, time=(arrival.time - first) / rate) for arrival in arrivals]
+
+
+def _azure(file: TextIO) -> Iterator[Arrival]:
+    """Rows of ``TIMESTAMP,ContextTokens,GeneratedTokens``; nothing is known of prefixes, so none is shared."""
+    for row, fields in enumerate(csv.DictReader(file)):
+        try:
+            time = datetime.fromisoformat(fields["TIMESTAMP"]).timestamp()
+            num_prompt, num_output = int(fields["ContextTokens"]), int(fields["GeneratedTokens"])
+            yield _arrival(time, num_prompt, num_output, (row,), max(1, num_prompt))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{file.name}, row {row}: not a row of an Azure trace ({error!r}).") from error
+
+
+def _mooncake(file: TextIO, seed: int) -> Iterator[Arrival]:
+    """Lines of JSON with ``timestamp`` in milliseconds, ``input_length``, ``output_length`` and ``hash_ids``."""
+    for row, line in enumerate(file):
+        try:
+            fields: dict[str, Any] = json.loads(line)
+            time = fields["timestamp"] / 1000 + MOONCAKE_BUCKET * uniform(seed, row)
+            num_prompt, num_output = int(fields["input_length"]), int(fields["output_length"])
+            yield _arrival(time, num_prompt, num_output, tuple(map(int, fields["hash_ids"])), MOONCAKE_BLOCK)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"{file.name}, row {row}: not a row of a Mooncake trace ({error!r}).") from error
+
+
+def _arrival(time: float, num_prompt: int, num_output: int, prefix_ids: tuple[int, ...], block: int) -> Arrival:
+    """With at least one token each way, as an engine computes nothing for less."""
+    if not (isfinite(time) and max(num_prompt, num_output) <= MAX_TOKENS):
+        raise ValueError(f"a time must be finite and a length at most {MAX_TOKENS}")
+    if len(prefix_ids) * block < num_prompt:
+        raise ValueError(f"{len(prefix_ids)} blocks of {block} cannot hold {num_prompt} tokens")
+    return Arrival(time, max(1, num_prompt), max(1, num_output), prefix_ids, block)

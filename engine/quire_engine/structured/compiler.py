@@ -1,0 +1,144 @@
+"""Compiles what requests ask for: each grammar once, on threads of its own, within bounds. Knows no request."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from enum import StrEnum
+from threading import RLock
+from time import perf_counter
+from typing import Protocol
+
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.structured import Structured
+
+from quire_engine.grammar import Grammar
+
+WORKERS = 2
+MAX_PENDING = 256
+# What is kept for requests to come, and what may be alive in all. A compiled grammar takes up to 150 bytes for each of
+# its characters.
+MAX_KEPT = 1024
+MAX_KEPT_CHARACTERS = 1 << 20
+MAX_ALIVE_CHARACTERS = 8 << 20
+
+
+class Outcome(StrEnum):
+    """What became of a grammar that was asked for."""
+
+    COMPILED = "compiled"
+    KNOWN = "known"
+    REFUSED = "refused"
+    OVERLOADED = "overloaded"
+    FAILED = "failed"
+
+
+Observer = Callable[[Outcome, float], None]
+
+
+class Source(Protocol):
+    """Where grammars come from, such as ``ModelGrammars``."""
+
+    def compile(self, structured: Structured) -> Grammar:
+        """May take seconds, on any thread. Raises ``QuireError`` INVALID for what is no grammar."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what is held."""
+        ...
+
+
+class GrammarCompiler:
+    """The grammars of one model, each compiled once. May be used from any thread.
+
+    ``observer`` is told what became of each grammar that was asked for, and the seconds that compiling it took; it is
+    called on any thread and must return quickly.
+    """
+
+    def __init__(self, source: Source, observer: Observer = lambda *_: None) -> None:
+        self.observer = observer
+        self._source = source
+        self._pool = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammars")
+        self._lock = RLock()  # the end of a grammar may be noticed by a thread that holds it
+        self._known: OrderedDict[Structured, Future[Grammar]] = OrderedDict()
+        self._pending = 0
+        self._alive = 0
+
+    def submit(self, structured: Structured) -> "Future[Grammar]":
+        """The grammar, once it is compiled; equal ones share a future, which must not be cancelled. It fails with
+        ``QuireError`` INVALID for what is no grammar. Raises ``QuireError`` OVERLOADED when too many are waited for or
+        in use.
+        """
+        with self._lock:
+            if (known := self._known.get(structured)) is not None:
+                self._known.move_to_end(structured)
+                self.observer(Outcome.KNOWN, 0.0)
+                return known
+            if self._pending >= MAX_PENDING or self._alive >= MAX_ALIVE_CHARACTERS:
+                self.observer(Outcome.OVERLOADED, 0.0)
+                raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
+            self._pending += 1
+            future = self._known[structured] = self._pool.submit(self._work, structured)
+        future.add_done_callback(lambda done: self._settle(structured, done))
+        return future
+
+    def close(self) -> None:
+        """Compiles nothing any more; what is still waited for is cancelled."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._source.close()
+
+    def _work(self, structured: Structured) -> Grammar:
+        begin = perf_counter()
+        outcome, grammar, refused = Outcome.FAILED, None, None
+        try:
+            grammar = self._source.compile(structured)
+            outcome = Outcome.COMPILED
+        except QuireError as error:
+            # Without the frames that it came through: it is kept, and they hold the whole grammar.
+            refused = QuireError(error.code, error.message, param=error.param, retry_after=error.retry_after)
+            outcome = Outcome.REFUSED
+        finally:
+            self.observer(outcome, perf_counter() - begin)
+        if refused is not None:
+            raise refused
+        assert grammar is not None
+        self._watch(grammar, _weight(structured))
+        return grammar
+
+    def _watch(self, grammar: Grammar, weight: int) -> None:
+        with self._lock:
+            self._alive += weight
+        weakref.finalize(grammar, self._release, weight)
+
+    def _release(self, weight: int) -> None:
+        with self._lock:
+            self._alive -= weight
+
+    def _settle(self, structured: Structured, done: "Future[Grammar]") -> None:
+        with self._lock:
+            self._pending -= 1
+            if not _is_lasting(done):
+                self._known.pop(structured, None)
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        settled = [structured for structured, future in self._known.items() if future.done()]
+        characters = sum(map(_weight, settled))
+        for index, oldest in enumerate(settled):
+            if len(settled) - index <= MAX_KEPT and characters <= MAX_KEPT_CHARACTERS:
+                return
+            characters -= _weight(oldest)
+            del self._known[oldest]
+
+
+def _is_lasting(done: "Future[Grammar]") -> bool:
+    """Whether asking again would give the same."""
+    if done.cancelled():
+        return False
+    error = done.exception()
+    return error is None or (isinstance(error, QuireError) and error.code is ErrorCode.INVALID)
+
+
+def _weight(structured: Structured) -> int:
+    """Characters, and what the smallest grammar takes."""
+    return len(structured.text) + 1024

@@ -1,0 +1,181 @@
+"""llguidance behind the engine's ``Grammar`` and ``Matcher``: a vocabulary, compiled grammars, places in them.
+
+Knows nothing of requests. What the library can be made to do is bounded twice: by its own limits on each step, and by
+the processor time that one output may use up, because the limits count what is built and not what is tried.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from time import thread_time
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire_engine.grammar import GrammarError
+from quire_engine.structured.definition import sentence
+
+T = TypeVar("T")
+
+MAX_TOKEN_ID = 1 << 31
+
+# A fifth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
+STEP_MAX_ITEMS = 10_000
+# Seconds of processor time that an output may use: at first, and for each token. JSON needs a hundredth of it.
+CREDIT = 1.0
+CREDIT_PER_TOKEN = 0.005
+# Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
+# by tens of MiB a second at worst.
+WEAR = 0.25
+# Tokens taken in between two looks at the clock.
+PIECE = 64
+# Tokens that are tried after compiling: a grammar that is too large shows it at its beginning.
+PROBE = 4
+
+
+class RejectedError(Exception):
+    """The library refuses a definition; the text is its reason."""
+
+
+class UnusableTokenizerError(Exception):
+    """The model's tokenizer cannot be used for grammars; the text is one sentence."""
+
+
+class Guidance:
+    """Compiles grammars for one vocabulary. May be used from any thread."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """``tokenizer`` is the text of a ``tokenizer.json``. Raises ``UnusableTokenizerError``."""
+        self._limits = LLParserLimits(step_max_items=STEP_MAX_ITEMS, verbose_errors=False)
+        self._tokenizer = _tokenizer(tokenizer, vocab_size, sorted(set(eos_token_ids)))
+
+    @classmethod
+    def load(cls, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> "Guidance":
+        """For the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError``."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UnusableTokenizerError(f"{path.name} cannot be read: {error}") from None
+        return cls(text, vocab_size, eos_token_ids)
+
+    def compile(self, definition: str) -> "CompiledGrammar":
+        """The grammar of an llguidance ``definition``, its first tokens tried. Raises ``RejectedError``."""
+        try:
+            initial = LLMatcher(self._tokenizer, definition, log_level=0, limits=self._limits)
+        except (TypeError, ValueError) as error:  # such as half of a surrogate pair
+            raise RejectedError(str(error)) from None
+        if initial.is_error():
+            raise RejectedError(initial.get_error())
+        if warnings := initial.get_grammar_warnings():
+            raise RejectedError(warnings[0])
+        self._probe(initial.deep_copy())
+        return CompiledGrammar(initial, frozenset(self._tokenizer.eos_tokens))
+
+    def _probe(self, matcher: LLMatcher) -> None:
+        for _ in range(PROBE):
+            bits = int.from_bytes(matcher.compute_bitmask(), "little")
+            if matcher.is_error():
+                raise RejectedError(_reason(matcher))
+            if matcher.is_stopped():
+                return
+            for token_id in self._tokenizer.eos_tokens:
+                bits &= ~(1 << token_id)
+            if not bits:
+                return
+            if not matcher.consume_token((bits & -bits).bit_length() - 1):
+                raise RejectedError(_reason(matcher))
+
+
+class CompiledGrammar:
+    """A grammar, ready to be matched."""
+
+    __slots__ = ("__weakref__", "_ends", "_initial")
+
+    def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
+        self._initial = initial
+        self._ends = ends
+
+    def matcher(self) -> "GuidanceMatcher":
+        """See ``Grammar.matcher``."""
+        return GuidanceMatcher(self._initial, self._ends)
+
+
+class GuidanceMatcher:
+    """One output's place in a grammar. See ``Matcher``."""
+
+    __slots__ = ("_durable", "_ends", "_initial", "_matcher", "_spent", "_token_ids", "_worn")
+
+    def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
+        self._initial = initial
+        self._ends = ends
+        self._matcher = initial.deep_copy()
+        self._token_ids: list[int] = []
+        self._spent = self._worn = 0.0
+        self._durable = WEAR
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """See ``Matcher.accept``."""
+        for start in range(0, len(token_ids), PIECE):
+            self._accept_piece(list(token_ids[start : start + PIECE]))
+
+    def fill(self, mask: memoryview) -> None:
+        """See ``Matcher.fill``."""
+        if self._worn > self._durable:
+            self._renew()
+        bits = self._metered(self._matcher.compute_bitmask)
+        if self._matcher.is_error():  # the bits do not show it: they then allow the end of the output
+            raise GrammarError(_reason(self._matcher))
+        words = mask.cast("B")
+        bits = bits[: len(words)]
+        words[: len(bits)] = bits
+
+    def _accept_piece(self, piece: list[int]) -> None:
+        self._token_ids += piece
+        if not self._metered(lambda: self._consume(piece)):
+            raise GrammarError(_reason(self._matcher))
+
+    def _metered(self, work: Callable[[], T]) -> T:
+        begin = thread_time()
+        result = work()
+        seconds = thread_time() - begin
+        self._spent += seconds
+        self._worn += seconds
+        if self._spent > CREDIT + CREDIT_PER_TOKEN * len(self._token_ids):
+            raise GrammarError("it takes too long to follow.")
+        return result
+
+    def _consume(self, token_ids: Sequence[int]) -> bool:
+        for token_id in token_ids:
+            if self._matcher.is_stopped():  # the library takes no end where it knows that there is nothing else
+                taken = token_id in self._ends and not self._matcher.is_error()
+            else:
+                taken = 0 <= token_id < MAX_TOKEN_ID and self._matcher.consume_token(token_id)
+            if not taken:
+                return False
+        return True
+
+    def _renew(self) -> None:
+        """Forgets what the matcher remembers beside its place; seldom enough to take a fifth of the time at most."""
+        begin = thread_time()
+        self._matcher = self._initial.deep_copy()
+        if not self._consume(self._token_ids):
+            raise GrammarError(_reason(self._matcher))
+        self._worn, self._durable = 0.0, max(WEAR, 4 * (thread_time() - begin))
+
+
+def _tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:
+    if not text.lstrip().startswith("{"):  # anything else would be taken for the name of a model
+        raise UnusableTokenizerError("The tokenizer is no JSON object.")
+    if not eos_token_ids:
+        raise UnusableTokenizerError("The model has no end-of-sequence token, so that no grammar could end.")
+    try:
+        try:
+            return LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token_ids)
+        except ValueError:  # it may have tokens that the model lacks; the masks are then cut
+            return LLTokenizer(text, eos_token=eos_token_ids)
+    except ValueError as error:
+        raise UnusableTokenizerError(f"The tokenizer cannot be used: {error}") from None
+
+
+def _reason(matcher: LLMatcher) -> str:
+    error = matcher.get_error() or "the output does not match it"
+    return sentence("nothing can follow" if error.startswith("NoExtension") else error)

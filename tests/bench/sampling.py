@@ -1,0 +1,116 @@
+"""What sampling parameters cost a step, without a model: `python -m tests.bench.sampling`.
+
+One decode step's draws, from ready logits to tokens, for each kind of parameter, as a ratio to plain rows of the same
+batch: greedy ones for what changes a greedy draw, and ones drawn at temperature 1 for the rest. Every sequence has a
+prompt and an output behind it. The kinds take turns, and medians are compared.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from quire_engine.sampling import StepSampler
+from quire_engine.scheduling.plan import Draw, StepResult
+from quire_proto.sampling import SamplingParams
+
+PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5}
+BIAS = {"logit_bias": tuple((token_id, 1.0) for token_id in range(0, 3000, 10))}
+BAD_WORDS = {"bad_words": tuple((token_id, token_id + 1) for token_id in range(64))}
+FILTERS = {"top_k": 50, "top_p": 0.9, "min_p": 0.05}
+EVERYTHING = PENALTIES | BIAS | BAD_WORDS | FILTERS | {"logprobs": 5, "min_tokens": 4000}
+KINDS: dict[str, tuple[str, dict[str, object]]] = {
+    "greedy": ("greedy", {"temperature": 0}),
+    "random": ("random", {"temperature": 1.0}),
+    "filters": ("random", {"temperature": 1.0} | FILTERS),
+    "penalties": ("greedy", {"temperature": 0} | PENALTIES),
+    "bias": ("greedy", {"temperature": 0} | BIAS),
+    "bad words": ("greedy", {"temperature": 0} | BAD_WORDS),
+    "grammar": ("greedy", {"temperature": 0, "grammar": True}),
+    "logprobs": ("greedy", {"temperature": 0, "logprobs": 5}),
+    "beams": ("greedy", {"temperature": 0, "num_candidates": 16}),
+    "everything": ("random", {"temperature": 1.0, "grammar": True} | EVERYTHING),
+}
+
+
+class EvenTokens:
+    """A grammar, and its own matcher, that costs next to nothing to ask: every second token is allowed."""
+
+    def matcher(self) -> "EvenTokens":
+        return self
+
+    def accept(self, token_ids: object) -> None:
+        del token_ids
+
+    def fill(self, mask: memoryview) -> None:
+        np.frombuffer(mask, np.int32)[:] = 0x55555555
+
+
+def main() -> None:
+    options = parse_options()
+    logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0)).to(
+        getattr(torch, options.dtype)
+    )
+    steps = {name: make_step(options, wanted, logits) for name, (_, wanted) in KINDS.items()}
+    figures = measure(steps, options.steps)
+    print(f"{options.rows} rows of {options.vocab} {options.dtype} logits, {torch.get_num_threads()} threads")
+    for name, (base, _) in KINDS.items():
+        print(f"  {name:<12}{figures[name]:8.3f} ms a step, {figures[name] / figures[base]:6.2f} of {base}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=128_256)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--prompt", type=int, default=1000, help="tokens of each prompt")
+    parser.add_argument("--output", type=int, default=200, help="tokens of each output so far")
+    parser.add_argument("--steps", type=int, default=30)
+    return parser.parse_args()
+
+
+def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: torch.Tensor) -> Callable[[], None]:
+    """One step of a batch whose rows all want the same, each time with one more token behind it."""
+    sampler, draws = StepSampler(options.vocab), [make_draw(options, id, wanted) for id in range(options.rows)]
+
+    def step() -> None:
+        result = StepResult()
+        sampler.finish(sampler.begin(draws), logits, range(len(draws)), result)
+        assert not result.errors
+        for draw in draws:
+            draw.token_ids.append(result.token_ids.get(draw.sequence_id, 0))
+
+    return step
+
+
+def make_draw(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> Draw:
+    tokens = random.Random(id).choices(range(options.vocab), k=options.prompt + options.output)
+    fields = {name: value for name, value in wanted.items() if name not in ("grammar", "num_candidates")}
+    return Draw(
+        id,
+        SamplingParams(max_tokens=5000, **fields),
+        id,
+        tokens,
+        options.prompt,
+        frozenset((2,)),
+        EvenTokens() if "grammar" in wanted else None,
+        wanted.get("num_candidates", 0),
+    )
+
+
+def measure(steps: dict[str, Callable[[], None]], count: int) -> dict[str, float]:
+    """Median milliseconds of each step."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(count + 1):
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            step()
+            taken[name].append(1e3 * (time.perf_counter() - begin))
+    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+
+
+if __name__ == "__main__":
+    main()

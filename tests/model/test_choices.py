@@ -1,0 +1,86 @@
+"""Several outputs of one prompt: each is what it would be alone, and together they take little more memory than one."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from quire_engine.core import EngineCore, StepOutput
+from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.memory import KvMemory
+from quire_engine.request import Request
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_proto.sampling import SamplingParams, choice_seed
+
+from tests.model.engine import load, run
+from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+
+PRESSURES = {"no pressure": (300, 0), "recompute": (24, 0), "swap": (24, 200)}
+SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("device", "none")] + [("swap", "host")]
+
+
+@cache
+def executor_of(folder: Path, pressure: str) -> TorchExecutor:
+    return load(folder, *PRESSURES[pressure])
+
+
+def sampled(seed: int, n: int = 1) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_p=0.95, seed=seed, n=n, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
+def test_each_choice_is_what_it_would_be_alone(
+    small_models: SmallModels, pressure: str, chunk: int, caching: str
+) -> None:
+    folder = small_models.folder("llama3")
+    prompts = small_models.prompts[:8]
+    roomy = executor_of(folder, "no pressure")
+    alone = [
+        [run(roomy, [prompt], [sampled(choice_seed(index, choice))]).outputs[0] for choice in range(3)]
+        for index, prompt in enumerate(prompts)
+    ]
+    made = run(
+        executor_of(folder, pressure),
+        prompts,
+        [sampled(index, n=3) for index in range(len(prompts))],
+        chunk=chunk,
+        prefix_caching=caching != "none",
+        host_caching=caching == "host",
+        max_num_seqs=12,
+    )
+    assert [[choice.token_ids for choice in choices] for choices in made.choices] == alone
+    assert len({tuple(output) for output in alone[0]}) == 3
+    counted = made.statistics
+    assert counted.blocks_parted > 0
+    assert pressure != "recompute" or counted.preemptions_by_recompute > 0
+    assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
+
+
+def blocks_at_first_token(requests: list[Request]) -> int:
+    """Blocks in use once every output has its first token and the memory for its second."""
+    capacity = KvCapacity(16, 1000, 0)
+    memory = KvMemory(capacity, prefix_caching=False)
+    config = SchedulerConfig(max_num_batched_tokens=1 << 20, max_model_len=1 << 16, vocab_size=VOCAB_SIZE)
+    core = EngineCore(Scheduler(config, memory), PagedExecutor(capacity), ignore)
+    for request in requests:
+        core.scheduler.add(request)
+    for _ in range(2):
+        core.step()
+    assert len(core.scheduler.running) == 8
+    return memory.device.num_blocks - memory.device.num_free
+
+
+def ignore(step: StepOutput) -> None:
+    del step
+
+
+def test_eight_choices_of_a_prompt_take_a_fifth_of_the_memory_of_eight_requests() -> None:
+    prompt = [index % VOCAB_SIZE for index in range(500)]
+    params = {"max_tokens": 20, "ignore_eos": True}
+    together = blocks_at_first_token([Request("one", prompt, SamplingParams(n=8, **params))])
+    apart = blocks_at_first_token([Request(str(i), prompt, SamplingParams(seed=i, **params)) for i in range(8)])
+    assert (together, apart) == (39, 256)
+    assert together < 0.2 * apart

@@ -1,0 +1,138 @@
+"""Loaded without a size for its KV pool, a model takes what its surroundings leave, and says what it took."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from quire_engine.executor.torch import gauge
+from quire_engine.executor.torch.memory import CpuMemory
+from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.models.errors import ModelError
+from quire_engine.scheduling.plan import StepPlan
+
+from tests.model.engine import run
+from tests.model.models import SmallModels
+from tests.support.fake_container import container
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@pytest.fixture
+def folder(small_models: SmallModels) -> Path:
+    return small_models.folder("llama3")
+
+
+def confined(monkeypatch: pytest.MonkeyPatch, root: Path, spare: int) -> CpuMemory:
+    """Executors find themselves in a container whose limit is so many bytes above what this process holds."""
+    memory = CpuMemory(container(root, CpuMemory().used() + spare))
+    monkeypatch.setattr(gauge, "memory_of", lambda device: memory)
+    return memory
+
+
+@pytest.mark.parametrize("utilization", [None, 0.97])
+def test_a_containers_limit_is_filled_with_pools_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, utilization: float | None
+) -> None:
+    memory = confined(monkeypatch, tmp_path, 1 * GIB)
+    executor = TorchExecutor.load(folder, swap_bytes=64 * MIB, memory_utilization=utilization)
+    capacity = executor.capacity
+    pools = (capacity.device_blocks + capacity.host_blocks) * capacity.block_bytes
+    usable = memory.limit * (utilization or 0.9)
+    assert capacity.host_blocks * capacity.block_bytes == pytest.approx(64 * MIB, rel=0.01)
+    assert memory.used() + pools <= usable
+    assert memory.used() + pools + gauge.LATER_GROWTH >= 0.9 * usable, "and not much less"
+
+
+def test_both_pools_share_a_small_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    memory = confined(monkeypatch, tmp_path, 300 * MIB)
+    executor = TorchExecutor.load(folder, swap_bytes=512 * MIB, memory_utilization=1.0)
+    assert 0 < executor.capacity.host_blocks <= executor.capacity.device_blocks
+    pools = (executor.capacity.device_blocks + executor.capacity.host_blocks) * executor.capacity.block_bytes
+    assert memory.used() + pools < memory.limit
+
+
+def test_a_limit_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    memory = confined(monkeypatch, tmp_path, 20 * MIB)
+    with pytest.raises(ModelError, match="no memory for KV blocks") as caught:
+        TorchExecutor.load(folder, swap_bytes=0)
+    assert f"the container's limit is {memory.limit / MIB:,.1f} MiB" in str(caught.value)
+    assert "--max-num-batched-tokens" in str(caught.value)
+
+
+def test_a_given_size_beyond_the_limit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
+) -> None:
+    confined(monkeypatch, tmp_path, 300 * MIB)
+    assert TorchExecutor.load(folder, kv_cache_bytes=100 * MIB, swap_bytes=0).capacity.device_blocks > 0
+    with pytest.raises(ModelError, match="no memory for a KV pool"):
+        TorchExecutor.load(folder, kv_cache_bytes=GIB, swap_bytes=0)
+
+
+def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
+) -> None:
+    memory = CpuMemory(container(tmp_path, None, total=64 * GIB, available=4 * GIB))
+    monkeypatch.setattr(gauge, "memory_of", lambda device: memory)
+    capacity = TorchExecutor.load(folder, swap_bytes=0).capacity
+    assert capacity.device_blocks * capacity.block_bytes == pytest.approx(GIB, rel=0.1)
+
+
+def test_the_largest_step_is_as_large_as_it_may_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
+) -> None:
+    ran: list[StepPlan] = []
+    run_step = TorchExecutor.run
+
+    def watched(self: TorchExecutor, plan: StepPlan) -> object:
+        ran.append(plan)
+        return run_step(self, plan)
+
+    monkeypatch.setattr(TorchExecutor, "run", watched)
+    settings = {"swap_bytes": 0, "max_num_batched_tokens": 700, "max_num_seqs": 9}
+    executor = TorchExecutor.load(folder, **settings)
+    assert (ran[0].num_tokens, len(ran[0].chunks)) == (700, 9)
+    assert executor.run(ran[0]).errors == {}, "what was tried can be run"
+    ran.clear()
+    TorchExecutor.load(folder, kv_cache_bytes=MIB, **settings)
+    assert all(not chunk.draws for plan in ran for chunk in plan.chunks), "a given size needs no such step"
+
+
+def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def fail(self: TorchExecutor, plan: StepPlan) -> None:
+        raise RuntimeError("out of memory: tried to allocate 80 GiB.\nmore")
+
+    monkeypatch.setattr(TorchExecutor, "run", fail)
+    with pytest.raises(ModelError, match=r"tried to allocate 80 GiB; lower --max-num-batched-tokens"):
+        TorchExecutor.load(folder, swap_bytes=0)
+
+
+def test_what_was_decided_is_logged_in_one_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    confined(monkeypatch, tmp_path, GIB)
+    with caplog.at_level(logging.INFO):
+        executor = TorchExecutor.load(folder, swap_bytes=64 * MIB)
+    records = [record.getMessage() for record in caplog.records if "memory, as decided" in record.getMessage()]
+    assert len(records) == 1
+    rows = ["limit", "process", "weights", "activations", "kept free", "KV pool", "host pool", "longest request"]
+    assert [line[2:18].strip() for line in records[0].splitlines()[1:]] == rows
+    capacity = executor.capacity
+    assert f"{capacity.device_blocks} blocks, {capacity.usable_tokens} tokens" in records[0]
+    assert "256 tokens" in records[0]
+
+
+def test_blocks_that_were_used_for_measuring_hold_nothing_that_is_found_again(
+    small_models: SmallModels, folder: Path
+) -> None:
+    from quire_proto.sampling import SamplingParams
+
+    executor = TorchExecutor.load(folder, dtype="float32", kv_cache_bytes=MIB, swap_bytes=MIB)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    made = run(executor, small_models.prompts[:4], [params] * 4)
+    assert made.outputs == small_models.outputs("llama3")[:4]
+
+
+def test_rates_are_measured_for_each_executor(folder: Path) -> None:
+    rates = TorchExecutor.load(folder, kv_cache_bytes=MIB, swap_bytes=MIB).rates
+    assert 10 < rates.tokens_per_second < 1e9
+    assert 1e5 < rates.bytes_per_second < 1e13

@@ -1,0 +1,179 @@
+"""The simulator and the real executor on the CPU see the same sequence of plans on the same arrivals.
+
+So what the simulator says about memory and order is what the engine does. Prompts and the structure of the outputs are
+equal in both; only the drawn tokens differ. Where the prefix cache is on, requests are greedy: drawn by chance, two
+outputs of one prompt may or may not begin alike, and share a block or not, as no simulator can know.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_engine.core import EngineCore
+from quire_engine.executor.base import Executor, Rates
+from quire_engine.executor.simulated import SimulatedExecutor
+from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.memory import KvMemory
+from quire_engine.request import Request
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.simulation.presets import PRESETS
+from quire_proto.sampling import SamplingParams
+
+from tests.model.engine import BLOCK_SIZE, load
+from tests.model.models import VOCAB_SIZE, SmallModels
+
+MAX_MODEL_LEN = 160
+DEVICE_BLOCKS, HOST_BLOCKS = 60, 60
+MAX_STEPS = 5000
+Event = tuple[int, Request | str]
+
+
+class Noting:
+    """Another executor, and the plans that it was given."""
+
+    depth = 1
+
+    def __init__(self, executor: Executor) -> None:
+        self.plans: list[Any] = []
+        self._executor = executor
+        self.capacity = executor.capacity
+        self.rates = executor.rates
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.plans.append(normal(plan))
+        return self._executor.run(plan)
+
+    def close(self) -> None:
+        pass
+
+
+def normal(plan: StepPlan) -> Any:
+    """All of a plan except which tokens were drawn."""
+    chunks = [
+        (
+            chunk.sequence_id,
+            chunk.start,
+            chunk.end,
+            tuple(chunk.block_ids),
+            tuple(draw.sequence_id for draw in chunk.draws),
+            len(chunk.targets),
+        )
+        for chunk in plan.chunks
+    ]
+    return chunks, plan.copies_out, plan.copies_within, plan.copies_in, plan.ended, plan.preempted
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """An engine's shape, and what arrives or is aborted before which step."""
+
+    limits: SchedulerConfig
+    capacity: KvCapacity
+    rates: Rates
+    prefix_caching: bool
+    host_caching: bool
+    events: tuple[Event, ...]
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    prefix_caching = draw(st.booleans())
+    limits = SchedulerConfig(
+        max_num_seqs=draw(st.sampled_from([4, 16])),
+        max_num_batched_tokens=draw(st.sampled_from([9, 40, 512])),
+        max_model_len=MAX_MODEL_LEN,
+        max_swapped=draw(st.sampled_from([1, 64])),
+        policy=draw(st.sampled_from(["fcfs", "sjf", "priority"])),
+        max_overtakes=draw(st.sampled_from([1, 64])),
+        batching=draw(st.sampled_from(["continuous", "continuous", "static"])),
+        vocab_size=VOCAB_SIZE,
+    )
+    return Scenario(
+        limits,
+        KvCapacity(BLOCK_SIZE, draw(st.integers(11, 22)), draw(st.sampled_from([0, 4, HOST_BLOCKS])), 1000),
+        Rates(1e3, draw(st.sampled_from([1e4, 1e9]))),
+        prefix_caching,
+        draw(st.booleans()),
+        tuple(sorted(draw(events(prefix_caching)), key=lambda event: event[0])),
+    )
+
+
+@st.composite
+def events(draw: st.DrawFn, greedy: bool) -> list[Event]:
+    arrivals = draw(st.lists(st.tuples(st.integers(0, 40), requests(greedy)), min_size=2, max_size=12))
+    named = [(step, replace(request, request_id=f"r{index}")) for index, (step, request) in enumerate(arrivals)]
+    aborts = draw(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 11)), max_size=3))
+    return [*named, *((step, f"r{index}") for step, index in aborts)]
+
+
+@st.composite
+def requests(draw: st.DrawFn, greedy: bool) -> Request:
+    shared, own = draw(st.sampled_from([0, 20, 40, 64])), draw(st.integers(1, 30))
+    seed = draw(st.integers(0, 3))
+    params = SamplingParams(
+        temperature=0.0 if greedy else draw(st.sampled_from([0.0, 1.0])),
+        seed=seed,
+        max_tokens=draw(st.integers(1, 50)),
+        n=draw(st.sampled_from([1, 1, 1, 3])),
+        ignore_eos=True,
+        logprobs=draw(st.sampled_from([None, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 1])),
+    )
+    prompt = [3 + position % 50 for position in range(shared)] + [seed + 60] * own
+    return Request("", prompt, params, priority=draw(st.integers(0, 1)))
+
+
+def plans(executor: Executor, scenario: Scenario) -> list[Any]:
+    """Every plan of a run to the end."""
+    noting = Noting(executor)
+    memory = KvMemory(scenario.capacity, prefix_caching=scenario.prefix_caching, host_caching=scenario.host_caching)
+    core = EngineCore(Scheduler(scenario.limits, memory, rates=scenario.rates), noting, lambda _: None)
+    due = list(scenario.events)
+    for step in range(MAX_STEPS):
+        while due and due[0][0] <= step:
+            send(core.scheduler, due.pop(0)[1])
+        if core.scheduler.has_work:
+            core.step()
+        elif not due:
+            return noting.plans
+    raise AssertionError("the engine made no progress")
+
+
+def send(scheduler: Scheduler, event: Request | str) -> None:
+    if isinstance(event, str):
+        scheduler.abort(event)
+    else:
+        scheduler.add(event)
+
+
+@pytest.fixture(scope="module")
+def real(small_models: SmallModels) -> Iterator[TorchExecutor]:
+    executor = load(small_models.folder("llama3"), DEVICE_BLOCKS, HOST_BLOCKS)
+    yield executor
+    executor.close()
+
+
+@given(scenario=scenarios(), seed=st.integers(0, 5))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_simulator_and_the_real_executor_are_given_the_same_plans(
+    real: TorchExecutor, scenario: Scenario, seed: int
+) -> None:
+    simulated = SimulatedExecutor(
+        scenario.capacity, PRESETS["cpu"].latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=lambda _: None
+    )
+    assert plans(simulated, scenario) == plans(real, scenario)
+
+
+def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> None:
+    request = Request("r0", [5] * 40, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
+    scenario = Scenario(limits, KvCapacity(BLOCK_SIZE, 12, 0), Rates(1, 1), True, True, ((0, request),))
+    less = replace(scenario, limits=replace(limits, max_num_batched_tokens=39))
+    simulated = SimulatedExecutor(scenario.capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
+    assert plans(simulated, scenario) == plans(real, scenario) != plans(real, less)

@@ -1,0 +1,107 @@
+"""A router's inner rooms, with scripted engines behind real streams."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from quire.v1 import engine_pb2
+from quire_proto.sampling import FinishReason
+from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.static import StaticDiscovery
+from quire_router.generation import Delta
+from quire_router.journal.memory import MemoryJournal
+from quire_router.lifecycle import Lifecycle
+
+from tests.support.letters import TEXT, tokens
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.waiting import until
+
+QUICK = {"backoff": 0.01, "max_backoff": 0.05, "slow_client_timeout": 0.05}
+
+
+@dataclass
+class House:
+    """A router's inner rooms and its engines."""
+
+    lifecycle: Lifecycle
+    fleet: Fleet
+    journal: MemoryJournal
+    engines: list[ScriptedEngine]
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[0]
+
+    async def ready(self, count: int) -> None:
+        await until(lambda: self.fleet.ready("m") == count)
+
+    async def heard(self) -> None:
+        """Waits until the router has heard all that the first engine said, and its readers have read it."""
+        (link,) = [each.link for each in self.fleet._engines.values() if each.id == self.engine.address]
+        await until(lambda: link.session.sequence == self.engine.sequence)
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def delivered(self, *texts: str) -> None:
+        """Waits until the record tells so much of each choice."""
+        async with asyncio.timeout(10):
+            while await self._recorded() != list(map(tokens, texts)):  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.002)
+
+    async def left_nothing(self, request_id: str, reason: FinishReason, *delivered: str) -> None:
+        """Nothing is in flight anywhere, and the record tells what the client got."""
+        assert self.lifecycle.in_flight == 0
+        for engine in self.fleet.candidates("m"):
+            assert (engine.in_flight, engine.in_flight_tokens) == (0, 0)
+        record = await self.journal.read(request_id)
+        assert record is not None
+        assert record.finish_reason is reason
+        assert [choice.token_ids for choice in record.choices] == list(map(tokens, delivered))
+
+    async def _recorded(self) -> list[list[int]]:
+        record = await self.journal.read("r")
+        return [] if record is None else [choice.token_ids for choice in record.choices]
+
+
+@asynccontextmanager
+async def house(
+    count: int = 1, *, ready: int | None = None, grace: float = 30, link: Mapping[str, float] = QUICK, **options: Any
+) -> AsyncIterator[House]:
+    engines = [ScriptedEngine() for _ in range(count)]
+    for engine in engines:
+        await engine.start()
+        if ready == 0:
+            await engine.stop()
+    settings = LinkSettings(grace=grace, **link)
+    fleet = Fleet(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
+    await fleet.start()
+    journal = MemoryJournal()
+    place = House(Lifecycle(fleet, journal, {"m": TEXT}, **options), fleet, journal, engines)
+    try:
+        await place.ready(count if ready is None else ready)
+        yield place
+    finally:
+        await fleet.close()
+        for engine in engines:
+            await engine.stop()
+
+
+async def collect(answer: AsyncGenerator[Delta, None]) -> list[Delta]:
+    async with asyncio.timeout(10):
+        return [delta async for delta in answer]
+
+
+def told(deltas: list[Delta], index: int = 0) -> str:
+    """The text of one choice."""
+    return "".join(delta.text for delta in deltas if delta.index == index)
+
+
+async def started(
+    place: House, answer: AsyncGenerator[Delta, None]
+) -> tuple[asyncio.Task[list[Delta]], engine_pb2.Submit]:
+    """The answer being read, and the Submit that it led to."""
+    task = asyncio.create_task(collect(answer))
+    return task, await place.engine.submit()

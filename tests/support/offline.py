@@ -1,0 +1,69 @@
+"""An ``LLM`` over the paged executor of ``paged_executor``: everything but the model is real."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.memory import KvMemory
+from quire_engine.llm import LLM
+from quire_engine.llm import llm as llm_module
+from quire_engine.scheduling.plan import StepPlan, StepResult
+
+from tests.support.model_folders import byte_level, write_model_folder
+from tests.support.paged_executor import PagedExecutor
+
+EOS = 2
+MAX_MODEL_LEN = 256
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class PagedModel:
+    """What an executor tells about its model."""
+
+    eos_token_ids: tuple[int, ...] = (EOS,)
+    vocab_size: int = byte_level().get_vocab_size()
+    model_revision: str = "paged"
+
+
+class OfflineExecutor(PagedExecutor):
+    """Calls ``before`` with each plan, counts what it ran, and knows whether it was closed."""
+
+    config = PagedModel()
+    max_model_len = MAX_MODEL_LEN
+
+    def __init__(self, capacity: KvCapacity) -> None:
+        super().__init__(capacity)
+        self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.plans = 0
+        self.closed = False
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.before(plan)
+        self.plans += 1
+        return super().run(plan)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Offline:
+    """An ``LLM`` and what is behind it."""
+
+    def __init__(self, folder: Path, blocks: int = 400, host_blocks: int = 0, **settings: object) -> None:
+        self.executor = OfflineExecutor(KvCapacity(BLOCK_SIZE, blocks, host_blocks))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(llm_module, "load_executor", lambda config: self.executor)
+            self.llm = LLM(write_model_folder(folder), **settings)
+        self.scheduler = self.llm._core.scheduler
+
+    @property
+    def memory(self) -> KvMemory:
+        return self.scheduler.memory
+
+    def assert_idle(self) -> None:
+        assert not self.scheduler.has_work
+        self.memory.check()
+        assert self.memory.device.num_free == self.memory.device.num_blocks

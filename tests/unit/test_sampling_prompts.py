@@ -1,0 +1,86 @@
+"""Prompts' log-probabilities: every target's, exact, and never more rows of logits at once than a piece has."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_engine.sampling import score_prompts
+from quire_engine.sampling.logprobs import MAX_ROWS, MAX_VALUES, rows_at_once
+from quire_engine.sampling.ranking import best
+from quire_engine.scheduling.plan import Chunk, StepResult
+from quire_proto.errors import ErrorCode
+
+from tests.support.draws import make_draw, some_logits, some_tokens
+
+VOCAB = 30
+
+
+def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> Chunk:
+    tokens = some_tokens(count + 1, VOCAB, seed=id)
+    return Chunk(id, tokens[:count], 0, [], targets=tokens[1 : num_targets + 1], num_top=num_top)
+
+
+def scored(chunks: list[Chunk], logits: torch.Tensor) -> tuple[StepResult, list[int]]:
+    """The result, and how many rows of ``logits`` were asked for at a time. Each chunk's rows follow the last one's."""
+    result, asked, rows, start = StepResult(), [], [], 0
+    for one in chunks:
+        rows += range(start, start + len(one.targets))
+        start += len(one.token_ids)
+
+    def logits_of(part: torch.Tensor) -> torch.Tensor:
+        asked.append(len(part))
+        return logits[part]
+
+    score_prompts([one for one in chunks if one.targets], torch.tensor(rows), logits.shape[1], logits_of, result)
+    return result, asked
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90), st.integers(0, 5)), min_size=1, max_size=12))
+def test_each_target_has_the_logprob_that_the_row_before_it_gives(shapes: list[tuple[int, int, int]]) -> None:
+    chunks = [chunk(id, count, min(count, targets), top) for id, (count, targets, top) in enumerate(shapes)]
+    logits = some_logits(sum(len(one.token_ids) for one in chunks), VOCAB).round()
+    result, asked = scored(chunks, logits)
+    assert all(count <= MAX_ROWS for count in asked)
+    assert sum(asked) == sum(len(one.targets) for one in chunks)
+    start = 0
+    for one in chunks:
+        expected = logits[start : start + len(one.targets)].log_softmax(-1).tolist()
+        start += len(one.token_ids)
+        assert (one.sequence_id in result.prompt_logprobs) == bool(one.targets)
+        for made, target, row in zip(
+            result.prompt_logprobs.get(one.sequence_id, []), one.targets, expected, strict=True
+        ):
+            ranked = sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[: one.num_top]
+            assert (made.logprob, made.top) == (row[target], tuple(ranked))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 100, 32_000, 151_936, 1 << 20, 1 << 30])
+def test_a_piece_is_bounded_in_rows_and_in_numbers(vocab_size: int) -> None:
+    assert 1 <= rows_at_once(vocab_size) <= MAX_ROWS
+    assert rows_at_once(vocab_size) == 1 or rows_at_once(vocab_size) * vocab_size <= MAX_VALUES
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_prompt_whose_logits_are_not_finite_ends_alone_with_all_that_is_drawn_from_it(bad: float) -> None:
+    chunks = [chunk(0, 4, 4, 2), chunk(1, 4, 4, 2), chunk(2, 4, 4, 2)]
+    chunks[1].draws = (make_draw(1, [1]), make_draw(7, [1]))
+    logits = some_logits(12, VOCAB)
+    expected = scored(chunks, logits)[0].prompt_logprobs
+    logits[6, 3] = bad
+    result = scored(chunks, logits)[0]
+    assert {id: error.code for id, error in result.errors.items()} == {1: ErrorCode.INTERNAL, 7: ErrorCode.INTERNAL}
+    assert result.prompt_logprobs == {0: expected[0], 2: expected[2]}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-2, 2) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 32))
+def test_the_best_are_in_one_certain_order(levels: list[float], count: int) -> None:
+    values, ids = best(torch.tensor([levels, levels[::-1]], dtype=torch.float32), count)
+    for row, scores in enumerate((levels, levels[::-1])):
+        ranked = sorted(enumerate(scores), key=lambda pair: (-pair[1], pair[0]))[:count]
+        assert values[row].tolist() == [score for _, score in ranked]
+        finite = [token_id for token_id, score in ranked if score > -math.inf]
+        assert ids[row].tolist()[: len(finite)] == finite

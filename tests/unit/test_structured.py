@@ -1,0 +1,411 @@
+"""Structured output: what is drawn under a grammar is of that grammar, and a grammar harms nobody but its request."""
+
+import ast
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from quire_engine.grammar import GrammarError
+from quire_engine.structured import guidance as guidances
+from quire_engine.structured.definition import MAX_REASON, define
+from quire_engine.structured.guidance import Guidance, GuidanceMatcher
+from quire_engine.structured.model import ModelGrammars
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.structured import Structured, StructuredKind, choice
+
+from tests.support.grammars import (
+    EOS,
+    MODEL,
+    SPECIAL,
+    VOCAB_SIZE,
+    allowed,
+    decode,
+    draw,
+    encode,
+    grammar_of,
+    schemas,
+)
+
+SEEDS = st.integers(0, 2**32)
+SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ARITHMETIC = """
+start: sum
+sum: product (("+" | "-") product)*
+product: factor (("*" | "/") factor)*
+factor: NUMBER | "-" factor | "(" sum ")"
+NUMBER: /0|[1-9][0-9]{0,5}/
+"""
+
+
+def schema(value: object) -> Structured:
+    return Structured(StructuredKind.JSON_SCHEMA, json.dumps(value))
+
+
+def regex(text: str) -> Structured:
+    return Structured(StructuredKind.REGEX, text)
+
+
+def lark(text: str) -> Structured:
+    return Structured(StructuredKind.GRAMMAR, text)
+
+
+JSON_OBJECT = Structured(StructuredKind.JSON_OBJECT)
+EXAMPLES = [JSON_OBJECT, regex("[a-z]+( [a-z]+)*"), choice(["no", "yes", "yes, but"]), lark(ARITHMETIC)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[ModelGrammars]:
+    model = ModelGrammars(MODEL, VOCAB_SIZE, [EOS])
+    yield model
+    model.close()
+
+
+# What is drawn
+
+
+@given(schemas(), SEEDS)
+@settings(SLOW, max_examples=200)
+def test_json_drawn_under_a_schema_is_valid_under_that_schema(asked: dict[str, object], seed: int) -> None:
+    output = decode(draw(grammar_of(schema(asked)), seed))
+    Draft202012Validator.check_schema(asked)
+    Draft202012Validator(asked).validate(json.loads(output))
+
+
+@given(SEEDS)
+@settings(SLOW, max_examples=50)
+def test_json_object_is_any_json_object_with_bounded_space_between(seed: int) -> None:
+    output = decode(draw(grammar_of(JSON_OBJECT), seed))
+    assert isinstance(json.loads(output), dict)
+    outside_of_strings = re.sub(r'"(\\.|[^"\\])*"', '""', output)
+    assert not re.search(r"  |\n\s*\n|\n[ \t]{33}", re.sub(r"\n[ \t]*", "\n", outside_of_strings))
+
+
+def regexes() -> st.SearchStrategy[str]:
+    leaf = st.sampled_from(["a", "b", r"\d", "[c-f]", "[^a-z]", ".", r"\.", "é", "/", '"', r"\\", " "])
+
+    def combine(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        group = inner.map(lambda each: f"({each})")
+        return (
+            st.lists(inner, min_size=2, max_size=3).map("".join)
+            | st.lists(inner, min_size=2, max_size=3).map("|".join)
+            | st.tuples(group, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "+?"])).map("".join)
+            | group
+        )
+
+    return st.recursive(leaf, combine, max_leaves=8)
+
+
+@given(regexes(), SEEDS)
+@settings(SLOW, max_examples=100)
+def test_a_regex_matches_the_whole_of_what_is_drawn_under_it(pattern: str, seed: int) -> None:
+    output = decode(draw(grammar_of(regex(pattern)), seed))
+    assert re.fullmatch(pattern, output)
+
+
+OPTIONS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12), min_size=1, max_size=20)
+
+
+@given(OPTIONS, SEEDS)
+@settings(SLOW, max_examples=100)
+def test_a_choice_is_one_of_its_options_and_can_be_each(options: list[str], seed: int) -> None:
+    grammar = grammar_of(choice(options))
+    assert decode(draw(grammar, seed)) in options
+    for option in options:
+        matcher = grammar.matcher()
+        matcher.accept(encode_bytes(option))
+        assert EOS in allowed(matcher)
+
+
+def encode_bytes(text: str) -> list[int]:
+    """One token for each byte, so that a text which looks like a special token is none."""
+    letters = bytes_to_tokens()
+    return [letters[byte] for byte in text.encode()]
+
+
+def bytes_to_tokens() -> dict[int, int]:
+    """The vocabulary's tokens of single bytes, by GPT-2's table of stand-ins for bytes that cannot be printed."""
+    vocabulary = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    stand_ins = {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    return {byte: vocabulary[letter] for byte, letter in stand_ins.items()}
+
+
+@given(SEEDS)
+@settings(SLOW, max_examples=50)
+def test_what_is_drawn_under_a_grammar_can_be_parsed_by_another_parser(seed: int) -> None:
+    ast.parse(decode(draw(grammar_of(lark(ARITHMETIC)), seed)), mode="eval")
+
+
+# Places in a grammar
+
+
+@given(st.sampled_from(EXAMPLES), SEEDS, st.randoms(use_true_random=False))
+@settings(SLOW, max_examples=50)
+def test_accepting_in_pieces_is_accepting_all_at_once(structured: Structured, seed: int, random: Random) -> None:
+    grammar = grammar_of(structured)
+    output = draw(grammar, seed, budget=80)
+    whole, pieces = grammar.matcher(), grammar.matcher()
+    whole.accept(output)
+    start = 0
+    while start < len(output):
+        end = random.randint(start + 1, len(output))
+        pieces.accept(output[start:end])
+        if random.random() < 0.5:
+            allowed(pieces)
+        start = end
+    assert allowed(whole) == allowed(pieces)
+
+
+@given(st.sampled_from(EXAMPLES), SEEDS, SEEDS, st.randoms(use_true_random=False))
+@settings(SLOW, max_examples=30)
+def test_outputs_of_one_grammar_do_not_disturb_each_other(
+    structured: Structured, one: int, two: int, random: Random
+) -> None:
+    grammar = grammar_of(structured)
+    outputs = [draw(grammar, seed) for seed in (one, two)]
+    alone = [masks(grammar.matcher(), output) for output in outputs]
+    matchers = [grammar.matcher(), grammar.matcher()]
+    together: list[list[list[int]]] = [[allowed(matcher)] for matcher in matchers]
+    order = [which for which in (0, 1) for _ in outputs[which]]
+    random.shuffle(order)
+    for which in order:
+        matchers[which].accept([outputs[which][len(together[which]) - 1]])
+        together[which].append(allowed(matchers[which]))
+    assert together == alone
+
+
+def masks(matcher: GuidanceMatcher, output: list[int]) -> list[list[int]]:
+    """What is allowed before each token, and at the end."""
+    seen = [allowed(matcher)]
+    for token_id in output:
+        matcher.accept([token_id])
+        seen.append(allowed(matcher))
+    return seen
+
+
+@pytest.mark.parametrize("structured", EXAMPLES, ids=lambda each: str(each.kind))
+def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = grammar_of(structured)
+    output = draw(grammar, 5, budget=60)
+    lasting = masks(grammar.matcher(), output)
+    renewed = 0
+    renew = GuidanceMatcher._renew
+
+    def count(matcher: GuidanceMatcher) -> None:
+        nonlocal renewed
+        renewed += 1
+        renew(matcher)
+        matcher._durable = -1.0
+
+    monkeypatch.setattr(guidances, "WEAR", -1.0)
+    monkeypatch.setattr(GuidanceMatcher, "_renew", count)
+    assert masks(grammar.matcher(), output) == lasting
+    assert renewed == len(lasting)
+
+
+def test_a_mask_can_be_filled_again_for_the_same_place() -> None:
+    matcher = grammar_of(JSON_OBJECT).matcher()
+    assert allowed(matcher) == allowed(matcher)
+
+
+def test_only_the_end_is_allowed_where_a_grammar_is_complete() -> None:
+    matcher = grammar_of(choice(["yes"])).matcher()
+    assert EOS not in allowed(matcher)
+    matcher.accept(encode("yes"))
+    assert allowed(matcher) == [EOS]
+    matcher.accept([EOS])
+    assert allowed(matcher) == [EOS]
+
+
+def test_each_of_several_end_tokens_ends_an_output_and_no_other_special_token_comes() -> None:
+    several = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE, [0, EOS])
+    grammar = several.compile(define(regex("ab*")))
+    matcher = grammar.matcher()
+    assert not SPECIAL & set(allowed(matcher))
+    matcher.accept(encode("ab"))
+    assert SPECIAL & set(allowed(matcher)) == {0, EOS}
+    for end in (0, EOS):
+        ended = grammar.matcher()
+        ended.accept([*encode("ab"), end])
+        assert allowed(ended) == [0, EOS]
+
+
+def test_tokens_that_only_the_model_has_are_never_allowed() -> None:
+    padded = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE + 77, [EOS])
+    matcher = padded.compile(define(regex("(.|\n)+"))).matcher()
+    assert max(allowed(matcher, VOCAB_SIZE + 77)) < VOCAB_SIZE
+
+
+def test_a_mask_is_cut_where_the_model_has_fewer_tokens_than_its_tokenizer() -> None:
+    smaller = Guidance.load(MODEL / "tokenizer.json", 1000, [EOS])
+    words = np.zeros(32, dtype=np.int32)
+    smaller.compile(define(regex("(.|\n)+"))).matcher().fill(words.data)
+    assert words.any()
+
+
+@pytest.mark.parametrize("token_id", [-1, 5, EOS, VOCAB_SIZE, 2**31, 2**40])
+def test_a_token_that_does_not_match_ends_the_output_with_one_sentence(token_id: int) -> None:
+    matcher = grammar_of(regex("[a-z]{3}")).matcher()
+    with pytest.raises(GrammarError) as error:
+        matcher.accept([*encode("a"), token_id])
+    assert re.fullmatch(r"[^\n<]{10,210}\.", str(error.value))
+
+
+def test_a_grammar_without_an_end_dies_where_nothing_can_follow() -> None:
+    matcher = grammar_of(lark('start: "abcdefgh" x\nx: x "c"')).matcher()
+    matcher.accept(encode_bytes("abcdefgh"))
+    with pytest.raises(GrammarError):
+        allowed(matcher)
+    with pytest.raises(GrammarError):
+        allowed(matcher)
+
+
+def test_an_output_may_use_so_much_time_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.02
+        return now
+
+    monkeypatch.setattr(guidances, "thread_time", clock)
+    monkeypatch.setattr(guidances, "CREDIT", 0.1025)
+    monkeypatch.setattr(guidances, "CREDIT_PER_TOKEN", 0.015)
+    matcher = grammar_of(regex("a+")).matcher()
+    a = encode("a")
+    for _ in range(20):
+        matcher.accept(a)
+    with pytest.raises(GrammarError, match="too long"):
+        matcher.accept(a)  # 5 ms more for each token than it is given
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("structured", "words"),
+    [
+        (schema({"not": {"type": "null"}}), "not"),
+        (schema({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}), "then"),
+        (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (schema({"type": "array", "contains": {"type": "null"}}), "contains"),
+        (schema({"type": "object", "propertyNames": {"maxLength": 3}}), "propertyNames"),
+        (schema({"type": "object", "dependentRequired": {"a": ["b"]}}), "dependentRequired"),
+        (schema({"unevaluatedProperties": False}), "unevaluatedProperties"),
+        (schema({"$dynamicRef": "#node"}), "dynamicRef"),
+        (schema({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}), "oneOf"),
+        (schema({"type": "string", "format": "regex"}), "regex"),
+        (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (schema({"type": "string", "pattern": r"(a)\1"}), "backreferences"),
+        (schema({"type": "text"}), "text"),
+        (schema({"$ref": "https://example.com/schema"}), "https://example.com/schema"),
+        (schema({"$ref": "#/$defs/none"}), "/$defs/none"),
+        (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
+        (schema({"enum": []}), "empty"),
+        (schema({"type": "object", "minProperties": 2}), "minProperties"),
+        (schema({"properties": {"const": {"items": [{"minProperties": 3}]}}}), "minProperties"),
+        (schema({"x-guidance": {"lenient": True}, "not": {}}), "x-guidance"),
+        (schema({"type": "integer", "multipleOf": 999999937}), "fuel"),
+        (schema([]), "not a JSON object"),
+        (Structured(StructuredKind.JSON_SCHEMA, "false"), "not a JSON object"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"minimum": NaN}'), "NaN"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"type": '), "no JSON"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000), "nested too deeply"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"items":' * 300 + "{}" + "}" * 300), "recursion limit"),
+        (Structured(StructuredKind.JSON_SCHEMA, '{"const": "\\ud800"}'), "hex escape"),
+        (schema({"allOf": [{"anyOf": [{"pattern": f"{i}{j}"} for i in range(30)]} for j in range(9)]}), "large"),
+        (regex("(a"), "unclosed group"),
+        (regex("a(?=b)"), "look-around"),
+        (regex(r"\bword\b"), "lookarounds"),
+        (regex("a$b"), "lookarounds"),
+        (regex("a{3,2}"), "repetition"),
+        (regex("a\\"), "backslash"),
+        (regex("(" * 1000 + "a" + ")" * 1000), "nest"),
+        (regex("(a?){5000}a{5000}"), "too many"),
+        (lark("no rule"), "1(4)"),
+        (lark("start: missing"), "missing"),
+        (lark('start: A\nA: "x" A | "y"'), "circular"),
+        (lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
+        (lark('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'), "1(1)"),
+        (lark('start: %json {"type": "null", "x-guidance": {"lenient": true}, "not": {}}'), "not"),
+        (lark("start: s\ns: " + " | ".join("s " * i + '"a"' for i in range(1, 40)) + ' | ""'), "items"),
+        (lark("start: start"), "nothing can follow"),
+        (lark('start: A\nA: "a" & "b"'), "nothing can follow"),
+    ],
+)  # fmt: skip
+def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, structured: Structured, words: str) -> None:
+    with pytest.raises(QuireError) as refused:
+        model.compile(structured)
+    assert refused.value.code is ErrorCode.INVALID
+    assert refused.value.param == structured.param
+    assert words.lower() in refused.value.message.lower()
+    assert len(refused.value.message) < MAX_REASON + 60
+    assert "\n" not in refused.value.message
+
+
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3500)) + '\nr3500: "b"'
+LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
+
+
+@pytest.mark.parametrize(
+    "structured",
+    [
+        pytest.param(lark(CHAIN), id="more rules than the stack holds"),
+        pytest.param(schema({"type": "string", "allOf": LETTERS}), id="more time than there is"),
+        pytest.param(regex("a*b*" * 15000), id="more memory than is given"),
+        pytest.param(regex(".?" * 30000), id="more of both"),
+    ],
+)
+def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
+    model: ModelGrammars, structured: Structured
+) -> None:
+    with pytest.raises(QuireError, match="too much time or memory") as refused:
+        model.compile(structured)
+    assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, structured.param)
+    assert model.compile(JSON_OBJECT).matcher()
+
+
+def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: ModelGrammars) -> None:
+    model.compile(JSON_OBJECT)
+    processes = [trial._process for trial in model._trials if trial._process is not None]
+    assert processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(10)
+    assert model.compile(JSON_OBJECT).matcher()
+
+
+@given(st.sampled_from(list(StructuredKind)), st.text(max_size=40))
+@settings(SLOW, max_examples=150)
+def test_any_text_is_a_grammar_or_refused(model: ModelGrammars, kind: StructuredKind, text: str) -> None:
+    refused, grammar = None, None
+    try:
+        grammar = model.compile(Structured(kind, text))
+    except QuireError as error:
+        refused = error.code
+    assert refused is ErrorCode.INVALID or (grammar is not None and allowed(grammar.matcher()))
+
+
+@pytest.mark.parametrize("text", [None, "", "demo", "[]", "{}", '{"version": "1.0"}'])
+def test_a_model_without_a_usable_tokenizer_refuses_structured_output_by_name(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
+    model = ModelGrammars(tmp_path, VOCAB_SIZE, [EOS])
+    with pytest.raises(QuireError, match="tokenizer") as refused:
+        model.compile(regex("a"))
+    assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, "regex")
+
+
+def test_a_model_without_an_end_token_refuses_structured_output() -> None:
+    with pytest.raises(QuireError, match="no structured output"):
+        ModelGrammars(MODEL, VOCAB_SIZE, []).compile(JSON_OBJECT)
