@@ -88,6 +88,7 @@ class Settings(BaseSettings):
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
     redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
+    allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
     max_concurrent_requests: Count = Field(default=1024, description="Requests in progress before 429.")
     max_connections: Count = Field(default=4096, description="Open HTTP connections before 429, each port.")
@@ -109,7 +110,11 @@ def read_settings(arguments: Sequence[str]) -> Settings:
     """
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
-            Settings, cli_parse_args=list(arguments), cli_prog_name="quire-router", cli_kebab_case=True
+            Settings,
+            cli_parse_args=list(arguments),
+            cli_prog_name="quire-router",
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
         )
         return Settings(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:

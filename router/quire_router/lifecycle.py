@@ -68,13 +68,16 @@ class Lifecycle:
         return len(self._running)
 
     def run(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """The answer, piece by piece; the last piece has a finish reason and the usage. Raises ``QuireError``, also
-        after some pieces. Closing the generator, or cancelling who iterates it, cancels the request on its engine.
+        """The answer, piece by piece; the last piece of each choice has a finish reason, and the last of all the usage.
+        Raises ``QuireError``, also after some pieces. Closing the generator, or cancelling who iterates it, cancels the
+        request on its engine.
         """
         return self._tell(generation, context.get_current())
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a running request: its last piece comes with ``FinishReason.ABORT``. False when there is none."""
+        """Ends a running request: what has not ended of it ends with ``FinishReason.ABORT``. False when there is
+        none.
+        """
         progress = self._running.get(request_id)
         if progress is not None:
             progress.interrupt(None)
@@ -113,7 +116,8 @@ class Lifecycle:
         for attempt in count(1):
             engine = await self._route(progress)
             if engine is None:
-                yield progress.conclude(FinishReason.ABORT)
+                for delta in progress.conclude(FinishReason.ABORT):
+                    yield delta
                 return
             try:
                 async with aclosing(self._attempt(progress, engine, attempt)) as deltas:
@@ -126,8 +130,9 @@ class Lifecycle:
             except EngineLost as loss:
                 log.warning("attempt %d of request %s lost engine %s: %s", attempt, progress.id, engine.engine_id, loss)
                 losses += 1
-            if progress.complete():
-                yield progress.conclude(FinishReason.LENGTH)
+            for delta in progress.recover():
+                yield delta
+            if progress.ended:
                 return
             if losses == self._max_attempts:
                 raise _error(ErrorCode.UNAVAILABLE, "The engines that ran this request were lost.")
@@ -138,12 +143,14 @@ class Lifecycle:
             with self._fleet.dispatch(engine.engine_id, submission) as outputs:
                 progress.follow(outputs)
                 async for output in outputs:
-                    delta = progress.take(output)
-                    if delta.finish_reason is not None:
+                    deltas = progress.take(output)
+                    if progress.ended:
                         break
-                    yield delta
+                    for delta in deltas:
+                        yield delta
         # By now the engine is free and the record is closed: a client need not come back after its last piece.
-        yield delta
+        for delta in deltas:
+            yield delta
 
     # Route
 
@@ -285,4 +292,4 @@ def _describe_end(span: Span, progress: Progress) -> None:
     span.set_attribute(Attribute.OUTPUT_TOKENS, usage.completion_tokens)
     span.set_attribute(Attribute.CACHED_TOKENS, usage.cached_tokens)
     if progress.finish_reason is not None:
-        span.set_attribute(Attribute.FINISH_REASONS, [progress.finish_reason.value])
+        span.set_attribute(Attribute.FINISH_REASONS, [reason.value for reason in progress.finish_reasons])

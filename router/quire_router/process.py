@@ -45,7 +45,9 @@ class Router:
         self._lifecycle = Lifecycle(self._fleet, self._journal, texts, request_timeout=settings.request_timeout)
         keys = Keys(key.get_secret_value() for key in settings.api_key)
         running = Running(settings.max_concurrent_requests)
-        self._frontend = Frontend(texts, self._fleet, self._lifecycle, keys, running)
+        self._frontend = Frontend(
+            texts, self._fleet, self._lifecycle, keys, running, allow_priority=settings.allow_priority
+        )
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:

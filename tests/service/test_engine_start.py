@@ -88,6 +88,7 @@ def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path:
         (("--max-num-seqs", "0"), "--max-num-seqs"),
         (("--dtype", "int3"), "--dtype"),
         (("--swap-space", "-1"), "--swap-space"),
+        (("--gpu-memory-utilization", "1.5"), "--gpu-memory-utilization"),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path: Path, flags: tuple[str, ...], words: str) -> None:

@@ -36,11 +36,11 @@ class Runner(Protocol):
     """Runs requests that passed the validator."""
 
     def run(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """The answer, piece by piece; the last has a finish reason and the usage. Raises ``QuireError``. Closing or
-        cancelling it cancels the request.
+        """The answer, piece by piece; the last of each choice has its finish reason, and the last of all the usage.
+        Raises ``QuireError``. Closing or cancelling it cancels the request.
         """
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a running request with ``FinishReason.ABORT``; False when there is none of that id."""
+        """Ends what has not ended of a running request with ``FinishReason.ABORT``; False when there is none."""
         ...

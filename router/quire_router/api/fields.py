@@ -1,18 +1,21 @@
 """Parts of the request schemas: how single fields are read, and which are known but not supported yet."""
 
+import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, PlainValidator
 from quire_proto.errors import invalid
-from quire_proto.sampling import MAX_STOP_TOKEN_IDS
+from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LABEL_CHARACTERS = 512
 MAX_METADATA, MAX_METADATA_KEY_CHARACTERS = 16, 64
 MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer prompt can come as text
+MAX_PROMPTS = 128
 _MOST = 2**64
+_TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
 
 def only(*values: object) -> PlainValidator:
@@ -48,9 +51,10 @@ class Read:
         }
 
 
-def _alone(prompt: Any) -> Any:
-    """The prompt out of a list of one."""
-    return prompt[0] if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else prompt
+def _prompts(prompt: Any) -> list[Any]:
+    """All prompts, also where there is only one."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
 
 
 def _stop(value: object) -> list[str]:
@@ -64,6 +68,29 @@ def _stop(value: object) -> list[str]:
     if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
         raise invalid("stop", f"Each stop string must have 1 to {MAX_STOP_CHARACTERS} characters.")
     return stops
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """Biases by token id, which JSON can only write as text."""
+    if not isinstance(value, dict):
+        raise invalid("logit_bias", "logit_bias must be an object of token ids and numbers.")
+    if len(value) > MAX_BIASES:
+        raise invalid("logit_bias", f"logit_bias names {len(value)} tokens but at most {MAX_BIASES} are allowed.")
+    return {_token_id(key): _bias(bias) for key, bias in value.items()}
+
+
+def _token_id(key: object) -> int:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, str) and _TOKEN_ID.fullmatch(key):
+        return int(key)
+    raise invalid("logit_bias", "Each name in logit_bias must be a token id in decimal digits.")
+
+
+def _bias(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST:
+        raise invalid("logit_bias", "Each value in logit_bias must be a number.")
+    return float(value)
 
 
 def _content(value: object) -> object:
@@ -84,15 +111,20 @@ def _text_part(part: object) -> str:
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
 _Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
-_OnePrompt = Annotated[list[str | _Tokens], Field(min_length=1, max_length=1, fail_fast=True)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
 _MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
 _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
-Prompt = Annotated[
-    str | list[int],
+Prompts = Annotated[
+    list[str | list[int]],
     Read(
-        Annotated[str | _Tokens | _OnePrompt, AfterValidator(_alone)],
-        f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids",
+        Annotated[
+            str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several],
+            AfterValidator(_prompts),
+        ],
+        f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids, "
+        f"or a list of at most {MAX_PROMPTS} of the one or of the other",
     ),
 ]
 Metadata = Annotated[
@@ -105,6 +137,15 @@ Metadata = Annotated[
 ]
 Stops = Annotated[list[str], PlainValidator(_stop)]
 Content = Annotated[str, BeforeValidator(_content)]
+LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
+BadWords = Annotated[
+    list[str | list[int]],
+    Read(
+        Annotated[list[str | _Word], Field(max_length=MAX_BAD_WORDS)],
+        f"it must be a list of at most {MAX_BAD_WORDS} texts or lists of at most {MAX_BAD_WORD_TOKENS} token ids",
+    ),
+]
+EarlyStopping = Annotated[bool | Literal["never"], Read(bool | Literal["never"], 'it must be true, false or "never"')]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
 Number = float | None
 Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)] | None  # wide enough: the true ranges are quire_proto's

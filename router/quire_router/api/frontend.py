@@ -18,9 +18,11 @@ from quire_proto.tracing import extract
 
 from quire_router import metrics
 from quire_router.api.backend import FleetView, Runner
+from quire_router.api.echo import echoed
 from quire_router.api.identity import Caller, Keys
 from quire_router.api.running import Running
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.together import Together
 from quire_router.api.validate import Validator, unknown_model
 from quire_router.generation import Delta, Generation
 
@@ -40,18 +42,41 @@ class ModelCard:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that passed the validator: as it came, one generation for each of its prompts (at least one), and the
+    text side of its model.
+    """
+
+    request: GenerationRequest
+    generations: tuple[Generation, ...]
+    text: ModelText
+
+    @property
+    def first(self) -> Generation:
+        """The first prompt's; the others differ from it in prompt, id and seed."""
+        return self.generations[0]
+
+
 class Frontend:
     """The common half of both APIs: who asks, what is running, validation, the models and their health."""
 
     def __init__(
-        self, texts: Mapping[str, ModelText], fleet: FleetView, runner: Runner, keys: Keys, running: Running
+        self,
+        texts: Mapping[str, ModelText],
+        fleet: FleetView,
+        runner: Runner,
+        keys: Keys,
+        running: Running,
+        *,
+        allow_priority: bool = False,
     ) -> None:
         self.keys = keys
         self.running = running
         self._models = tuple(texts)
         self._fleet = fleet
-        self._runner = runner
-        self._validator = Validator(texts, fleet.limits)
+        self._runner = Together(runner, running)
+        self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority)
         self._threads = ThreadPoolExecutor(2, "text")
         self._created = int(time())
 
@@ -70,23 +95,26 @@ class Frontend:
                 _note(span, error)
                 raise
 
-    async def admit(
-        self, read: Callable[[], GenerationRequest], request_id: str, caller: Caller
-    ) -> tuple[GenerationRequest, Generation]:
+    async def admit(self, read: Callable[[], GenerationRequest], request_id: str, caller: Caller) -> Admitted:
         """The request that ``read`` gives, as it came and as it was validated. Raises ``QuireError``, and counts the
         refusal.
         """
         with counting_rejections(), _internal_span(Span.ADMIT):
             request = read()
-            if not _is_long(request):
-                return request, self._validator.generation(request, request_id, caller)
-            loop = asyncio.get_running_loop()
-            check = self._validator.generation
-            return request, await loop.run_in_executor(self._threads, check, request, request_id, caller)
+            check = self._validator.generations
+            if _is_long(request):
+                loop = asyncio.get_running_loop()
+                generations = await loop.run_in_executor(self._threads, check, request, request_id, caller)
+            else:
+                generations = check(request, request_id, caller)
+            return Admitted(request, generations, self._validator.text(request.model))
 
-    def run(self, generation: Generation) -> AsyncGenerator[Delta]:
-        """The answer, piece by piece, as ``Runner.run`` gives it."""
-        return self._runner.run(generation)
+    def run(self, admitted: Admitted) -> AsyncGenerator[Delta]:
+        """The answer, piece by piece, as ``Runner.run`` gives it; its choices are those of all prompts in order, and
+        begin with their prompt where it is echoed.
+        """
+        deltas = self._runner.run(admitted.generations)
+        return echoed(deltas, admitted.generations, admitted.text) if admitted.first.echo else deltas
 
     def cancel(self, request_id: str, caller: Caller) -> None:
         """Ends a running request of this caller. Raises ``QuireError`` NOT_FOUND."""
@@ -160,4 +188,4 @@ def _note(span: trace.Span, error: QuireError) -> None:
 def _is_long(request: GenerationRequest) -> bool:
     if isinstance(request, ChatRequest):
         return sum(len(message.content) + _MESSAGE for message in request.messages) > _LONG_TEXT
-    return isinstance(request, CompletionRequest) and len(request.prompt) > _LONG_TEXT
+    return isinstance(request, CompletionRequest) and sum(map(len, request.prompt)) > _LONG_TEXT

@@ -1,47 +1,33 @@
-"""What a request may say, as pydantic models: the OpenAI API's fields, and those that this service adds to it.
+"""What a request may say, as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
 
 Both APIs build these objects, so that what one refuses the other refuses. A field of the OpenAI API that is not
 supported yet is accepted where it changes nothing and refused otherwise; a field that nobody knows is refused.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from quire_proto.errors import ErrorCode, QuireError, invalid
+from pydantic import Field
+from quire_proto.errors import invalid
+from quire_proto.sampling import MAX_LOGPROBS
 
 from quire_router.api.fields import (
+    BadWords,
     Content,
+    EarlyStopping,
     Integer,
     Label,
+    LogitBias,
     Metadata,
     Number,
-    Prompt,
+    Prompts,
     Stops,
     StopTokenIds,
     only,
 )
-from quire_router.api.weight import check_weight
+from quire_router.api.strict import Strict
+from quire_router.api.structured import Guided
 
 MAX_MESSAGES = 4096
-T = TypeVar("T")
-
-
-class Strict(BaseModel):
-    """Reads values as they are, without guessing, and refuses fields that it does not know."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-    @classmethod
-    def from_json(cls, body: bytes) -> Self:
-        """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
-        check_weight(body)
-        return _refusing(lambda: cls.model_validate_json(body))
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """The object with these fields. Raises as ``from_json`` does."""
-        return _refusing(lambda: cls.model_validate(fields))
 
 
 class StreamOptions(Strict):
@@ -51,18 +37,39 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[None, only(False)] = None
 
 
-class GenerationRequest(Strict):
+class GenerationRequest(Guided):
     """What completions and chat completions have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
+
     temperature: Number = None
     top_p: Number = None
     top_k: Integer = None
+    min_p: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
     seed: Integer = None
+
+    n: Integer = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    beam_width: Integer = None
+    length_penalty: Number = None
+    early_stopping: EarlyStopping | None = None
+
     max_tokens: Integer = None
+    min_tokens: Integer = None
     stop: Stops = Field(default=[], validate_default=True)
     stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+
+    prompt_logprobs: Integer = None
+    skip_special_tokens: bool | None = None
+    priority: Integer = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -72,11 +79,10 @@ class GenerationRequest(Strict):
     safety_identifier: Label = None
     prompt_cache_key: Label = None
 
-    n: Annotated[None, only(1)] = None
-    presence_penalty: Annotated[None, only(0)] = None
-    frequency_penalty: Annotated[None, only(0)] = None
-    logit_bias: Annotated[None, only({})] = None
+    allowed_token_ids: Annotated[None, only()] = None
     service_tier: Annotated[None, only("auto", "default")] = None
+    spaces_between_special_tokens: Annotated[None, only(True)] = None
+    truncate_prompt_tokens: Annotated[None, only()] = None
 
     @property
     def include_usage(self) -> bool:
@@ -88,16 +94,56 @@ class GenerationRequest(Strict):
         """The most tokens that the client asked for; None when it did not say."""
         return self.max_tokens
 
+    @property
+    def output_logprobs(self) -> int | None:
+        """How many most probable tokens come beside each of the output; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """The same for the prompt, also where another field needs them."""
+        return self.prompt_logprobs
+
+    @property
+    def width(self) -> int:
+        """The beams of the search that is asked for, 0 for none. vLLM's ``use_beam_search`` takes ``n`` or ``best_of``
+        for it. Raises ``QuireError``.
+        """
+        if self.use_beam_search is False and self.beam_width:
+            raise invalid("beam_width", "beam_width and use_beam_search set to false exclude each other.")
+        if not self.use_beam_search:
+            return self.beam_width or 0
+        width = self.beam_width or self.best_of or self.n or 1
+        if width == 1:
+            raise invalid("use_beam_search", "use_beam_search needs n, best_of or beam_width of at least 2.")
+        return width
+
+    @property
+    def drawn(self) -> int | None:
+        """``best_of``, where it does not mean the width of a search."""
+        return None if self.use_beam_search and not self.beam_width else self.best_of
+
 
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Prompt
+    prompt: Prompts
 
-    best_of: Annotated[None, only(1)] = None
-    echo: Annotated[None, only(False)] = None
-    logprobs: Annotated[None, only()] = None
+    echo: bool | None = None
+    logprobs: Integer = None
+
+    add_special_tokens: Annotated[None, only(True)] = None
     suffix: Annotated[None, only("")] = None
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """As it is said."""
+        return self.logprobs
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """Those of a prompt that is echoed come with the output's."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
 class Message(Strict):
@@ -123,21 +169,24 @@ class ChatRequest(GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Integer = None
 
+    logprobs: bool | None = None
+    max_completion_tokens: Integer = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    add_generation_prompt: Annotated[None, only(True)] = None
+    add_special_tokens: Annotated[None, only(False)] = None
     audio: Annotated[None, only()] = None
+    echo: Annotated[None, only(False)] = None
     function_call: Annotated[None, only("none", "auto")] = None
     functions: Annotated[None, only([])] = None
-    logprobs: Annotated[None, only(False)] = None
     modalities: Annotated[None, only(["text"])] = None
     parallel_tool_calls: bool | None = None
     prediction: Annotated[None, only()] = None
     prompt_cache_retention: Annotated[None, only()] = None
     reasoning_effort: Annotated[None, only("none")] = None
-    response_format: Annotated[None, only({"type": "text"})] = None
     tool_choice: Annotated[None, only("none", "auto")] = None
     tools: Annotated[None, only([])] = None
-    top_logprobs: Annotated[None, only(0)] = None
     verbosity: Annotated[None, only("medium")] = None
     web_search_options: Annotated[None, only()] = None
 
@@ -149,35 +198,9 @@ class ChatRequest(GenerationRequest):
             raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same but differ.")
         return older if newer is None else newer
 
-
-def _refusing(read: Callable[[], T]) -> T:
-    try:
-        return read()
-    except ValidationError as error:
-        raise _explain(error) from None
-    except RecursionError:
-        raise QuireError(ErrorCode.INVALID, "The body is nested too deeply.") from None
-
-
-def _explain(error: ValidationError) -> QuireError:
-    """The first problem in the words of this API; the input itself is not repeated."""
-    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    location, kind, text = problem["loc"], problem["type"], problem["msg"]
-    if kind == "json_invalid":
-        return QuireError(ErrorCode.INVALID, f"The body is not valid JSON: {text.removeprefix('Invalid JSON: ')}.")
-    if not location:
-        return QuireError(ErrorCode.INVALID, "The body must be a JSON object.")
-    param = _param(location)
-    if kind == "extra_forbidden":
-        return invalid(param, f"{param} is not a known parameter.")
-    if kind == "missing":
-        return invalid(param, f"{param} is missing.")
-    return invalid(param, f"{param}: {text.removeprefix('Value error, ')}.")
-
-
-def _param(location: tuple[int | str, ...]) -> str:
-    """``("messages", 0, "content")`` as ``messages[0].content``."""
-    param = ""
-    for part in location:
-        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
-    return param[:128]
+    @property
+    def output_logprobs(self) -> int | None:
+        """``top_logprobs``, where ``logprobs`` is true. Raises ``QuireError`` when it is not."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
+        return (self.top_logprobs or 0) if self.logprobs else None

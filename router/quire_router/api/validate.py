@@ -1,48 +1,72 @@
-"""The one validator: a request of either API becomes a ``Generation``, or is refused with the parameter at fault."""
+"""The one validator: a request of either API becomes one ``Generation`` a prompt, or is refused with the parameter at
+fault.
+"""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from secrets import randbits
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
-from quire_proto.sampling import SamplingParams, check_length
+from quire_proto.sampling import check_length
 from quire_proto.text.model_text import ModelText
 
 from quire_router.api.backend import Limits
 from quire_router.api.identity import Caller
+from quire_router.api.sampling import check_ids, sampling_of
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.size import check_size
 from quire_router.generation import Generation
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds
+_MOST_PRIORITY = 2**31
 
 
 class Validator:
-    """Checks requests against the models' texts and what their engines can take."""
+    """Checks requests against the models' texts and what their engines can take. ``allow_priority`` lets clients say
+    who goes first.
+    """
 
-    def __init__(self, texts: Mapping[str, ModelText], limits: Callable[[str], Limits | None]) -> None:
+    def __init__(
+        self,
+        texts: Mapping[str, ModelText],
+        limits: Callable[[str], Limits | None],
+        *,
+        allow_priority: bool = False,
+    ) -> None:
         self._texts = texts
         self._limits = limits
+        self._allow_priority = allow_priority
 
-    def generation(self, request: GenerationRequest, request_id: str, caller: Caller) -> Generation:
-        """The request in tokens, every default filled in. Raises ``QuireError``."""
+    def generations(self, request: GenerationRequest, request_id: str, caller: Caller) -> tuple[Generation, ...]:
+        """The request in tokens, one for each prompt, every default filled in. Raises ``QuireError``."""
         text = self.text(request.model)
         limits = self._limits(request.model)
         if limits is None:
             raise unready(request.model)
-        prompt, output_limit = _prompt(request, text, limits)
-        return Generation(
+        prompts, output_limit = _prompts(request, text, limits)
+        first = Generation(
             request_id=request_id,
             model=request.model,
-            prompt_token_ids=array("i", prompt),
-            params=_sampling(request, output_limit, limits),
+            prompt_token_ids=prompts[0],
+            params=sampling_of(request, output_limit, text, limits),
             stop=tuple(request.stop),
+            include_stop=bool(request.include_stop_str_in_output),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            echo=isinstance(request, CompletionRequest) and bool(request.echo),
+            priority=self._priority(request),
             operation="chat" if isinstance(request, ChatRequest) else "text_completion",
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
             stream=bool(request.stream),
         )
+        generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
+        if request.seed is None:
+            generations = tuple(map(_seeded, generations))
+        check_size(generations)
+        return generations
 
     def text(self, model: str) -> ModelText:
         """A configured model's text. Raises ``QuireError`` NOT_FOUND."""
@@ -50,6 +74,14 @@ class Validator:
         if text is None:
             raise unknown_model(model)
         return text
+
+    def _priority(self, request: GenerationRequest) -> int:
+        priority = request.priority or 0
+        if priority and not self._allow_priority:
+            raise invalid("priority", "priority is not taken from clients here; only 0 is.")
+        if not -_MOST_PRIORITY <= priority < _MOST_PRIORITY:
+            raise invalid("priority", f"priority must be between {-_MOST_PRIORITY} and {_MOST_PRIORITY - 1}.")
+        return priority
 
 
 def unknown_model(model: str) -> QuireError:
@@ -63,20 +95,39 @@ def unready(model: str) -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY)
 
 
-def _prompt(request: GenerationRequest, text: ModelText, limits: Limits) -> tuple[list[int], int]:
-    """The prompt's tokens, and how many the output may have."""
+def _for_prompt(first: Generation, number: int, prompt: Sequence[int]) -> Generation:
+    """The same request for another of its prompts, under a name of its own."""
+    if number == 0:
+        return first
+    return replace(first, request_id=f"{first.request_id}_{number}", prompt_token_ids=prompt)
+
+
+def _seeded(generation: Generation) -> Generation:
+    return replace(generation, params=replace(generation.params, seed=randbits(64)))
+
+
+def _prompts(request: GenerationRequest, text: ModelText, limits: Limits) -> tuple[list[Sequence[int]], int]:
+    """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
-        messages = [message.as_template_sees_it() for message in request.messages]
-        with _calling_the_prompt("messages"):
-            prompt = text.render_chat(messages, limits.max_model_len)
-        rest = max(1, limits.max_model_len - len(prompt))
-        return prompt, _checked_limit(request, "messages", len(prompt), rest, limits)
+        return _conversation(request, text, limits)
     assert isinstance(request, CompletionRequest)
-    given = request.prompt
-    prompt = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
-    output_limit = _checked_limit(request, "prompt", len(prompt), COMPLETION_MAX_TOKENS, limits)
-    _check_ids("prompt", prompt, limits)
-    return prompt, output_limit
+    output_limit, prompts = COMPLETION_MAX_TOKENS, []
+    for number, given in enumerate(request.prompt):
+        name = f"prompt[{number}]" if len(request.prompt) > 1 else "prompt"
+        with _calling_the_prompt(name):
+            tokens = text.encode(given, limits.max_model_len) if isinstance(given, str) else given
+        output_limit = _checked_limit(request, name, len(tokens), COMPLETION_MAX_TOKENS, limits)
+        check_ids(name, tokens, limits)
+        prompts.append(array("i", tokens))
+    return [*prompts], output_limit
+
+
+def _conversation(request: ChatRequest, text: ModelText, limits: Limits) -> tuple[list[Sequence[int]], int]:
+    messages = [message.as_template_sees_it() for message in request.messages]
+    with _calling_the_prompt("messages"):
+        prompt = text.render_chat(messages, limits.max_model_len)
+    rest = max(1, limits.max_model_len - len(prompt))
+    return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
 
 
 def _checked_limit(request: GenerationRequest, param: str, prompt_tokens: int, default: int, limits: Limits) -> int:
@@ -97,22 +148,3 @@ def _calling_the_prompt(name: str) -> Iterator[None]:
         yield
     except QuireError as error:
         raise invalid(name if error.param == "prompt" else error.param or name, error.message) from None
-
-
-def _sampling(request: GenerationRequest, output_limit: int, limits: Limits) -> SamplingParams:
-    stop_token_ids = tuple(request.stop_token_ids or ())
-    _check_ids("stop_token_ids", stop_token_ids, limits)
-    return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or 0,
-        seed=randbits(64) if request.seed is None else request.seed,
-        max_tokens=output_limit,
-        stop_token_ids=stop_token_ids,
-        ignore_eos=bool(request.ignore_eos),
-    )
-
-
-def _check_ids(param: str, token_ids: Sequence[int], limits: Limits) -> None:
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
-        raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")

@@ -5,8 +5,9 @@ from types import TracebackType
 
 from quire.v1 import engine_pb2
 
+from quire_router.fleet.expected import most_tokens
 from quire_router.fleet.link import EngineLink
-from quire_router.fleet.output import OutputStream
+from quire_router.fleet.stream import OutputStream
 from quire_router.placement.view import EngineView
 
 
@@ -58,7 +59,7 @@ class Dispatch:
         self._engine = engine
         self._message = message
         self._on_release = on_release
-        self._tokens = len(message.prompt_token_ids) + message.sampling.max_tokens
+        self._tokens = most_tokens(message)
         self._outputs: OutputStream | None = None
 
     def __enter__(self) -> OutputStream:

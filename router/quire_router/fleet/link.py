@@ -10,10 +10,11 @@ from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 
 from quire_router.fleet.outage import Outage, Problem
-from quire_router.fleet.output import EngineLost, OutputStream
+from quire_router.fleet.output import EngineLost
 from quire_router.fleet.session import KvListener, SequenceGap, Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.silence import Silence
+from quire_router.fleet.stream import OutputStream
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ class Outbox:
     def __init__(self, max_submits: int) -> None:
         self._max_submits = max_submits
         self._submits: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
-        self._cancels: OrderedDict[str, None] = OrderedDict()
+        self._cancels: OrderedDict[str, dict[int, None]] = OrderedDict()
         self._ack = 0
         self._news = asyncio.Event()
 
@@ -36,9 +36,13 @@ class Outbox:
         """Takes a Submit back; False when it is with the writer, or has been sent."""
         return self._submits.pop(request_id, None) is not None
 
-    def cancel(self, request_id: str) -> None:
-        """Asks the engine to end a request. Asking twice is asking once."""
-        self._cancels[request_id] = None
+    def cancel(self, request_id: str, *indexes: int) -> None:
+        """Asks the engine to end some choices of a request, or all of it without any. Asking twice is asking once."""
+        waiting = self._cancels.get(request_id)
+        if not indexes or waiting is None:
+            self._cancels[request_id] = dict.fromkeys(indexes)
+        elif waiting:  # and not the whole request
+            waiting.update(dict.fromkeys(indexes))
         self._news.set()
 
     def ack(self, sequence: int) -> None:
@@ -62,8 +66,8 @@ class Outbox:
 
     def _pop(self) -> engine_pb2.SessionRequest | None:
         if self._cancels:
-            request_id, _ = self._cancels.popitem(last=False)
-            return engine_pb2.SessionRequest(cancel=engine_pb2.Cancel(request_id=request_id))
+            request_id, indexes = self._cancels.popitem(last=False)
+            return engine_pb2.SessionRequest(cancel=engine_pb2.Cancel(request_id=request_id, indexes=indexes))
         if self._submits:
             _, message = self._submits.popitem(last=False)
             return engine_pb2.SessionRequest(submit=message)

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from uuid import uuid4
 
 from quire.v1 import engine_pb2
-from quire_proto.convert import error_from_proto, finish_from_proto
+from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_from_proto
 from quire_proto.errors import ErrorCode, internal
 from quire_proto.sampling import FinishReason
 
+from quire_router.fleet.expected import Expected
 from quire_router.fleet.outbox import Outbox
-from quire_router.fleet.output import OutputStream
+from quire_router.fleet.output import Output
 from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.stream import OutputStream
 
 KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
 """Hears of every change of an engine's prefix cache; a Snapshot replaces all that was said before."""
@@ -26,8 +28,8 @@ class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
 class Session:
     """Outlives the streams it is spoken over.
 
-    A Cancel may be lost with a stream, so cancelled requests are remembered until the engine says that they ended, and
-    are cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: such a
+    A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
+    is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: such a
     request is cancelled and given back with ``EngineLost``.
     """
 
@@ -42,11 +44,11 @@ class Session:
         self._settings = settings
         self._on_kv_event = on_kv_event
         self._streams: dict[str, OutputStream] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        self._cancelled: OrderedDict[str, int] = OrderedDict()  # and how many choices the engine has not ended
 
     @property
     def in_flight(self) -> int:
-        """Requests whose output has not ended."""
+        """Requests whose outputs have not all ended."""
         return len(self._streams)
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
@@ -56,8 +58,7 @@ class Session:
         self.outbox.submit(message)
         stream = OutputStream(
             message.request_id,
-            len(message.output_token_ids),
-            message.sampling.max_tokens,
+            Expected.of(message),
             on_cancel=self._cancel,
             slow_client_timeout=self._settings.slow_client_timeout,
         )
@@ -100,8 +101,8 @@ class Session:
 
     def lose(self, reason: str) -> None:
         """Gives every request back with ``EngineLost``."""
-        for request_id, stream in list(self._streams.items()):
-            self._remember_cancel(request_id)
+        for stream in list(self._streams.values()):
+            self._remember_cancel(stream)
             stream.lose(reason)
         self._streams.clear()
 
@@ -121,33 +122,41 @@ class Session:
             if not stream.heard_of and not self.outbox.holds(stream.request_id):
                 stream.fail_over("the stream to the engine broke while the request was on its way")
 
-    def _receive(self, output: engine_pb2.SequenceOutput) -> None:
-        reason = finish_from_proto(output.finish_reason)
-        stream = self._streams.get(output.request_id)
-        if reason is not None:
-            self._streams.pop(output.request_id, None)
-            self._cancelled.pop(output.request_id, None)
+    def _receive(self, message: engine_pb2.SequenceOutput) -> None:
+        reason = finish_from_proto(message.finish_reason)
+        stream = self._streams.get(message.request_id)
         if stream is not None:
-            self._deliver(stream, output, reason)
+            if reason is not None:
+                self._note_end(stream, message.index, reason)
+            self._deliver(stream, _output(message, reason, stream.expected))
+        elif reason is not None:
+            self._note_cancelled_end(message.request_id, reason)
 
-    def _deliver(self, stream: OutputStream, output: engine_pb2.SequenceOutput, reason: FinishReason | None) -> None:
-        error = error_from_proto(output.error) if reason is FinishReason.ERROR else None
+    def _note_end(self, stream: OutputStream, index: int, reason: FinishReason) -> None:
+        stream.engine_ended(index, reason)
+        if not stream.running:
+            del self._streams[stream.request_id]
+
+    def _note_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
+        left = self._cancelled.get(request_id, 0) - 1
+        if left > 0 and reason is not FinishReason.ERROR:
+            self._cancelled[request_id] = left
+        else:
+            self._cancelled.pop(request_id, None)
+
+    def _deliver(self, stream: OutputStream, output: Output) -> None:
+        error, reason = output.error, output.finish_reason
         refused = error is not None and error.code is ErrorCode.UNAVAILABLE
         self.draining = self.draining or refused
-        if refused or reason is FinishReason.ABORT:
-            # Nobody asked for this end (a cancelled request has no stream any more): the engine is shutting down.
-            stream.push(output.position, output.token_ids, cached_tokens=output.cached_tokens)
-            stream.lose("the engine gave the request back")
+        if refused or (reason is FinishReason.ABORT and stream.awaits(output.index)):
+            # Nobody asked for this end: the engine is shutting down.
+            output.finish_reason = output.error = None
+            stream.push(output)
+            stream.fail_over("the engine gave the request back")
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.heard_of:
             stream.refuse("its queue is full")
         else:
-            stream.push(
-                output.position,
-                output.token_ids,
-                finish_reason=reason,
-                error=error,
-                cached_tokens=output.cached_tokens,
-            )
+            stream.push(output)
 
     def _report_kv_events(self, batch: engine_pb2.StepBatch) -> None:
         self.kv_events += len(batch.kv_events)
@@ -155,15 +164,19 @@ class Session:
             for event in batch.kv_events:
                 self._on_kv_event(event)
 
-    def _cancel(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None and self._remember_cancel(request_id):
+    def _cancel(self, request_id: str, index: int | None) -> None:
+        if index is not None:
+            self.outbox.cancel(request_id, index)
+            return
+        stream = self._streams.pop(request_id, None)
+        if stream is not None and self._remember_cancel(stream):
             self.outbox.cancel(request_id)
 
-    def _remember_cancel(self, request_id: str) -> bool:
+    def _remember_cancel(self, stream: OutputStream) -> bool:
         """False when the engine cannot have heard of the request."""
-        if self.outbox.withdraw(request_id):
+        if self.outbox.withdraw(stream.request_id):
             return False
-        self._cancelled[request_id] = None
+        self._cancelled[stream.request_id] = stream.running
         if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         return True
@@ -171,3 +184,20 @@ class Session:
     def _repeat_cancels(self) -> None:
         for request_id in self._cancelled:
             self.outbox.cancel(request_id)
+        for stream in self._streams.values():
+            if stream.cancelled:
+                self.outbox.cancel(stream.request_id, *stream.cancelled)
+
+
+def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, expected: Expected) -> Output:
+    # A slice is the quickest copy of a repeated field.
+    output = Output(message.token_ids[:], message.position, reason, None, message.cached_tokens, message.index)
+    if expected.logprobs:
+        output.logprobs = list(map(logprobs_from_proto, message.logprobs))
+    if expected.prompt_logprobs:
+        output.prompt_logprobs = list(map(logprobs_from_proto, message.prompt_logprobs))
+        output.prompt_position = message.prompt_position
+    if reason is not None:
+        output.score = message.score if message.HasField("score") else None
+        output.error = error_from_proto(message.error) if reason is FinishReason.ERROR else None
+    return output

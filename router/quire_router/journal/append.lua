@@ -1,5 +1,5 @@
--- Writes tokens at a place in the output, and renews the lease; without tokens it only renews.
--- KEYS: record, tokens. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed tokens.
+-- Writes deliveries (tokens and marks) at a place in their row, and renews the lease; without any it only renews.
+-- KEYS: record, tokens. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed deliveries.
 -- Returns 1; 0 when a newer epoch or another owner holds the record; -1 when the record or tokens before these are gone.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'owner', 'reason')
 if not stored[1] then

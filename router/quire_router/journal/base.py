@@ -20,13 +20,25 @@ class Lease:
 
 
 @dataclass(slots=True)
+class Delivered:
+    """What the client was given of one choice, which has ended once there is a reason."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
 class Record:
-    """What is remembered of a request: all that is needed to go on with it elsewhere."""
+    """What is remembered of a request: all that is needed to go on with it elsewhere.
+
+    ``choices`` are the ``n`` that the client gets. Of a request whose choices are told together, candidates of
+    ``best_of`` or beams, nothing is remembered before that: it is run again, and ends in the same ones.
+    """
 
     generation: Generation
     owner: str
     epoch: int
-    token_ids: list[int] = field(default_factory=list)
+    choices: list[Delivered]
     finish_reason: FinishReason | None = None
     error: str = ""
 
@@ -43,8 +55,17 @@ class Journal(Protocol):
         """Begins a record and claims it, with epoch 1. Never waits."""
         ...
 
-    def append(self, lease: Lease, position: int, token_ids: list[int]) -> None:
-        """Adds output tokens at index ``position`` of the output. Repeating a write changes nothing. Never waits."""
+    def append(
+        self,
+        lease: Lease,
+        position: int,
+        token_ids: list[int],
+        index: int = 0,
+        finish_reason: FinishReason | None = None,
+    ) -> None:
+        """Adds tokens of choice ``index`` at ``position`` of its output, and its end if there is a reason. Repeating a
+        write changes nothing. Never waits.
+        """
         ...
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:

@@ -1,4 +1,6 @@
-"""How a record is stored: a hash of few fields, and tokens as packed little-endian int32. Knows no database."""
+"""How a record is stored: a hash of few fields, and what was delivered as packed little-endian int32. Knows no
+database.
+"""
 
 import json
 from array import array
@@ -12,6 +14,7 @@ from quire_proto.structured import Structured, StructuredKind
 
 from quire_router.generation import Generation
 from quire_router.journal.base import Record
+from quire_router.journal.deliveries import read_deliveries
 
 TOKEN_BYTES = 4
 
@@ -21,7 +24,7 @@ class DamagedRecordError(ValueError):
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Four bytes a token, each below 2^31."""
+    """Four bytes for each token, or mark of ``Deliveries``."""
     packed = array("i", token_ids)
     if byteorder == "big":
         packed.byteswap()
@@ -45,6 +48,10 @@ def encode_request(generation: Generation) -> bytes:
         "model": generation.model,
         "params": asdict(generation.params),
         "stop": generation.stop,
+        "include_stop": generation.include_stop,
+        "skip_special_tokens": generation.skip_special_tokens,
+        "echo": generation.echo,
+        "priority": generation.priority,
         "operation": generation.operation,
         "tenant": generation.tenant,
         "cache_salt": generation.cache_salt.hex(),
@@ -54,14 +61,15 @@ def encode_request(generation: Generation) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def decode_record(fields: Mapping[bytes, bytes], tokens: bytes) -> Record:
-    """The record from its hash and its tokens. Raises ``DamagedRecordError``."""
+def decode_record(fields: Mapping[bytes, bytes], deliveries: bytes) -> Record:
+    """The record from its hash and its deliveries. Raises ``DamagedRecordError``."""
     try:
+        generation = _decode_request(json.loads(fields[b"request"]), unpack_tokens(fields[b"prompt"]))
         return Record(
-            generation=_decode_request(json.loads(fields[b"request"]), unpack_tokens(fields[b"prompt"])),
+            generation=generation,
             owner=fields[b"owner"].decode(),
             epoch=int(fields[b"epoch"]),
-            token_ids=unpack_tokens(tokens),
+            choices=read_deliveries(unpack_tokens(deliveries), generation.params.n),
             finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
             error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
         )

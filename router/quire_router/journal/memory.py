@@ -1,6 +1,5 @@
 """Request state in this process, for one router without a database. It does not survive the process."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from quire_proto.sampling import FinishReason
 from quire_router import metrics
 from quire_router.generation import Generation
 from quire_router.journal.base import Lease, Record
+from quire_router.journal.deliveries import Deliveries
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
@@ -21,20 +21,23 @@ class _Kept:
 
     generation: Generation
     lease: Lease
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    deliveries: Deliveries = field(init=False)
     finish_reason: FinishReason | None = None
     error: str = ""
 
+    def __post_init__(self) -> None:
+        self.deliveries = Deliveries(self.generation.params.n)
+
     @property
     def tokens(self) -> int:
-        return len(self.generation.prompt_token_ids) + len(self.token_ids)
+        return len(self.generation.prompt_token_ids) + len(self.deliveries.values)
 
     def unpack(self) -> Record:
         return Record(
             generation=self.generation,
             owner=self.lease.owner,
             epoch=self.lease.epoch,
-            token_ids=self.token_ids.tolist(),
+            choices=self.deliveries.read(),
             finish_reason=self.finish_reason,
             error=self.error,
         )
@@ -86,14 +89,19 @@ class MemoryJournal:
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
 
-    def append(self, lease: Lease, position: int, token_ids: list[int]) -> None:
+    def append(
+        self,
+        lease: Lease,
+        position: int,
+        token_ids: list[int],
+        index: int = 0,
+        finish_reason: FinishReason | None = None,
+    ) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
         record = self._writable(lease)
-        if record is not None and position <= len(record.token_ids):
-            new = token_ids[len(record.token_ids) - position :]
-            self._make_room(0, len(new))
-            record.token_ids.extend(new)
-            self._tokens += len(new)
+        if record is not None:
+            self._tokens += record.deliveries.add(index, position, token_ids, finish_reason)
+            self._make_room(0, 0)
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:
         """See ``Journal``."""

@@ -1,7 +1,6 @@
 """What a journal has been told and its database has not: one entry a request, coalesced, and bounded. Does no I/O."""
 
 import asyncio
-from array import array
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,6 +9,7 @@ from quire_proto.sampling import FinishReason
 
 from quire_router.generation import Generation
 from quire_router.journal.base import Lease
+from quire_router.journal.deliveries import Deliveries
 
 MAX_TOKENS_A_WRITE = 65_536
 
@@ -18,21 +18,30 @@ MAX_TOKENS_A_WRITE = 65_536
 class Entry:
     """One request that runs, or that has ended and is not written yet.
 
-    It holds the whole record, not only what is new, so that a database that lost it can be given it again: its tokens,
-    at 4 bytes each, and the request with its prompt as it came. ``stored`` output tokens are known to be there.
+    It holds the whole record, not only what is new, so that a database that lost it can be given it again: what was
+    delivered, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
+    there as ``stored`` says.
     """
 
     generation: Generation
     lease: Lease
-    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    deliveries: Deliveries = field(init=False)
     opened: bool = False
     stored: int = 0
     finish: tuple[FinishReason, str] | None = None
 
+    def __post_init__(self) -> None:
+        self.deliveries = Deliveries(self.generation.params.n)
+
+    @property
+    def made(self) -> int:
+        """How long the row of deliveries is."""
+        return len(self.deliveries.values)
+
     @property
     def unstored(self) -> int:
         """Tokens that wait to be written, the prompt's with them until the record is opened."""
-        return len(self.tokens) - self.stored + (0 if self.opened else len(self.generation.prompt_token_ids))
+        return self.made - self.stored + (0 if self.opened else len(self.generation.prompt_token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +87,17 @@ class Pending:
         self.touch(entry)
         return True
 
-    def extend(self, entry: Entry, position: int, token_ids: list[int]) -> bool:
-        """Adds what is new of the tokens; False, and the entry is gone, when there is no room for them."""
-        if position > len(entry.tokens):
-            return True
-        new = token_ids[len(entry.tokens) - position :]
-        if self._unstored + len(new) > self._max_tokens:
+    def extend(
+        self, entry: Entry, position: int, token_ids: list[int], index: int, finish_reason: FinishReason | None
+    ) -> bool:
+        """Adds what is new of a choice; False, and the entry is gone, when there is no room for it."""
+        added = entry.deliveries.add(index, position, token_ids, finish_reason)
+        self._unstored += added
+        if self._unstored > self._max_tokens:
             self.drop(entry)
             return False
-        entry.tokens.extend(new)
-        self._unstored += len(new)
-        self.touch(entry)
+        if added:
+            self.touch(entry)
         return True
 
     def touch(self, entry: Entry) -> None:
@@ -127,7 +136,7 @@ class Pending:
         self._unstored += entry.unstored
         if write.finish is not None:
             self.drop(entry)
-        elif entry.stored == len(entry.tokens) and entry.finish is None:
+        elif entry.stored == entry.made and entry.finish is None:
             self._dirty.pop(entry.lease.request_id, None)
         else:
             self._dirty.move_to_end(entry.lease.request_id)
@@ -142,6 +151,6 @@ class Pending:
 
 
 def _write(entry: Entry) -> Write:
-    end = min(len(entry.tokens), entry.stored + MAX_TOKENS_A_WRITE)
-    finish = entry.finish if end == len(entry.tokens) else None
+    end = min(entry.made, entry.stored + MAX_TOKENS_A_WRITE)
+    finish = entry.finish if end == entry.made else None
     return Write(entry, not entry.opened, entry.stored, end, finish)

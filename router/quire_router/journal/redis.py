@@ -72,10 +72,17 @@ class RedisJournal:
             metrics.JOURNAL_DROPPED.inc()
         return lease
 
-    def append(self, lease: Lease, position: int, token_ids: list[int]) -> None:
+    def append(
+        self,
+        lease: Lease,
+        position: int,
+        token_ids: list[int],
+        index: int = 0,
+        finish_reason: FinishReason | None = None,
+    ) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
         entry = self._writable(lease)
-        if entry is not None and not self._pending.extend(entry, position, token_ids):
+        if entry is not None and not self._pending.extend(entry, position, token_ids, index, finish_reason):
             metrics.JOURNAL_DROPPED.inc()
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:

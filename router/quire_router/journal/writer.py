@@ -167,7 +167,7 @@ class RedisWriter:
         self._evaluate(pipeline, scripts.OPEN, write, *self._terms(), encode_request(generation), prompt)
 
     def _queue_append(self, pipeline: Pipeline, write: Write) -> None:
-        packed = pack_tokens(write.entry.tokens[write.start : write.end])
+        packed = pack_tokens(write.entry.deliveries.values[write.start : write.end])
         self._evaluate(pipeline, scripts.APPEND, write, *self._terms(), write.start * TOKEN_BYTES, packed)
 
     def _queue_finish(self, pipeline: Pipeline, write: Write, reason: FinishReason, error: str) -> None:

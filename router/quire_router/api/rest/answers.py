@@ -1,19 +1,19 @@
-"""Answers as the OpenAI API writes them: whole objects, and the chunks of a stream. Does no I/O."""
+"""Answers as the OpenAI API writes them: what whole answers and streams have in common, errors and models. Does no
+I/O.
+"""
 
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from quire_proto.errors import QuireError
-from quire_proto.sampling import FinishReason
 
 from quire_router.api.frontend import ModelCard
 from quire_router.api.rest.connection import JSON, Header
+from quire_router.api.rest.logprobs import ChatShape, CompletionShape, Shape
 from quire_router.api.rest.refusals import HttpError
 from quire_router.generation import Generation, Usage
-
-DONE: Final = b"data: [DONE]\n\n"
 
 
 def to_json(value: object) -> bytes:
@@ -28,23 +28,22 @@ def event(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one route names things. ``opening`` and ``closing`` are the choices of a stream's first and last chunk,
-    ``before`` and ``after`` surround the text of those between them.
+    """How one route names things. ``opening`` and ``closing`` are the choices of a stream's first and last chunk, and
+    ``piece_before`` and ``piece_after`` surround the text of those between them; ``before`` and ``after`` that of a
+    whole answer. ``shape`` writes log-probabilities; those of the prompt stand in its choices or beside them.
     """
 
     id_prefix: str
     whole: str
     chunk: str
     opening: dict[str, Any] | None
+    piece_before: str
+    piece_after: str
+    closing: dict[str, Any]
     before: str
     after: str
-    closing: dict[str, Any]
-
-    def choice(self, text: str) -> dict[str, Any]:
-        """The text of a whole answer."""
-        if self.opening is None:
-            return {"text": text}
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    shape: type[Shape]
+    prompt_in_choices: bool
 
 
 CHAT = Style(
@@ -52,57 +51,27 @@ CHAT = Style(
     whole="chat.completion",
     chunk="chat.completion.chunk",
     opening={"delta": {"role": "assistant", "content": ""}},
-    before='"delta":{"content":',
-    after="}",
+    piece_before='"delta":{"content":',
+    piece_after="}",
     closing={"delta": {}},
+    before='"message":{"role":"assistant","content":',
+    after=',"refusal":null}',
+    shape=ChatShape,
+    prompt_in_choices=False,
 )
 COMPLETION = Style(
     id_prefix="cmpl-",
     whole="text_completion",
     chunk="text_completion",
     opening=None,
+    piece_before='"text":',
+    piece_after="",
+    closing={"text": ""},
     before='"text":',
     after="",
-    closing={"text": ""},
+    shape=CompletionShape,
+    prompt_in_choices=True,
 )
-
-
-def whole(style: Style, generation: Generation, text: str, reason: FinishReason | None, usage: Usage | None) -> bytes:
-    """The answer in one piece."""
-    choice = {"index": 0, **style.choice(text), "logprobs": None, "finish_reason": reason}
-    return to_json({**_head(style, style.whole, generation), "choices": [choice], "usage": usage_object(usage)})
-
-
-class Chunks:
-    """The events of one stream. All that does not change between tokens is written once."""
-
-    def __init__(self, style: Style, generation: Generation, include_usage: bool) -> None:
-        self._style = style
-        self._head = _head(style, style.chunk, generation)
-        self._usage: dict[str, Any] = {"usage": None} if include_usage else {}
-        opening = json.dumps(self._head, separators=(",", ":"))[:-1]
-        self._before = f'data: {opening},"choices":[{{"index":0,{style.before}'
-        no_usage = ',"usage":null' if include_usage else ""
-        self._after = f'{style.after},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-
-    def opening(self) -> bytes:
-        """What comes before the text: the role, where there are roles."""
-        return b"" if self._style.opening is None else self._chunk(self._style.opening, None)
-
-    def piece(self, text: str) -> bytes:
-        """Some text. Once for each token, so it only joins strings."""
-        return (self._before + json.dumps(text) + self._after).encode("ascii")
-
-    def closing(self, reason: FinishReason, usage: Usage | None) -> bytes:
-        """The finish reason, the usage where it was asked for, and the end mark."""
-        end = self._chunk(self._style.closing, reason)
-        if self._usage:
-            end += event({**self._head, "choices": [], "usage": usage_object(usage)})
-        return end + DONE
-
-    def _chunk(self, choice: dict[str, Any], reason: FinishReason | None) -> bytes:
-        whole_choice = {"index": 0, **choice, "logprobs": None, "finish_reason": reason}
-        return event({**self._head, "choices": [whole_choice], **self._usage})
 
 
 def usage_object(usage: Usage | None) -> dict[str, Any] | None:
@@ -149,7 +118,8 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 
-def _head(style: Style, kind: str, generation: Generation) -> dict[str, Any]:
+def head(style: Style, kind: str, generation: Generation) -> dict[str, Any]:
+    """What every object of one answer begins with."""
     return {
         "id": style.id_prefix + generation.request_id,
         "object": kind,

@@ -18,6 +18,7 @@ EVENTS: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
 )
+_AT_A_TIME = 256 * 1024  # bytes
 
 
 class ClientGoneError(Exception):
@@ -88,10 +89,13 @@ class Reply:
         self.ended = False
 
     async def whole(self, status: int, body: bytes, headers: Iterable[Header] = JSON) -> None:
-        """An answer in one piece."""
+        """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, (*headers, length))
-        await self.end(body)
+        last = max(0, len(body) - 1) // _AT_A_TIME * _AT_A_TIME
+        for begin in range(0, last, _AT_A_TIME):
+            await self.write(body[begin : begin + _AT_A_TIME])
+        await self.end(body[last:])
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Status and headers."""

@@ -6,12 +6,15 @@ from contextlib import aclosing
 from quire_proto.errors import QuireError, internal
 
 from quire_router.api.frontend import Frontend
-from quire_router.api.rest.answers import Chunks, Style, whole
+from quire_router.api.rest.answers import Style
+from quire_router.api.rest.chunks import Chunks
 from quire_router.api.rest.connection import EVENTS, BodyLimits, Reply, read_body, while_connected
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
+from quire_router.api.rest.whole import Whole
+from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import GenerationRequest
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta
 
 
 class Generate:
@@ -42,43 +45,47 @@ class Generate:
             await while_connected(exchange.receive, self._answer(exchange, body))
 
     async def _answer(self, exchange: Exchange, body: bytes) -> None:
-        request, generation = await self._frontend.admit(
-            lambda: self._schema.from_json(body), exchange.request_id, exchange.caller
-        )
-        async with aclosing(self._frontend.run(generation)) as deltas:
-            if generation.stream:
-                chunks = Chunks(self._style, generation, request.include_usage)
-                await _stream(exchange.reply, chunks, deltas)
+        admitted = await self._frontend.admit(lambda: self._read(body), exchange.request_id, exchange.caller)
+        async with aclosing(self._frontend.run(admitted)) as deltas:
+            if admitted.first.stream:
+                await _stream(exchange.reply, Chunks(self._style, admitted), deltas)
             else:
-                await _collect(exchange.reply, self._style, generation, deltas)
+                await _collect(exchange.reply, Whole(self._style, admitted), deltas)
+
+    def _read(self, body: bytes) -> GenerationRequest:
+        request = self._schema.from_json(body)
+        check_stream(request)
+        return request
 
 
 async def _stream(reply: Reply, chunks: Chunks, deltas: AsyncGenerator[Delta]) -> None:
     """Sends each piece as it comes. Nothing is sent before the first, so that an early error has its own status."""
     async for delta in deltas:
-        data = chunks.piece(delta.text) if delta.text else b""
+        if chunks.shown.anything:
+            await chunks.shown.read(delta)
+        data = chunks.piece(delta)
         if not reply.started:
             await reply.start(200, EVENTS)
             data = chunks.opening() + data
-        if delta.finish_reason is not None:
-            await reply.end(data + chunks.closing(delta.finish_reason, delta.usage))
+        if delta.usage is not None:
+            await reply.end(data)
             return
         if data:
             await reply.write(data)
     raise _unfinished()
 
 
-async def _collect(reply: Reply, style: Style, generation: Generation, deltas: AsyncGenerator[Delta]) -> None:
-    pieces: list[str] = []
+async def _collect(reply: Reply, whole: Whole, deltas: AsyncGenerator[Delta]) -> None:
     async for delta in deltas:
-        pieces.append(delta.text)
-        if delta.finish_reason is not None:
-            text = "".join(pieces)
-            await reply.whole(200, whole(style, generation, text, delta.finish_reason, delta.usage))
+        if whole.shown.anything:
+            await whole.shown.read(delta)
+        whole.add(delta)
+        if delta.usage is not None:
+            await reply.whole(200, whole.body(delta.usage))
             return
     raise _unfinished()
 
 
 def _unfinished() -> QuireError:
-    """An answer that ends without a reason is never passed on as a complete one."""
+    """An answer that ends without its usage is never passed on as a complete one."""
     return internal()

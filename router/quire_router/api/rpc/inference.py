@@ -3,13 +3,13 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, closing
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import ErrorCode, QuireError, internal
 
-from quire_router.api.frontend import Frontend, new_request_id
+from quire_router.api.frontend import Admitted, Frontend, new_request_id
 from quire_router.api.identity import Caller
 from quire_router.api.patience import Patience
 from quire_router.api.rpc import messages
@@ -22,6 +22,7 @@ from quire_router.generation import Delta, Generation
 log = logging.getLogger(__name__)
 SERVICE = "quire.v1.Inference"
 Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
+Respond: TypeAlias = Callable[[Generation, Delta], Response]
 
 
 class Inference(InferenceServicer):
@@ -58,7 +59,7 @@ class Inference(InferenceServicer):
         self,
         method: str,
         read: Callable[[], GenerationRequest],
-        respond: Callable[[str, Delta], Response],
+        respond: Respond[Response],
         context: Context,
     ) -> None:
         request_id = new_request_id()
@@ -66,17 +67,17 @@ class Inference(InferenceServicer):
         async with _told(context, request_id):
             caller = self._caller(context)
             with self._frontend.exchange(name, request_id, caller, headers):
-                _, generation = await self._frontend.admit(read, request_id, caller)
+                admitted = await self._frontend.admit(read, request_id, caller)
                 await context.send_initial_metadata(((REQUEST_ID, request_id),))
-                await self._send(generation, respond, context)
+                await self._send(admitted, respond, context)
                 context.set_trailing_metadata(((REQUEST_ID, request_id),))
 
-    async def _send(self, generation: Generation, respond: Callable[[str, Delta], Response], context: Context) -> None:
-        async with aclosing(self._frontend.run(generation)) as deltas:
+    async def _send(self, admitted: Admitted, respond: Respond[Response], context: Context) -> None:
+        async with aclosing(self._frontend.run(admitted)) as deltas:
             with closing(Patience(self._patience)) as patience:
                 async for delta in deltas:
-                    await _write(context, respond(generation.request_id, delta), patience)
-                    if delta.finish_reason is not None:
+                    await _write(context, respond(admitted.first, delta), patience)
+                    if delta.usage is not None:
                         return
         raise internal()
 

@@ -1,0 +1,48 @@
+"""The prompt's text before each choice's own, where a request asks for it back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from quire_proto.text.detokenizer import REPLACEMENT
+from quire_proto.text.model_text import ModelText
+from quire_proto.text.output import OutputText
+
+from quire_router.generation import Delta, Generation
+
+_AT_A_TIME = 256  # tokens: a millisecond or two
+
+
+async def echoed(
+    deltas: AsyncGenerator[Delta], generations: Sequence[Generation], text: ModelText
+) -> AsyncGenerator[Delta]:
+    """The same pieces, but the first of each choice begins with its prompt. Closes ``deltas``."""
+    prompts: dict[int, str] = {}
+    begun: set[int] = set()
+    n = generations[0].params.n
+    async with aclosing(deltas):
+        async for delta in deltas:
+            if delta.index in begun:
+                yield delta
+                continue
+            begun.add(delta.index)
+            number = delta.index // n
+            if number not in prompts:
+                prompts[number] = await _text_of(generations[number], text)
+            yield replace(delta, text=prompts[number] + delta.text)
+
+
+async def _text_of(generation: Generation, text: ModelText) -> str:
+    """What the tokens of the prompt say. Lets other work go on meanwhile."""
+    output = text.open_output((), (), skip_special_tokens=generation.skip_special_tokens)
+    parts = []
+    for start in range(0, len(generation.prompt_token_ids), _AT_A_TIME):
+        parts.append(output.push(generation.prompt_token_ids[start : start + _AT_A_TIME]))
+        await asyncio.sleep(0)
+    return "".join(parts) + held_back(output)
+
+
+def held_back(output: OutputText) -> str:
+    """The end of a prompt's text, but for a character that it ends inside of: that is the output's."""
+    return output.finish().rstrip(REPLACEMENT)

@@ -1,0 +1,174 @@
+"""Log-probabilities in the shapes of the OpenAI API and of vLLM, as texts of JSON. Does no I/O and knows no requests.
+
+With twenty tokens at each position an answer of a thousand tokens has a megabyte of them, made beside every other
+stream of this process. So each token's name is written once, a position only joins texts, and nothing is kept as
+objects.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Final
+
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.text.output import OutputText
+
+UNLIKELY: Final = -9999.0  # what the OpenAI API says where JSON cannot: minus infinity
+Lists = tuple[str, ...]  # contents of several JSON lists
+
+
+class TokenNames:
+    """Tokens as one answer shows them, in JSON. ``token_bytes`` is the model's."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes | None]) -> None:
+        self._bytes_of = token_bytes
+        self.name = cache(self._name)
+        self.marked_name = cache(self._marked_name)
+        self.entry = cache(self._entry)
+
+    def _name(self, token_id: int) -> str:
+        r"""The token's text, or its bytes where they are not text: those beyond ASCII like ``\xe2``."""
+        return self._write(token_id, "")
+
+    def _marked_name(self, token_id: int) -> str:
+        """The same, with ``bytes:`` before what is not text."""
+        return self._write(token_id, "bytes:")
+
+    def _entry(self, token_id: int) -> tuple[str, str]:
+        """The object of a chat's token without its end, as what comes before the log-probability and behind it."""
+        raw = self._bytes_of(token_id)
+        written = "null" if raw is None else _json([*raw])
+        return f'{{"token":{self.name(token_id)},"logprob":', f',"bytes":{written}'
+
+    def _write(self, token_id: int, mark: str) -> str:
+        raw = self._bytes_of(token_id) or b""
+        try:
+            return _json(raw.decode())
+        except UnicodeDecodeError:
+            return _json(mark + raw.decode("ascii", "backslashreplace"))
+
+
+class Offsets:
+    """Where the text of each token begins: how many characters ``output`` has made of the tokens before it, and
+    ``begin``.
+    """
+
+    def __init__(self, output: OutputText, begin: int = 0) -> None:
+        self._output = output
+        self.end = begin
+
+    def of(self, token_ids: Iterable[int]) -> list[int]:
+        """Of the next tokens. All tokens that make one character together begin where the first of them does."""
+        return [self._pass(token_id) for token_id in token_ids]
+
+    def _pass(self, token_id: int) -> int:
+        begin = self.end
+        self.end += len(self._output.push([token_id]))
+        return begin
+
+
+class Shape(ABC):
+    """``choices[].logprobs``: an object of the lists that ``lists`` names, and of what is constant ``after`` them. The
+    ``top`` most probable tokens are shown at each position.
+    """
+
+    lists: tuple[str, ...]
+    after = ""
+
+    def __init__(self, names: TokenNames, top: int) -> None:
+        self._names = names
+        self._top = top
+
+    @abstractmethod
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Offsets) -> Lists:
+        """What these tokens add to each of the lists."""
+
+    def object_of(self, contents: Lists) -> str:
+        """The object whose lists have these contents."""
+        lists = ",".join(f'"{name}":[{content}]' for name, content in zip(self.lists, contents, strict=True))
+        return f"{{{lists}{self.after}}}"
+
+
+class ChatShape(Shape):
+    """That of chat completions: one object a token in ``content``."""
+
+    lists = ("content",)
+    after = ',"refusal":null'
+
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], _offsets: Offsets) -> Lists:
+        """What these tokens add to the list."""
+        return (joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True)),)
+
+    def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
+        others = ",".join([self._token(*each) + "}" for each in logprobs.top[: self._top]])
+        return f'{self._token(token_id, logprobs.logprob)},"top_logprobs":[{others}]}}'
+
+    def _token(self, token_id: int, logprob: float) -> str:
+        before, after = self._names.entry(token_id)
+        return f"{before}{number(logprob)}{after}"
+
+
+class CompletionShape(Shape):
+    """That of completions: four lists side by side. ``top_logprobs`` has the token that is there too, where it is not
+    among the most probable ones. ``text_offset`` is where a token's text begins in the choice's text.
+    """
+
+    lists = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Offsets) -> Lists:
+        """What these tokens add to each of the lists."""
+        return (
+            joined(map(str, offsets.of(token_ids))),
+            joined(number(each.logprob) for each in logprobs),
+            joined(map(self._names.marked_name, token_ids)),
+            joined(self._most_probable(*each) for each in zip(token_ids, logprobs, strict=True)),
+        )
+
+    def write_first(self, token_id: int, offsets: Offsets) -> Lists:
+        """The first token of an echoed prompt, which nothing predicts."""
+        return str(*offsets.of([token_id])), "null", self._names.marked_name(token_id), "null"
+
+    def _most_probable(self, token_id: int, logprobs: TokenLogprobs) -> str:
+        """By name; of two tokens with one name the more probable counts."""
+        entries: dict[str, str] = {}
+        for each, logprob in (*logprobs.top[: self._top], (token_id, logprobs.logprob)):
+            entries.setdefault(self._names.marked_name(each), number(logprob))
+        return f"{{{','.join([f'{name}:{value}' for name, value in entries.items()])}}}"
+
+
+class PromptShape:
+    """vLLM's ``prompt_logprobs``: for each token an object of the most probable ones by their ids, and null for the
+    first. ``rank`` counts from 1; it is null for a token that is there and not among the most probable.
+    """
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
+        """What these tokens add to the list."""
+        return joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True))
+
+    def _position(self, token_id: int, logprobs: TokenLogprobs) -> str:
+        entries = {token_id: self._token(token_id, logprobs.logprob, "null")}
+        for rank, (each, logprob) in enumerate(logprobs.top, 1):
+            entries[each] = self._token(each, logprob, str(rank))
+        return f"{{{','.join(entries.values())}}}"
+
+    def _token(self, token_id: int, logprob: float, rank: str) -> str:
+        name = self._names.name(token_id)
+        return f'"{token_id}":{{"logprob":{number(logprob)},"rank":{rank},"decoded_token":{name}}}'
+
+
+def joined(parts: Iterable[str]) -> str:
+    """Contents of a list that came in parts, some of them empty."""
+    return ",".join(filter(None, parts))
+
+
+def number(logprob: float) -> str:
+    """A log-probability, or a beam's score, as JSON can write it."""
+    return repr(max(UNLIKELY, logprob))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

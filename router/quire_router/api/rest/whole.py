@@ -1,0 +1,68 @@
+"""An answer in one piece, as the OpenAI API writes it, put together while it comes. Does no I/O."""
+
+import json
+from dataclasses import dataclass, field
+
+from quire_proto.errors import internal
+from quire_proto.sampling import FinishReason
+
+from quire_router.api.frontend import Admitted
+from quire_router.api.rest.answers import Style, head, usage_object
+from quire_router.api.rest.logprobs import Lists, joined, number
+from quire_router.api.rest.shown import Shown
+from quire_router.generation import Delta, Usage
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What came of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[Lists] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    score: float | None = None
+
+
+class Whole:
+    """Collects the pieces of all choices."""
+
+    def __init__(self, style: Style, admitted: Admitted) -> None:
+        self.shown = Shown(admitted, style.shape)
+        self._style = style
+        self._head = head(style, style.whole, admitted.first)
+        self._choices = [_Choice() for _ in range(len(admitted.generations) * admitted.first.params.n)]
+
+    def add(self, delta: Delta) -> None:
+        """The next piece."""
+        choice = self._choices[delta.index]
+        choice.texts.append(delta.text)
+        if self.shown.anything:
+            choice.logprobs.append(self.shown.logprobs(delta))
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.score = delta.finish_reason, delta.score
+
+    def body(self, usage: Usage) -> bytes:
+        """The answer. Raises ``QuireError`` when a choice has not ended: it is never passed on as a complete one."""
+        if any(choice.finish_reason is None for choice in self._choices):
+            raise internal()
+        choices = ",".join(self._choice_object(index, choice) for index, choice in enumerate(self._choices))
+        usage_text = _json(usage_object(usage))
+        after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
+        return f'{_json(self._head)[:-1]},"choices":[{choices}],"usage":{usage_text}{after}}}'.encode("ascii")
+
+    def _choice_object(self, index: int, choice: _Choice) -> str:
+        text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
+        logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
+        after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
+        if choice.score is not None:
+            after += f',"score":{number(choice.score)}'
+        reason = _json(choice.finish_reason)
+        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
+
+    def _prompt_logprobs(self, index: int) -> str:
+        listed = self.shown.prompt_logprobs(index)
+        return f',"prompt_logprobs":{listed}' if listed else ""
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

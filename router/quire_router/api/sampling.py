@@ -1,0 +1,85 @@
+"""A request's fields as ``SamplingParams``, and what excludes each other beyond them. The ranges are quire_proto's."""
+
+from collections.abc import Sequence
+
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import SamplingParams
+from quire_proto.text.bad_words import bad_word_tokens
+from quire_proto.text.model_text import ModelText
+
+from quire_router.api.backend import Limits
+from quire_router.api.schemas import GenerationRequest
+
+_AS_THEY_ARE = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
+    "length_penalty", "early_stopping", "min_tokens", "ignore_eos", "seed",
+)  # fmt: skip
+_ALL_TOKENS = -1  # vLLM's other word for top_k 0
+
+
+def sampling_of(request: GenerationRequest, max_tokens: int, text: ModelText, limits: Limits) -> SamplingParams:
+    """How the request's tokens are drawn; what it does not say has its default. Raises ``QuireError``."""
+    given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        top_k=_top_k(request.top_k or 0),
+        best_of=request.drawn or 0,
+        beam_width=request.width,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=tuple(sorted((request.logit_bias or {}).items())),
+        bad_words=_bad_words(request, text),
+        logprobs=request.output_logprobs,
+        prompt_logprobs=request.all_prompt_logprobs,
+        structured=request.structured,
+        **given,
+    )
+    _check_ids_of(params, limits)
+    _check_search(request, params)
+    return params
+
+
+def check_stream(request: GenerationRequest) -> None:
+    """Raises ``QuireError`` where the answer has parts that cannot come piece by piece as the OpenAI API has them."""
+    if not request.stream:
+        return
+    whole = {
+        "best_of": (request.drawn or 0) > (request.n or 1),
+        "use_beam_search": bool(request.use_beam_search),
+        "beam_width": bool(request.beam_width),
+        "prompt_logprobs": request.prompt_logprobs is not None,
+    }
+    for param, is_asked in whole.items():
+        if is_asked:
+            raise _excluded(param, "stream")
+
+
+def check_ids(param: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Raises ``QuireError`` for a token id that the model does not have."""
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
+        raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
+
+
+def _top_k(given: int) -> int:
+    return 0 if given == _ALL_TOKENS else given
+
+
+def _bad_words(request: GenerationRequest, text: ModelText) -> tuple[tuple[int, ...], ...]:
+    given = request.bad_words or []
+    as_tokens = tuple(tuple(word) for word in given if not isinstance(word, str))
+    return bad_word_tokens([word for word in given if isinstance(word, str)], text) + as_tokens
+
+
+def _check_ids_of(params: SamplingParams, limits: Limits) -> None:
+    check_ids("stop_token_ids", params.stop_token_ids, limits)
+    check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], limits)
+    check_ids("bad_words", [token_id for word in params.bad_words for token_id in word], limits)
+
+
+def _check_search(request: GenerationRequest, params: SamplingParams) -> None:
+    """A search compares whole outputs, so that none may end for its text."""
+    if params.beam_width and request.stop:
+        raise _excluded("beam_width", "stop")
+
+
+def _excluded(param: str, other: str) -> QuireError:
+    return invalid(param, f"{param} and {other} exclude each other.")

@@ -1,0 +1,132 @@
+"""What a client says about the form of an output, in OpenAI's words and in vLLM's newer and older ones, as one
+``Structured``.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from quire_proto.errors import QuireError, invalid
+from quire_proto.structured import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
+
+from quire_router.api.fields import Read, only
+from quire_router.api.strict import Strict
+
+_OBJECT = TypeAdapter(dict[str, Any])
+
+JsonSchema = Annotated[
+    str | dict[str, Any] | None, Read(str | dict[str, Any] | None, "it must be a JSON Schema, as an object or as text")
+]
+Choices = Annotated[
+    list[str] | None,
+    Read(
+        Annotated[list[str], Field(max_length=MAX_OPTIONS)] | None, f"it must be a list of at most {MAX_OPTIONS} texts"
+    ),
+]
+
+
+class NamedSchema(Strict):
+    """OpenAI's envelope of a JSON Schema. ``strict`` changes nothing: the schema always holds."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """``response_format``: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's ``structured_outputs``: one of its fields."""
+
+    json_: Annotated[JsonSchema, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Guided(Strict):
+    """The fields of a request that say what its output must look like."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema = None
+    guided_regex: str | None = None
+    guided_choice: Choices = None
+    guided_grammar: str | None = None
+
+    guided_decoding_backend: Annotated[None, only()] = None
+    guided_whitespace_pattern: Annotated[None, only()] = None
+
+    @property
+    def structured(self) -> Structured | None:
+        """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
+        names of two.
+        """
+        asked = [*_from_response_format(self.response_format), *_from_vllm(self)]
+        if len(asked) > 1:
+            raise invalid(asked[0].param, f"{asked[0].param} and {asked[1].param} exclude each other.")
+        return asked[0].read() if asked else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One wish: which field said it, and what."""
+
+    param: str
+    kind: StructuredKind
+    value: Any = ""
+
+    def read(self) -> Structured:
+        try:
+            if self.kind is StructuredKind.CHOICE:
+                return choice(self.value)
+            return Structured(self.kind, self._schema() if self.kind is StructuredKind.JSON_SCHEMA else self.value)
+        except QuireError as error:
+            raise invalid(self.param, error.message) from None
+
+    def _schema(self) -> str:
+        """One text for one schema, however it was spaced; its order is kept, for it is the order of the output."""
+        if isinstance(self.value, str) and len(self.value) > MAX_TEXT:
+            return self.value  # refused for its length, and not read first
+        try:
+            schema = _OBJECT.validate_json(self.value) if isinstance(self.value, str) else self.value
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (ValidationError, ValueError):
+            raise invalid(self.param, f"{self.param} is not a JSON Schema: it must be a JSON object.") from None
+
+
+def _from_response_format(given: ResponseFormat | None) -> Iterator[_Asked]:
+    if given is None:
+        return
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        param = "response_format.json_schema"
+        raise invalid(param, f"{param} and the type json_schema go together.")
+    if given.json_schema is not None:
+        yield _Asked("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
+    elif given.type == "json_object":
+        yield _Asked("response_format", StructuredKind.JSON_OBJECT)
+
+
+def _from_vllm(request: Guided) -> Iterator[_Asked]:
+    newer = request.structured_outputs or StructuredOutputs()
+    fields = [
+        ("structured_outputs.json", StructuredKind.JSON_SCHEMA, newer.json_),
+        ("structured_outputs.regex", StructuredKind.REGEX, newer.regex),
+        ("structured_outputs.choice", StructuredKind.CHOICE, newer.choice),
+        ("structured_outputs.grammar", StructuredKind.GRAMMAR, newer.grammar),
+        ("structured_outputs.json_object", StructuredKind.JSON_OBJECT, "" if newer.json_object else None),
+        ("guided_json", StructuredKind.JSON_SCHEMA, request.guided_json),
+        ("guided_regex", StructuredKind.REGEX, request.guided_regex),
+        ("guided_choice", StructuredKind.CHOICE, request.guided_choice),
+        ("guided_grammar", StructuredKind.GRAMMAR, request.guided_grammar),
+    ]
+    return (_Asked(param, kind, value) for param, kind, value in fields if value is not None)

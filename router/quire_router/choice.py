@@ -1,0 +1,39 @@
+"""One choice of an answer between its first and its last piece: its tokens and its text. Knows no engine."""
+
+from quire_proto.sampling import FinishReason
+from quire_proto.text.output import OutputText
+
+from quire_router.fleet.output import Output
+from quire_router.generation import Delta
+
+
+class Choice:
+    """``token_ids`` are all that belong to it, and ``finish_reason`` is None while it goes on. ``last_token`` is when
+    the last ones came.
+    """
+
+    def __init__(self, index: int, text: OutputText) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.last_token: float | None = None
+        self._text = text
+
+    def take(self, output: Output) -> Delta:
+        """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
+        after the one that completed it do not belong to it, nor do their log-probabilities.
+        """
+        text = self._text.push(output.token_ids)
+        self.finish_reason = output.finish_reason
+        if self.finish_reason is not None and not self._text.stopped:
+            text += self._text.finish()
+        if self._text.stopped:
+            self.finish_reason = FinishReason.STOP
+        kept = self._text.stop_token_count - len(self.token_ids)
+        token_ids = output.token_ids[:kept]
+        self.token_ids += token_ids
+        return Delta(text, token_ids, self.finish_reason, None, self.index, output.logprobs[:kept], [], output.score)
+
+    def conclude(self, reason: FinishReason) -> Delta:
+        """The last piece of a choice that ends without an engine's word."""
+        return self.take(Output([], len(self.token_ids), reason))

@@ -1,0 +1,255 @@
+"""One request's outputs on their way from an engine to their reader. Knows neither gRPC nor text."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason
+
+from quire_router.fleet.expected import Expected
+from quire_router.fleet.output import EngineFull, EngineLost, Output
+from quire_router.fleet.prompt import PromptLogprobs
+
+OnCancel = Callable[[str, int | None], None]
+"""Hears that a request is to be ended on the engine, or only one choice of it."""
+
+
+class _Choice:
+    """What was not read yet of one choice. ``position`` is that of the next token to come. Nothing more is expected
+    once it is ``over``: it has ended, or was cancelled. The engine is at work on it while it is ``running``.
+    """
+
+    __slots__ = ("over", "position", "running", "unread")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.unread: Output | None = None
+        self.over = False
+        self.running = True
+
+
+class OutputStream:
+    """The queue of one request, and the async iterator that empties it.
+
+    Pieces of a choice coalesce while nobody reads, so a slow reader costs ``max_tokens`` tokens a choice at most, and
+    never holds up the other requests of its engine. The iterator ends after the piece that ends the last choice, or the
+    one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is
+    called when the request ends before the engine ended it, maybe twice, and for each choice that is cancelled alone.
+    """
+
+    def __init__(self, request_id: str, expected: Expected, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
+        self.request_id = request_id
+        self.expected = expected
+        self.heard_of = False
+        self.running = len(expected.positions)
+        self._on_cancel = on_cancel
+        self._patience = slow_client_timeout
+        self._loop = asyncio.get_running_loop()
+        self._choices = {index: _Choice(position) for index, position in expected.positions.items()}
+        self._left = len(self._choices)
+        self._ready: deque[_Choice] = deque()
+        self._unread_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._cached_tokens = 0
+        self._prompt = PromptLogprobs(expected.prompt_logprobs)
+        self._end: Output | EngineLost | EngineFull | None = None
+        self._delivered = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    # The link's side
+
+    def push(self, piece: Output) -> None:
+        """Takes what the engine sent. Tokens that came before are dropped; missing ones lose the request."""
+        if self._ended:
+            return
+        if not self.heard_of:
+            self.heard_of, self._cached_tokens = True, piece.cached_tokens
+        if piece.error is not None:
+            self._finish(piece)
+            return
+        if self._prompt.missing:
+            self._gather_prompt(piece)
+        choice = self._choices.get(piece.index)
+        if choice is None or choice.over or not self._fits(choice, piece):
+            return
+        if piece.token_ids or piece.finish_reason is not None:
+            choice.position += len(piece.token_ids)
+            self._queue(choice, piece)
+
+    def engine_ended(self, index: int, reason: FinishReason) -> None:
+        """Takes note that the engine is done with a choice, or with an error all; ``running`` are left."""
+        choice = self._choices.get(index)
+        if reason is FinishReason.ERROR:
+            self.running = 0
+        elif choice is not None and choice.running:
+            choice.running = False
+            self.running -= 1
+
+    def awaits(self, index: int) -> bool:
+        """Whether more of a choice is expected."""
+        choice = self._choices.get(index)
+        return choice is not None and not choice.over
+
+    @property
+    def cancelled(self) -> list[int]:
+        """The choices that were cancelled, and that the engine has not ended."""
+        return [index for index, choice in self._choices.items() if choice.over and choice.running]
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone, so there is nothing to cancel."""
+        if not self._ended:
+            self._finish(EngineLost(reason))
+
+    def refuse(self, reason: str) -> None:
+        """The engine did not take the request."""
+        if not self._ended:
+            self._finish(EngineFull(reason))
+
+    def fail_over(self, reason: str) -> None:
+        """As ``lose``, where the engine may still be at work on it."""
+        if not self._ended:
+            self._finish(EngineLost(reason))
+            self._on_cancel(self.request_id, None)
+
+    # The reader's side
+
+    def cancel(self, index: int) -> None:
+        """Ends one choice: its reader needs no more of it, nor what was not read. The others go on."""
+        if self._ended or not self.awaits(index):
+            return
+        choice = self._choices[index]
+        if choice.unread is not None:
+            self._ready.remove(choice)
+            choice.unread = None
+        self._leave(choice)
+        self._on_cancel(self.request_id, index if self._left else None)
+
+    def abort(self) -> None:
+        """Ends every choice after what has come so far, with ``FinishReason.ABORT``."""
+        if self._ended:
+            return
+        for index, choice in self._choices.items():
+            if not choice.over:
+                self._queue(choice, Output([], choice.position, FinishReason.ABORT, index=index))
+        self._on_cancel(self.request_id, None)
+
+    def fail(self, error: QuireError) -> None:
+        """Ends the request with ``error``; what was not read is dropped."""
+        if not self._ended:
+            self._ready.clear()
+            self._finish(Output([], 0, FinishReason.ERROR, error))
+            self._on_cancel(self.request_id, None)
+
+    def close(self) -> None:
+        """The reader leaves. Cancels the request on the engine, unless it has ended there."""
+        self.abort()
+        self._ready.clear()
+        self._delivered = True
+        if self.running:
+            self._on_cancel(self.request_id, None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._ready and not self._ended:
+            await self._news()
+        if self._ready:
+            return self._take()
+        if self._end is None or self._delivered:
+            raise StopAsyncIteration
+        self._delivered = True
+        if isinstance(self._end, Output):
+            return self._end
+        raise self._end
+
+    # Inside
+
+    @property
+    def _ended(self) -> bool:
+        return self._end is not None or not self._left
+
+    def _fits(self, choice: _Choice, piece: Output) -> bool:
+        """Leaves of the piece what is new. Ends the request where the piece does not follow what came before."""
+        if piece.position != choice.position:
+            self._align(choice, piece)
+        if self.expected.logprobs and len(piece.logprobs) != len(piece.token_ids):
+            self.fail(internal())
+        if choice.position + len(piece.token_ids) > self.expected.max_tokens:
+            self.fail(internal())
+        return self._end is None
+
+    def _align(self, choice: _Choice, piece: Output) -> None:
+        if piece.position < choice.position:
+            piece.drop(choice.position - piece.position)
+        elif piece.token_ids:
+            self.fail_over(f"tokens before position {piece.position} are missing")
+
+    def _gather_prompt(self, piece: Output) -> None:
+        """Takes what the piece says of the prompt, whichever choice it is of; all must be said before any token."""
+        follows = not piece.prompt_logprobs or self._prompt.add(piece.prompt_position, piece.prompt_logprobs)
+        begins = bool(piece.token_ids) or piece.finish_reason is not None
+        if not follows or (begins and self._prompt.missing):
+            self.fail_over("log-probabilities of the prompt are missing")
+
+    def _queue(self, choice: _Choice, piece: Output) -> None:
+        if choice.unread is not None:
+            choice.unread.extend(piece)
+        else:
+            piece.cached_tokens = self._cached_tokens
+            choice.unread = piece
+            self._ready.append(choice)
+            if len(self._ready) == 1:
+                self._unread_since = self._loop.time()
+                self._timer = self._timer or self._loop.call_later(self._patience, self._check_reader)
+        if piece.finish_reason is not None:
+            self._leave(choice)
+        self._wake()
+
+    def _leave(self, choice: _Choice) -> None:
+        choice.over = True
+        self._left -= 1
+        if not self._left:
+            self._stop_timer()
+
+    def _take(self) -> Output:
+        choice = self._ready.popleft()
+        piece, choice.unread = choice.unread, None
+        assert piece is not None  # what makes a choice ready
+        if self._ready:
+            self._unread_since = self._loop.time()
+        piece.prompt_logprobs = self._prompt.take()
+        return piece
+
+    def _finish(self, end: Output | EngineLost | EngineFull) -> None:
+        self._end = end
+        self._stop_timer()
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check_reader(self) -> None:
+        # One timer a period, not one a token: it is set again for what remains when the reader has been here.
+        self._timer = None
+        if not self._ready:
+            return
+        remaining = self._unread_since + self._patience - self._loop.time()
+        if remaining > 0:
+            self._timer = self._loop.call_later(remaining, self._check_reader)
+        else:
+            self.fail(QuireError(ErrorCode.OVERLOADED, "The client did not read its tokens in time."))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _news(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

@@ -1,0 +1,69 @@
+"""An engine in a container takes what the container has, tells so, and stays within it while it works."""
+
+import random
+import sys
+from pathlib import Path
+
+from tests.service.conftest import DEMO
+from tests.support.engine_link import Link
+from tests.support.fake_container import container
+from tests.support.processes import MIB, Engine, Process, free_port
+
+# The engine's own command, in a process that reads its limits below another folder than /.
+CONFINED = """
+import sys
+from pathlib import Path
+from quire_engine.executor.torch import gauge
+from quire_engine.main import main
+memory = gauge.CpuMemory(Path(sys.argv.pop(1)))
+gauge.memory_of = lambda device: memory
+main()
+"""
+
+
+class ConfinedEngine(Engine):
+    """An engine on the demo model in a container of so many MiB."""
+
+    def __init__(self, folder: Path, limit_mib: int, *flags: str) -> None:
+        self.port, self.metrics_port = free_port(), free_port()
+        root = container(folder / "container", limit_mib * MIB)
+        command = [sys.executable, "-c", CONFINED, str(root), "--model", str(DEMO), "--port", str(self.port)]
+        Process.__init__(self, [*command, "--metrics-port", str(self.metrics_port), *flags], folder / "engine.log")
+
+
+def work(engine: Engine, requests: int, prompt: int, output: int) -> None:
+    """Prompts that share nothing, so that blocks are filled and none is found again."""
+    generator = random.Random(0)
+    with Link(engine, "work") as link:
+        link.snapshot()
+        for index in range(requests):
+            link.submit(f"r{index}", [generator.randrange(3, 1000) for _ in range(prompt)], max_tokens=output)
+        ended = 0
+        while ended < requests:
+            ended += sum(output.finish_reason != 0 for output in link.batch().outputs)
+
+
+def test_an_engine_stays_within_its_containers_limit(tmp_path: Path) -> None:
+    limit = 800
+    engine = ConfinedEngine(tmp_path, limit, "--swap-space", "0.03", "--max-num-batched-tokens", "1024")
+    try:
+        engine.wait_ready()
+        table = {line.split("  ")[1]: line for line in engine.text.splitlines() if line.startswith("  ")}
+        assert "800.0 MiB  the container's limit; 90% of it may be taken" in table["limit"]
+        work(engine, requests=60, prompt=400, output=4)
+        blocks = {tier: engine.metric("quire_engine_blocks", tier=tier) for tier in ("device", "host")}
+        assert f"{blocks['device'] + 1:.0f} blocks" in table["KV pool"]
+        block_mib = 5 * 2 * 2 * 16 * 64 * 2 / MIB
+        assert 20 < sum(blocks.values()) * block_mib < 0.9 * limit
+        assert 28 < blocks["host"] * block_mib < 31
+        assert engine.resident_mib < limit
+    finally:
+        assert engine.stop() == 0
+
+
+def test_a_container_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    engine = ConfinedEngine(tmp_path, 350)
+    assert engine.wait() == 1
+    sentence = engine.text.splitlines()[-1]
+    assert sentence.startswith("quire-engine: There is no memory for KV blocks: the container's limit is 350.0 MiB")
+    assert "Traceback" not in engine.text

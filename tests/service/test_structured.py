@@ -1,0 +1,93 @@
+"""Structured output through the REST API: of the form that was asked for, or refused by name; nobody else notices."""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from openai import BadRequestError
+from openai.types.chat import ChatCompletion
+from openai.types.chat.chat_completion import Choice
+
+from tests.service.conftest import MODEL, Stack
+from tests.support.grammars import encode, schemas
+
+QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
+BATCH = 50
+GENERATED = settings(deadline=None, database=None, phases=[Phase.generate], max_examples=4)
+# So that a small model, which would rather tell a story, comes to the end of a text.
+ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
+
+
+def ask(stack: Stack, **fields: Any) -> ChatCompletion:
+    fields = {"max_tokens": 200, "temperature": 1.0, **fields}
+    return stack.openai.chat.completions.create(model=MODEL, messages=QUESTION, **fields)
+
+
+def json_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+@given(asked=st.lists(schemas(), min_size=BATCH, max_size=BATCH, unique_by=repr))
+@GENERATED
+def test_json_of_random_schemas_is_valid_under_them(stack: Stack, asked: list[dict[str, Any]]) -> None:
+    def answer(schema: dict[str, Any]) -> Choice:
+        return ask(stack, response_format=json_of(schema), logit_bias=ENDINGS).choices[0]
+
+    with ThreadPoolExecutor(16) as pool:
+        answers = zip(asked, pool.map(answer, asked), strict=True)
+        ended = [(schema, choice) for schema, choice in answers if choice.finish_reason == "stop"]
+    assert len(ended) > 0.8 * len(asked)
+    for schema, choice in ended:
+        Draft202012Validator(schema).validate(json.loads(choice.message.content or ""))
+
+
+def test_each_of_several_choices_is_a_json_object_of_its_own(stack: Stack) -> None:
+    shape = {"type": "object", "properties": {"age": {"type": "integer"}}, "additionalProperties": False}
+    answer = ask(stack, n=4, seed=7, response_format=json_of(shape))
+    texts = [choice.message.content or "" for choice in answer.choices if choice.finish_reason == "stop"]
+    assert texts
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": r"[A-Z][a-z]{2,8} is [0-9]{1,3}\."}, r"[A-Z][a-z]{2,8} is [0-9]{1,3}\."),
+        ({"choice": ["a hedgehog", "a fox", "nobody"]}, "a hedgehog|a fox|nobody"),
+        ({"grammar": 'start: WORD (", " WORD){1,3}\nWORD: /[a-z]{1,9}/'}, "[a-z]{1,9}(, [a-z]{1,9}){1,3}"),
+    ],
+)
+def test_regex_choice_and_grammar_hold(stack: Stack, asked: dict[str, Any], pattern: str) -> None:
+    answers = [ask(stack, seed=seed, extra_body={"structured_outputs": asked}) for seed in range(5)]
+    texts = [answer.choices[0].message.content or "" for answer in answers]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": json_of({"not": {"type": "null"}})}, "not"),
+        ({"response_format": json_of({"type": "string", "pattern": "(?=a)b"})}, "look-around"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "unclosed group"),
+        ({"extra_body": {"structured_outputs": {"grammar": "start: missing"}}}, "missing"),
+        ({"extra_body": {"structured_outputs": {"regex": "a*b*" * 15000}}}, "too much time or memory"),
+    ],
+)
+def test_what_is_no_usable_grammar_is_a_bad_request(stack: Stack, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequestError, match=words) as refused:
+        ask(stack, **fields)
+    assert refused.value.param
+
+
+def test_a_grammar_that_dies_in_mid_stream_ends_its_request_alone(stack: Stack) -> None:
+    dying = {"structured_outputs": {"grammar": 'start: "abcdefghijkl" x\nx: x "c"'}}
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(ask, stack, extra_body={"ignore_eos": True}, max_tokens=100)
+        with pytest.raises(BadRequestError, match="grammar"):
+            ask(stack, extra_body=dying)
+        assert other.result(60).choices[0].finish_reason == "length"
