@@ -126,6 +126,9 @@ def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     """Name and command line of each process."""
     python = [sys.executable, "-m"]
     quiet = [*unless_set("ENGINE", "--log-level", "warning"), *unless_set("ENGINE", "--shutdown-timeout", "2")]
+    # Several engines share this machine, so none of them takes what it finds.
+    measured = bool(os.environ.get("QUIRE_ENGINE_GPU_MEMORY_UTILIZATION"))
+    pool = [] if measured else unless_set("ENGINE", "--kv-cache-memory", str(1 << 29))
     started: list[tuple[str, list[str]]] = []
     if plan.redis_port:
         redis = f"redis-server --port {plan.redis_port} --bind 127.0.0.1 --save '' --appendonly yes --logfile redis.log"
@@ -133,7 +136,7 @@ def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     for index, (port, metrics_port) in enumerate(plan.engine_ports, 1):
         where = ["--port", str(port), "--metrics-port", str(metrics_port)]
         what = ["--model", str(plan.model), "--served-model-name", plan.name]
-        started.append((f"engine-{index}", [*python, "quire_engine.main", *what, *where, *quiet]))
+        started.append((f"engine-{index}", [*python, "quire_engine.main", *what, *where, *quiet, *pool]))
     router = [*python, "quire_router.main", "--model", f"{plan.name}={plan.model}"]
     router += [*unless_set("ROUTER", "--log-level", "warning"), *unless_set("ROUTER", "--shutdown-timeout", "2")]
     router += ["--http-port", str(plan.http_port), "--grpc-port", str(plan.grpc_port)]
