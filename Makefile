@@ -43,6 +43,8 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.throughput $(ARGS)
 	$(BIN)/python -m tests.bench.scheduling
 	$(BIN)/python -m tests.bench.memory
+	$(BIN)/python -m tests.bench.sampling
+	$(BIN)/python -m tests.bench.structured
 
 bench-simulation: $(READY)
 	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)

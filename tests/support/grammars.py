@@ -21,6 +21,10 @@ SPECIAL = {0, 1, 2}
 MAX_TOKENS = 3000
 
 
+class NoEndError(AssertionError):
+    """Chance did not lead to an end."""
+
+
 @cache
 def guidance() -> Guidance:
     return Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE, [EOS])
@@ -56,12 +60,12 @@ def closers() -> frozenset[int]:
     return frozenset(token_id for mark in '"]}7z' for token_id in encode(mark))
 
 
-def draw(grammar: Grammar, seed: int, budget: int = 24) -> list[int]:
+def draw(grammar: Grammar, seed: int, budget: int = 24, max_tokens: int = MAX_TOKENS) -> list[int]:
     """An output of the grammar, without its end: each token any of those allowed. After ``budget`` of them rather one
-    that ends something, so that the output ends too.
+    that ends something, so that the output ends too. Raises ``NoEndError``.
     """
     random, matcher, output = Random(seed), grammar.matcher(), list[int]()
-    while len(output) < MAX_TOKENS:
+    while len(output) < max_tokens:
         choices = allowed(matcher)
         assert choices, "nothing is allowed, not even the end"
         assert not set(choices) & (SPECIAL - {EOS}), "a special token is allowed"
@@ -74,7 +78,7 @@ def draw(grammar: Grammar, seed: int, budget: int = 24) -> list[int]:
         ending = sorted(closers().intersection(choices)) if late else []
         output.append(random.choice(ending or choices))
         matcher.accept(output[-1:])
-    raise AssertionError(f"no end after {MAX_TOKENS} tokens: {decode(output[-50:])!r}")
+    raise NoEndError(f"no end after {max_tokens} tokens: {decode(output[-50:])!r}")
 
 
 NAMES = st.sampled_from(

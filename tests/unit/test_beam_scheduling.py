@@ -8,6 +8,7 @@ from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.plan import StepPlan, StepResult
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.errors import ErrorCode, QuireError
@@ -128,6 +129,27 @@ def test_the_beams_of_a_search_give_way_together() -> None:
     assert [sequence.request.request_id for sequence in scheduler.running] == ["old"]
     engine.run([])
     assert [engine.result(request) for request in requests] == [expected(request) for request in requests]
+
+
+class Forbidding(PagedExecutor):
+    """Leaves a beam one token to go on with, and none after three."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        result = super().run(plan)
+        for chunk in plan.chunks:
+            allowed = 1 if chunk.end < 8 else 0
+            for found in (result.candidates[draw.sequence_id] for draw in chunk.draws):
+                del found.token_ids[allowed:], found.logprobs[allowed:]
+        return result
+
+
+def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed_error() -> None:
+    engine = Engine(KvCapacity(4, 60, 0), "device", Rates(1.0, 1.0))
+    engine.core = EngineCore(engine.scheduler, Forbidding(KvCapacity(4, 60, 0)), engine.receive)
+    request = Request("search", [1] * 5, search(3, 8))
+    engine.run([request])
+    assert engine.result(request) is ErrorCode.INVALID
+    assert engine.outputs["search"][-1].ends_request
 
 
 def test_a_search_that_is_alone_and_does_not_fit_ends_with_a_typed_error_and_others_go_on() -> None:

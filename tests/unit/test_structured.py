@@ -11,11 +11,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from quire_engine.grammar import GrammarError
 from quire_engine.structured import guidance as guidances
+from quire_engine.structured import trial as trials
 from quire_engine.structured.definition import MAX_REASON, define
 from quire_engine.structured.guidance import Guidance, GuidanceMatcher
 from quire_engine.structured.model import ModelGrammars
@@ -27,6 +28,7 @@ from tests.support.grammars import (
     MODEL,
     SPECIAL,
     VOCAB_SIZE,
+    NoEndError,
     allowed,
     decode,
     draw,
@@ -107,7 +109,10 @@ def regexes() -> st.SearchStrategy[str]:
 @given(regexes(), SEEDS)
 @settings(SLOW, max_examples=100)
 def test_a_regex_matches_the_whole_of_what_is_drawn_under_it(pattern: str, seed: int) -> None:
-    output = decode(draw(grammar_of(regex(pattern)), seed))
+    try:
+        output = decode(draw(grammar_of(regex(pattern)), seed, max_tokens=300))
+    except NoEndError:
+        reject()
     assert re.fullmatch(pattern, output)
 
 
@@ -353,6 +358,23 @@ def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, stru
     assert "\n" not in refused.value.message
 
 
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"const": {"minProperties": 3}}, '{"minProperties":3}'),
+        ({"enum": [{"minProperties": 3}], "default": {"minProperties": 3}}, '{"minProperties":3}'),
+        ({"type": "object", "properties": {"minProperties": {"type": "integer"}}}, '{"minProperties":3}'),
+        ({"minProperties": 2, "properties": {"a": {}, "b": {}}, "required": ["a", "b"]}, '{"a":1,"b":2}'),
+        ({"nullable": True, "deprecated": True, "type": "null", "x-order": 1}, "null"),
+        (True, "[1, {}]"),
+    ],
+)  # fmt: skip
+def test_what_only_looks_like_something_unsupported_is_accepted(model: ModelGrammars, asked: object, text: str) -> None:
+    matcher = model.compile(schema(asked)).matcher()
+    matcher.accept(encode(text))
+    assert EOS in allowed(matcher)
+
+
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3500)) + '\nr3500: "b"'
 LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
 
@@ -367,11 +389,23 @@ LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxy
     ],
 )
 def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
-    model: ModelGrammars, structured: Structured
+    model: ModelGrammars, structured: Structured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(trials, "PATIENCE", 1000.0)  # it is the system's limits that end the process
     with pytest.raises(QuireError, match="too much time or memory") as refused:
         model.compile(structured)
     assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, structured.param)
+    assert model.compile(JSON_OBJECT).matcher()
+
+
+def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    model.compile(JSON_OBJECT)
+    processes = [trial._process for trial in model._trials if trial._process is not None]
+    monkeypatch.setattr(trials, "PATIENCE", 0.0)
+    with pytest.raises(QuireError, match="too much time"):
+        model.compile(schema({"type": "string", "allOf": LETTERS}))
+    monkeypatch.undo()
+    assert any(process.poll() is not None for process in processes)
     assert model.compile(JSON_OBJECT).matcher()
 
 

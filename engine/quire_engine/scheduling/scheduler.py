@@ -254,6 +254,9 @@ class Scheduler:
 
     def _end_search(self, group: Group) -> None:
         assert group.beams is not None
+        if len(group.beams.finished) < len(group.open):
+            self._fail(group, _too_few_beams(len(group.beams.finished)))
+            return
         last = next(iter(group.sequences.values()))
         for index, hypothesis in enumerate(group.beams.finished[: len(group.open)]):
             output = self._final(last, index, hypothesis.finish_reason)
@@ -346,6 +349,11 @@ def _error_of(chunk: Chunk, result: StepResult) -> QuireError | None:
 
 def _is_ready(beam: Sequence) -> bool:
     return beam.status is Status.RUNNING and beam.num_uncomputed == 0
+
+
+def _too_few_beams(count: int) -> QuireError:
+    message = f"The search found only {count} outputs, because what it was given allows no more."
+    return QuireError(ErrorCode.INVALID, message, param="n")
 
 
 def _out_of_memory() -> QuireError:

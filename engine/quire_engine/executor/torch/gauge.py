@@ -9,12 +9,12 @@ from quire_engine.executor.torch.sizing import Measured
 from quire_engine.models.errors import ModelError
 
 # What a process grows by after its largest step: compiled products for other shapes, fragments of the heap, buffers of
-# connections. Seen on a CPU: 80 MiB with the demo model, 30 more with one of 135 M parameters.
+# connections. Seen on a CPU: 80 MiB with the demo model, 30 MiB with one of 135 M parameters.
 LATER_GROWTH = 128 << 20
 
 
 class MemoryGauge:
-    """Made before the model is loaded; each of its two readings is taken once."""
+    """Made before the model is loaded, and read once it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = memory_of(device)
