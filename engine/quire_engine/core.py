@@ -140,6 +140,8 @@ class EngineCore:
         request_ids = self.scheduler.request_ids(plan)
         outputs = self._refused + self.scheduler.commit(plan, result)
         self._refused = []
+        looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
+        waste = self.scheduler.waste() if looks else None
         trace = StepTrace(
             step=plan.step,
             started=started,
@@ -154,8 +156,6 @@ class EngineCore:
             failed=bool(result.errors),
             request_ids=request_ids,
         )
-        looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
-        waste = self.scheduler.waste() if looks else None
         self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste))
 
     def _run(self, plan: StepPlan) -> StepResult:

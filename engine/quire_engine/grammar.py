@@ -1,6 +1,6 @@
 """What the core may know of a grammar: that it was compiled, and that outputs can be matched against it.
 
-Implemented in ``sampling/``, by a library. The core hands grammars from requests to draws and never looks inside.
+Implemented in ``structured/``, by a library. The core hands grammars from requests to draws and never looks inside.
 """
 
 from collections.abc import Sequence

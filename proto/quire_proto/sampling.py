@@ -4,7 +4,6 @@ API.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
 from typing import Literal
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
@@ -103,13 +102,18 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @property
+    def num_told(self) -> int:
+        """Outputs whose end an engine tells: all that are drawn, and of a beam search the ``n`` best."""
+        return self.n if self.beam_width else self.num_drawn
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether output tokens come with their log-probability: the client asks, or the best are to be chosen."""
         return self.logprobs is not None or self.best_of > self.n
 
     def _check_draws(self) -> None:
         _check("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        if not (isfinite(self.top_p) and 0 < self.top_p <= 1):
+        if not 0 < self.top_p <= 1:
             raise _out_of_range("top_p", self.top_p, "above 0 and at most 1")
         if not 0 <= self.top_k <= MAX_TOP_K:
             raise _out_of_range("top_k", self.top_k, f"between 0 (off) and {MAX_TOP_K}")
@@ -122,7 +126,7 @@ class SamplingParams:
     def _check_penalties(self) -> None:
         _check("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        if not (isfinite(self.repetition_penalty) and 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY):
+        if not 0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
             allowed = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
             raise _out_of_range("repetition_penalty", self.repetition_penalty, allowed)
         if len(self.logit_bias) > MAX_BIASES:
@@ -165,12 +169,13 @@ class SamplingParams:
                 "min_p": self.min_p > 0,
                 "best_of": self.best_of > 0,
                 "logprobs": self.logprobs is not None,
-                "structured output": self.structured is not None,
             }
+            if self.structured is not None:
+                draws[self.structured.param] = True
             _refuse_together("beam_width", draws)
         if self.structured is not None:
             ends = {"ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens > 0}
-            _refuse_together("structured output", ends)
+            _refuse_together(self.structured.param, ends)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:
@@ -192,7 +197,7 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def _check(param: str, value: float, least: float, most: float) -> None:
-    if not (isfinite(value) and least <= value <= most):
+    if not least <= value <= most:
         raise _out_of_range(param, value, f"between {least:g} and {_plain(most)}")
 
 
@@ -203,9 +208,7 @@ def _plain(value: float) -> str:
 def _refuse_together(param: str, others: dict[str, bool]) -> None:
     for other, is_set in others.items():
         if is_set:
-            raise invalid(
-                param.replace("structured output", "response_format"), f"{param} and {other} exclude each other."
-            )
+            raise invalid(param, f"{param} and {other} exclude each other.")
 
 
 def _out_of_range(param: str, value: float, allowed: str) -> QuireError:

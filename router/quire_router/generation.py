@@ -17,8 +17,9 @@ class Generation:
     filled in, also a seed. ``stop`` strings are the router's: engines know no text. ``tenant`` is an opaque name of who
     asks, the empty string when keys are not configured; ``cache_salt`` (0 to 32 bytes) keeps tenants' prefix caches
     apart. ``include_stop`` leaves the stop string that was found in the text, ``skip_special_tokens`` leaves special
-    tokens out of it, and ``echo`` begins each choice's text with the prompt's. Requests with a smaller ``priority`` go
-    first where engines run by priority. ``operation`` is ``chat`` or ``text_completion``, for traces and metrics.
+    tokens out of it. ``echo`` is the API's: it begins each choice's text with the prompt's. Requests with a smaller
+    ``priority`` go first where engines run by priority. ``operation`` is ``chat`` or
+    ``text_completion``, for traces and metrics.
     """
 
     request_id: str

@@ -172,7 +172,7 @@ class Progress:
                     skip_special_tokens=generation.skip_special_tokens,
                 ),
             )
-            for index in range(params.n if params.beam_width else params.num_drawn)
+            for index in range(params.num_told)
         ]
         self._unfinished = len(self._choices)
         self._selection = Selection(params) if Selection.needed(params) else None

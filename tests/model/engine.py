@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 BLOCK_SIZE = 16
 FLOAT_BYTES = 4
+MAX_STEPS = 20_000
 SWAPPING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)
 
 
@@ -108,8 +109,11 @@ def run(
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         grammar = grammars[index] if grammars else None
         core.scheduler.add(Request(str(index), prompt, wanted, grammar=grammar))
-    while core.scheduler.has_work:
+    for _ in range(MAX_STEPS):
+        if not core.scheduler.has_work:
+            break
         core.step()
+    assert not core.scheduler.has_work, "the engine made no progress"
     memory.check()
     assert memory.device.num_free == memory.device.num_blocks
     assert memory.host.num_free == memory.host.num_blocks

@@ -59,13 +59,14 @@ def expected_beams(prompt: list[int], params: SamplingParams, stops: frozenset[i
     """What a beam search must find, whatever else runs."""
     search = BeamSearch(params, stops)
     outputs: list[list[int]] = [[]]
-    while True:
+    for _ in range(params.max_tokens):
         prefixes = [prefix_digests(prompt + output)[-1] for output in outputs]
         rows = [candidates(prefix, search.num_candidates) for prefix in prefixes]
         going_on = search.advance(list(zip(outputs, rows, strict=True)))
         if not going_on:
             return search.finished[: params.n]
         outputs = [[*outputs[each.parent], each.token_id] for each in going_on]
+    raise AssertionError("the search did not end")
 
 
 class PagedExecutor:

@@ -109,9 +109,9 @@ def test_grammars_and_beams_survive_the_wire(params: SamplingParams) -> None:
         ("beam_width", "min_p", {"beam_width": 4, "min_p": 0.5}),
         ("beam_width", "best_of", {"beam_width": 4, "best_of": 4}),
         ("beam_width", "logprobs", {"beam_width": 4, "logprobs": 0}),
-        ("beam_width", "structured output", {"beam_width": 4, "structured": GRAMMARS[0]}),
-        ("structured output", "ignore_eos", {"structured": GRAMMARS[0], "ignore_eos": True}),
-        ("structured output", "min_tokens", {"structured": GRAMMARS[0], "min_tokens": 2}),
+        ("beam_width", "response_format", {"beam_width": 4, "structured": GRAMMARS[0]}),
+        ("response_format", "ignore_eos", {"structured": GRAMMARS[0], "ignore_eos": True}),
+        ("response_format", "min_tokens", {"structured": GRAMMARS[0], "min_tokens": 2}),
     ],
 )
 def test_parameters_that_exclude_each_other_are_named_together(one: str, other: str, given: dict[str, object]) -> None:
@@ -156,6 +156,8 @@ def test_absent_parameters_take_the_defaults() -> None:
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("top_p", float("nan")),
+        ("top_p", 10**400),
+        ("seed", 10**400),
         ("top_k", -1),
         ("top_k", 2**31),
         ("top_k", 10**400),

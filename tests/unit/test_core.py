@@ -50,8 +50,10 @@ class Engine:
         """Steps until nothing is left; the outputs of each request."""
         self.core.send(Stop())
         self.core.run()
-        while self.core.scheduler.has_work:
-            self.core.step()
+        for _ in range(1000):
+            if self.core.scheduler.has_work:
+                self.core.step()
+        assert not self.core.scheduler.has_work
         outputs: dict[str, list[Output]] = {}
         for step in self.steps:
             for output in step.outputs:

@@ -14,12 +14,12 @@ from quire_engine.kv.table import BlockTable
 @dataclass(frozen=True, slots=True)
 class Waste:
     """Slots of the device blocks that are in use, and those of them that hold no computed token; and blocks of both
-    pools that are lost, where they were looked for.
+    pools that nobody can reach, None where they were not looked for.
     """
 
     empty_slots: int
     held_slots: int
-    unreachable_blocks: int = 0
+    unreachable_blocks: int | None = None
 
     @property
     def part(self) -> float:

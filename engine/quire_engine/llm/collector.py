@@ -78,7 +78,7 @@ class RequestCollector:
                     skip_special_tokens=params.skip_special_tokens,
                 )
             )
-            for _ in range(drawn.n if drawn.beam_width else drawn.num_drawn)
+            for _ in range(drawn.num_told)
         ]
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._result = RequestOutput(submission.prompt, [])

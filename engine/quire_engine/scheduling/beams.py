@@ -5,9 +5,10 @@ best ``width * max(2, 1 + stop tokens)`` continuations of all beams together. Th
 among the best ``width``; the best ``width`` that do not end go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from heapq import merge
+from itertools import islice
 
 from quire_proto.sampling import FinishReason, SamplingParams
 
@@ -67,12 +68,15 @@ class BeamSearch:
 
     def _best_continuations(self, rows: Sequence[Candidates]) -> list[Continuation]:
         """Of equal ones, those of the earlier beam, and of the lower token id, go first."""
-        continuations = [
-            Continuation(parent, token_id, self.logprobs[parent] + logprob)
-            for parent, row in enumerate(rows)
-            for token_id, logprob in zip(row.token_ids, row.logprobs, strict=True)
-        ]
-        return nsmallest(self.num_candidates, continuations, key=_order)
+        # Each row is best first already, so merging looks at little more than what is kept.
+        merged = merge(*(self._continuations(parent, row) for parent, row in enumerate(rows)))
+        best = islice(merged, self.num_candidates)
+        return [Continuation(parent, token_id, -negative) for negative, parent, token_id in best]
+
+    def _continuations(self, parent: int, row: Candidates) -> Iterator[tuple[float, int, int]]:
+        before = self.logprobs[parent]
+        for token_id, logprob in zip(row.token_ids, row.logprobs, strict=True):
+            yield -(before + logprob), parent, token_id
 
     def _hypothesis(self, token_ids: list[int], last: Continuation) -> Hypothesis:
         score = self._score(last.logprob, self.length)
@@ -99,7 +103,3 @@ class BeamSearch:
         optimistic = self._early_stopping == "never" and self._penalty > 0
         length = self._max_length if optimistic else self.length
         return self._score(self.logprobs[0], length) > self.finished[-1].score
-
-
-def _order(continuation: Continuation) -> tuple[float, int, int]:
-    return -continuation.logprob, continuation.parent, continuation.token_id

@@ -17,7 +17,8 @@ class SchedulerConfig:
     may be swapped out at once; a victim beyond is computed again.
 
     ``policy`` is the order in which those that wait are admitted, ``max_overtakes`` how often one of them can be
-    overtaken by a later one under ``sjf``. With ``batching`` static, nothing is admitted until all that runs has ended.
+    overtaken by a later one under ``sjf``. With ``batching`` static, nothing is admitted between the first token of a
+    batch and the end of its last sequence.
     """
 
     max_num_seqs: int = 256

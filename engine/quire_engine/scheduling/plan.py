@@ -17,7 +17,8 @@ __all__ = ["BlockCopy", "Candidates", "Chunk", "Draw", "StepPlan", "StepResult",
 
 @dataclass(slots=True)
 class Draw:
-    """How the next token of one sequence is drawn. The same object in every step of the sequence's life.
+    """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
+    first of several outputs of one prompt, whose sequences are only made then.
 
     ``token_ids`` are all known tokens, ``num_prompt`` of them the prompt's; the token is drawn for position
     ``len(token_ids)``. It is the scheduler's own list, and it only ever grows: read it while the step runs, never keep

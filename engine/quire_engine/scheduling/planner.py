@@ -89,21 +89,19 @@ class Planner:
     # Running
 
     def _plan_running(self, plan: StepPlan, budget: int) -> int:
+        search: Group | None = None
         for sequence in list(self.running):
             if budget == 0 or self.starved or sequence.status is not Status.RUNNING:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
-            if sequence.group.beams is not None and not self._makes_room_for_all(sequence, budget, plan):
-                continue
+            group = sequence.group
+            if group.beams is not None and group is not search:
+                # Room for all of them is made at once: none can give way when others have been scheduled.
+                search = group
+                if not self._make_room(_running_beams(group), budget, plan):
+                    continue
             if sequence.num_uncomputed and self._make_room([sequence], budget, plan):
                 budget -= self._schedule(sequence, budget, plan)
         return budget
-
-    def _makes_room_for_all(self, beam: Sequence, budget: int, plan: StepPlan) -> bool:
-        """The first of the beams that run makes room for all of them, or they go together: none can go alone when
-        others have been scheduled.
-        """
-        beams = self._together(beam)[::-1]
-        return beam is not beams[0] or self._make_room(beams, budget, plan)
 
     def _make_room(self, unit: list[Sequence], budget: int, plan: StepPlan) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
@@ -130,9 +128,7 @@ class Planner:
 
     def _together(self, victim: Sequence) -> list[Sequence]:
         """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
-        if victim.group.beams is None:
-            return [victim]
-        return [other for other in reversed(list(self.running)) if other.group is victim.group]
+        return [victim] if victim.group.beams is None else _running_beams(victim.group)[::-1]
 
     def _schedule(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
@@ -206,8 +202,8 @@ class Planner:
     def _plan_returns(self, plan: StepPlan, budget: int) -> int:
         """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
         while budget and (sequence := self._next_to_return()) is not None and self._has_place(sequence):
-            came = self._swap_in if sequence.status is Status.SWAPPED else self._admit_again
-            if not came(sequence, budget):
+            is_swapped = sequence.status is Status.SWAPPED
+            if not (self._swap_in(sequence, budget) if is_swapped else self._admit_again(sequence)):
                 break
             if sequence.num_uncomputed:
                 budget -= self._schedule(sequence, budget, plan)
@@ -229,8 +225,7 @@ class Planner:
         self._note(sequence, "swap_in", blocks)
         return True
 
-    def _admit_again(self, sequence: Sequence, budget: int) -> bool:
-        del budget
+    def _admit_again(self, sequence: Sequence) -> bool:
         hits = self._fitting_hits(sequence)
         if hits is None:
             return False
@@ -306,8 +301,8 @@ class Planner:
         group.num_cached = min(sequence.num_computed, group.num_prompt)
         on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._memory.block_size
         self._statistics.prefix_query_tokens += group.num_prompt
-        self._statistics.prefix_hit_tokens += group.num_cached
         self._statistics.prefix_host_tokens += min(on_host, group.num_cached)
+        self._statistics.prefix_device_tokens += group.num_cached - min(on_host, group.num_cached)
 
     # Ranking
 
@@ -338,3 +333,8 @@ class Planner:
 
     def _note(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
         sequence.timeline.moments.append(Moment(name, self._clock(), blocks, reason))
+
+
+def _running_beams(group: Group) -> list[Sequence]:
+    """The beams of a search that run, by precedence."""
+    return sorted((beam for beam in group.sequences.values() if beam.status is Status.RUNNING), key=_precedence)

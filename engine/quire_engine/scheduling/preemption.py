@@ -23,6 +23,8 @@ class Reason(StrEnum):
 
 def decide(cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool) -> tuple[Preemption, Reason]:
     """How a victim with this cost gives way, and why: ``host_has_room`` for its blocks, and ``may_swap`` one more."""
+    if not cost.bytes_to_move:
+        return Preemption.RECOMPUTE, Reason.CHEAPER
     if not host_has_room:
         return Preemption.RECOMPUTE, Reason.HOST_FULL
     if not may_swap:

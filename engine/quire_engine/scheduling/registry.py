@@ -45,10 +45,7 @@ class Registry:
         group = Group(request, beams)
         self._groups[request.request_id] = group
         history = {delivered.index: delivered for delivered in request.history}
-        if beams is not None:
-            group.open = dict.fromkeys(range(request.sampling.n))
-            return [self._root(group, 1)]
-        choices = range(request.sampling.num_drawn)
+        choices = range(request.sampling.num_told)
         group.open = {i: None for i in choices if i not in history or not history[i].finished}
         if not history:
             return [self._root(group, len(choices))]

@@ -125,11 +125,11 @@ class Scheduler:
         )
 
     def waste(self) -> Waste:
-        """What memory is held for nothing. O(blocks held)."""
-        queues = (self.running, self.swapped, self.preempted)
-        tables = [sequence.table for queue in queues for sequence in queue]
+        """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
         device = device_waste(self.memory, ((sequence.table, sequence.num_computed) for sequence in self.running))
-        return replace(device, unreachable_blocks=unreachable_blocks(self.memory, tables))
+        if self.has_work:
+            return device
+        return replace(device, unreachable_blocks=unreachable_blocks(self.memory, ()))
 
     # Committing
 

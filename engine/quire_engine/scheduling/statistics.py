@@ -8,16 +8,16 @@ from quire_engine.scheduling.preemption import Preemption, Reason
 
 @dataclass(slots=True)
 class Statistics:
-    """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_host_tokens`` are those of
-    ``prefix_hit_tokens`` that came back from the host. ``blocks_copied_out`` and ``_in`` are all that moved between the
-    pools, those swapped among them; ``blocks_parted`` those copied because a sequence wrote into a shared one.
-    ``out_of_memory`` requests were alone and could not grow.
+    """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_device_tokens`` of the prompts
+    were found in the device pool, and ``prefix_host_tokens`` came back from the host's. ``blocks_copied_out`` and
+    ``_in`` are all that moved between the pools, those swapped among them; ``blocks_parted`` those copied because a
+    sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
     """
 
     computed_tokens: int = 0
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
+    prefix_device_tokens: int = 0
     prefix_host_tokens: int = 0
     blocks_swapped_out: int = 0
     blocks_swapped_in: int = 0
@@ -26,6 +26,11 @@ class Statistics:
     blocks_parted: int = 0
     out_of_memory: int = 0
     preemptions: Counter[tuple[Preemption, Reason]] = field(default_factory=Counter)
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens that were found in either pool."""
+        return self.prefix_device_tokens + self.prefix_host_tokens
 
     @property
     def preemptions_by_swap(self) -> int:

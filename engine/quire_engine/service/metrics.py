@@ -52,7 +52,6 @@ class EngineMetrics:
             registry=self.registry,
         )
         self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
-        self._prefix_hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
         self._totals = self._counters()
@@ -105,13 +104,11 @@ class EngineMetrics:
         # Copied first: the core's thread may add another reason meanwhile.
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
-        yield self._prefix_hits.labels(self._model, "host"), self._statistics.prefix_host_tokens
-        on_device = self._statistics.prefix_hit_tokens - self._statistics.prefix_host_tokens
-        yield self._prefix_hits.labels(self._model, "device"), on_device
 
     def _set_waste(self, waste: Waste) -> None:
         self._empty_slots.set(waste.empty_slots)
-        self._unreachable.set(waste.unreachable_blocks)
+        if waste.unreachable_blocks is not None:
+            self._unreachable.set(waste.unreachable_blocks)
 
     def _set_blocks(self, tier: str, total: int, free: int) -> None:
         self._blocks.labels(self._model, tier).set(total)
@@ -127,6 +124,9 @@ class EngineMetrics:
             "generated_tokens": (Metric.GENERATION_TOKENS, "Tokens generated"),
         }
         counters = {key: self._counter(name, text).labels(self._model) for key, (name, text) in totals.items()}
+        hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
+        counters["prefix_device_tokens"] = hits.labels(self._model, "device")
+        counters["prefix_host_tokens"] = hits.labels(self._model, "host")
         counters["blocks_copied_out"] = moved.labels(self._model, "out")
         counters["blocks_copied_in"] = moved.labels(self._model, "in")
         return counters

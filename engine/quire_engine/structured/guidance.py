@@ -20,9 +20,10 @@ MAX_TOKEN_ID = 1 << 31
 
 # A fifth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
 STEP_MAX_ITEMS = 10_000
-# Seconds of processor time that an output may use: at first, and for each token. JSON needs a hundredth of it.
+# Seconds of processor time that the outputs of a grammar may use together: at first, and for each of their tokens. JSON
+# needs a tenth of it. A grammar that is too slow to follow so costs others a second, however many outputs it is for.
 CREDIT = 1.0
-CREDIT_PER_TOKEN = 0.005
+CREDIT_PER_TOKEN = 0.001
 # Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
 # by tens of MiB a second at worst.
 WEAR = 0.25
@@ -85,31 +86,55 @@ class Guidance:
                 raise RejectedError(_reason(matcher))
 
 
+class Purse:
+    """Processor time that the outputs of one grammar have used, and what their tokens have earned. Used by one
+    thread.
+    """
+
+    __slots__ = ("_spent", "_tokens")
+
+    def __init__(self) -> None:
+        self._spent = 0.0
+        self._tokens = 0
+
+    def earn(self, tokens: int) -> None:
+        """So many tokens were taken in."""
+        self._tokens += tokens
+
+    def spend(self, seconds: float) -> None:
+        """Raises ``GrammarError`` when the time is used up."""
+        self._spent += seconds
+        if self._spent > CREDIT + CREDIT_PER_TOKEN * self._tokens:
+            raise GrammarError("it takes too long to follow.")
+
+
 class CompiledGrammar:
     """A grammar, ready to be matched."""
 
-    __slots__ = ("__weakref__", "_ends", "_initial")
+    __slots__ = ("__weakref__", "_ends", "_initial", "_purse")
 
     def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
         self._initial = initial
         self._ends = ends
+        self._purse = Purse()
 
     def matcher(self) -> "GuidanceMatcher":
         """See ``Grammar.matcher``."""
-        return GuidanceMatcher(self._initial, self._ends)
+        return GuidanceMatcher(self._initial, self._ends, self._purse)
 
 
 class GuidanceMatcher:
     """One output's place in a grammar. See ``Matcher``."""
 
-    __slots__ = ("_durable", "_ends", "_initial", "_matcher", "_spent", "_token_ids", "_worn")
+    __slots__ = ("_durable", "_ends", "_initial", "_matcher", "_purse", "_token_ids", "_worn")
 
-    def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
+    def __init__(self, initial: LLMatcher, ends: frozenset[int], purse: Purse) -> None:
         self._initial = initial
         self._ends = ends
+        self._purse = purse
         self._matcher = initial.deep_copy()
         self._token_ids: list[int] = []
-        self._spent = self._worn = 0.0
+        self._worn = 0.0
         self._durable = WEAR
 
     def accept(self, token_ids: Sequence[int]) -> None:
@@ -130,6 +155,7 @@ class GuidanceMatcher:
 
     def _accept_piece(self, piece: list[int]) -> None:
         self._token_ids += piece
+        self._purse.earn(len(piece))
         if not self._metered(lambda: self._consume(piece)):
             raise GrammarError(_reason(self._matcher))
 
@@ -137,10 +163,8 @@ class GuidanceMatcher:
         begin = thread_time()
         result = work()
         seconds = thread_time() - begin
-        self._spent += seconds
         self._worn += seconds
-        if self._spent > CREDIT + CREDIT_PER_TOKEN * len(self._token_ids):
-            raise GrammarError("it takes too long to follow.")
+        self._purse.spend(seconds)
         return result
 
     def _consume(self, token_ids: Sequence[int]) -> bool:

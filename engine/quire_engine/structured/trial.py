@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -103,6 +104,7 @@ def main() -> None:
     path, vocab_size, *eos_token_ids = sys.argv[1:]
     guidance = Guidance.load(Path(path), int(vocab_size), list(map(int, eos_token_ids)))
     os.nice(10)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine; it would look like a grammar's fault here
     threading.stack_size(STACK)
     worker = threading.Thread(target=_serve, args=(guidance,))
     worker.start()

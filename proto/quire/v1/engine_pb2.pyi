@@ -380,7 +380,7 @@ class SequenceOutput(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     position: _builtins.int
-    """Index in the request's output of token_ids[0]; counts output_token_ids of the Submit."""
+    """Index in the choice's output of token_ids[0]; counts what the Submit said was delivered."""
     finish_reason: _types_pb2.FinishReason.ValueType
     cached_tokens: _builtins.int
     """Prompt tokens that were found in the prefix cache when the request was admitted."""

@@ -49,7 +49,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Requests with a smaller number go first where engines run by priority, and the router allows clients to set it."""
     echo: _builtins.bool
-    """Begin the first piece of each choice with the prompt's text (and its log-probabilities, if sampling.prompt_logprobs is set)."""
+    """Begin the first piece of each choice with the prompt's text (and its log-probabilities, if sampling.logprobs or sampling.prompt_logprobs is set)."""
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Tokens, used as they are."""
@@ -111,7 +111,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: _types_pb2.FinishReason.ValueType
-    """Set in the last message."""
+    """Set in the last message of each choice."""
     index: _builtins.int
     """Which choice this is a piece of, from 0. Each choice has its own finish_reason; usage comes with the last one."""
     score: _builtins.float

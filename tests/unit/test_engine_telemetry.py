@@ -1,0 +1,57 @@
+"""What the engine tells of requests and grammars: spans of several choices, counters."""
+
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import generate_latest
+from quire_engine.core import StepOutput, StepTrace
+from quire_engine.request import Request, Timeline
+from quire_engine.scheduling.output import Load, Output
+from quire_engine.scheduling.plan import StepTimings
+from quire_engine.scheduling.statistics import Statistics
+from quire_engine.service.metrics import EngineMetrics
+from quire_engine.service.spans import SpanBuilder
+from quire_engine.structured.compiler import Outcome
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.telemetry import Attribute, Span
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
+LOAD = Load(*[0] * 8)
+
+
+def step(*outputs: Output) -> StepOutput:
+    return StepOutput(list(outputs), LOAD, [], TRACE)
+
+
+def end(index: int, finished: int, *, last: bool = False) -> Output:
+    times = Timeline(arrived=1, admitted=2, first_token=3, finished=finished)
+    return Output("k", index=index, finish_reason=FinishReason.STOP, timeline=times, ends_request=last)
+
+
+def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = SpanBuilder(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder.on_submit(Request("k", [1, 2], SamplingParams(n=2), traceparent=PARENT))
+    builder.on_step(step(end(1, 5)))
+    builder.on_step(step(end(0, 9, last=True)))
+    builder.on_step(step(end(0, 11, last=True)))  # of nobody that is known any more
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == [Span.WAIT, Span.PREFILL, Span.DECODE, Span.DECODE]
+    assert [told(span) for span in spans[2:]] == [(1, 5), (0, 9)]
+
+
+def told(span: ReadableSpan) -> tuple[object, int | None]:
+    assert span.attributes is not None
+    return span.attributes[Attribute.CHOICE], span.end_time
+
+
+def test_grammars_are_counted_by_what_became_of_them() -> None:
+    metrics = EngineMetrics("demo", Statistics(), lambda: 0.0)
+    for outcome, seconds in ((Outcome.COMPILED, 0.004), (Outcome.KNOWN, 0.0), (Outcome.REFUSED, 0.2)):
+        metrics.on_grammar(outcome, seconds)
+    text = generate_latest(metrics.registry).decode()
+    for outcome in ("compiled", "known", "refused"):
+        assert f'quire_engine_grammars_total{{model_name="demo",outcome="{outcome}"}} 1.0' in text
+    assert 'quire_engine_grammar_compile_seconds_count{model_name="demo"} 2.0' in text
