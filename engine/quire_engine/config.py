@@ -23,7 +23,10 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
 class EngineConfig(BaseSettings):
-    """Settings of one engine."""
+    """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
+
+    quire-engine simulate --help is about trying a trace of requests without a model.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="QUIRE_ENGINE_",

@@ -70,6 +70,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         except grpc.aio.AioRpcError:
             return
         except Exception:
+            if self._hub.draining:
+                return  # the server was stopped under it
             log.exception("a command of session %s failed", session.session_id)
             session.break_stream(number)
             raise
