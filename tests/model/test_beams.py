@@ -108,6 +108,17 @@ def test_beams_survive_pressure(small_models: SmallModels, pressure: str, chunk:
     assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gemma3", "mistral"])
+def test_beams_of_other_models_are_transformers_own(small_models: SmallModels, name: str) -> None:
+    folder = small_models.folder(name)
+    prompts = [prompt for prompt in small_models.prompts if len(prompt) > 16][:PROMPTS]
+    longer = replace(beam_params(4, 2.0, "never", n=2), max_tokens=48, stop_token_ids=STOPS[:1])
+    params = [longer] * len(prompts)
+    made = run(executor_of(folder, "swap"), prompts, params, chunk=64)
+    check(made, folder, prompts, params)
+    assert made.statistics.preemptions_by_swap > 0
+
+
 def test_penalties_and_least_lengths_shape_beams_as_in_transformers(small_models: SmallModels) -> None:
     folder = small_models.folder("llama2")
     prompts = small_models.prompts[1:4]

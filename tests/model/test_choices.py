@@ -17,6 +17,7 @@ from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 
+OTHER_MODELS = ("mixtral", "gemma3", "mistral")
 PRESSURES = {"no pressure": (300, 0), "recompute": (24, 0), "swap": (24, 200)}
 SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("device", "none")] + [("swap", "host")]
 
@@ -57,6 +58,16 @@ def test_each_choice_is_what_it_would_be_alone(
     assert counted.blocks_parted > 0
     assert pressure != "recompute" or counted.preemptions_by_recompute > 0
     assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_choices_of_other_models_part_and_come_back_alike(small_models: SmallModels, name: str) -> None:
+    folder, prompts = small_models.folder(name), small_models.prompts[:8]
+    params = [sampled(index, n=3) for index in range(len(prompts))]
+    roomy = run(executor_of(folder, "no pressure"), prompts, params)
+    made = run(executor_of(folder, "swap"), prompts, params, chunk=64, max_num_seqs=12)
+    assert made.choices == roomy.choices
+    assert made.statistics.preemptions_by_swap > 0
 
 
 def blocks_at_first_token(requests: list[Request]) -> int:
