@@ -2,7 +2,7 @@
 
 from quire.v1 import types_pb2 as pb
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import ErrorCode, QuireError, internal, invalid
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind, choice
@@ -30,7 +30,7 @@ def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
         logit_bias=tuple(sorted(message.logit_bias.items())),
         bad_words=tuple(tuple(word.ids) for word in message.bad_words),
         early_stopping=_EARLY_FROM_PROTO.get(message.early_stopping, False),
-        structured=structured_from_proto(message.structured),
+        structured=structured_from_proto(message.structured) if message.HasField("structured") else None,
         **given,
     )
 
@@ -50,13 +50,13 @@ def structured_to_proto(structured: Structured) -> pb.Structured:
             return pb.Structured(grammar=structured.text)
 
 
-def structured_from_proto(message: pb.Structured) -> Structured | None:
-    """None where no kind is set. Raises ``QuireError`` as ``Structured`` does."""
+def structured_from_proto(message: pb.Structured) -> Structured:
+    """Raises ``QuireError`` as ``Structured`` does, and where no kind is set."""
     match message.WhichOneof("kind"):
-        case None:
-            return None
-        case "json_object":
-            return Structured(StructuredKind.JSON_OBJECT) if message.json_object else None
+        case "json_object" if message.json_object:
+            return Structured(StructuredKind.JSON_OBJECT)
+        case None | "json_object":
+            raise invalid("structured", "structured says nothing: set one of its fields.")
         case "choice":
             return choice(list(message.choice.options))
         case kind:

@@ -16,6 +16,7 @@ class EmptyGrammar:
 
     def __init__(self, structured: Structured) -> None:
         self.structured = structured
+        self.num_bytes = 0
 
     def matcher(self) -> Matcher:
         raise NotImplementedError

@@ -82,7 +82,7 @@ def test_a_remembered_refusal_holds_no_frames_of_the_compiler(watched: Watched) 
     assert "compile" not in names
 
 
-@pytest.mark.parametrize(("bound", "kept"), [("MAX_KEPT", 2), ("MAX_KEPT_CHARACTERS", 2 * (1024 + 3) + 1)])
+@pytest.mark.parametrize(("bound", "kept"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2 * (1024 + 3) + 1)])
 def test_what_is_kept_is_bounded_and_what_was_used_last_stays(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, bound: str, kept: int
 ) -> None:
@@ -107,7 +107,7 @@ def test_too_many_at_once_are_refused_until_some_are_compiled(
 
 def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_KEPT", 0)
-    monkeypatch.setattr(compilers, "MAX_ALIVE_CHARACTERS", 1500)
+    monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1500)
     watched.source.release()
     used = [made(watched.compiler.submit(regex(text))) for text in ("one", "two")]
     until_settled(watched)

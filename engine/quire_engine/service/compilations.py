@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.structured import Structured
 
-from quire_engine.grammar import Grammar
 from quire_engine.request import Request
+from quire_engine.structured.compiler import Compiled
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ PATIENCE = 15.0
 
 Ready = Callable[[Request, list[tuple[int, ...]]], None]
 Failed = Callable[[Request, QuireError], None]
+Withdrawn = Callable[[Structured], None]
 
 
 @dataclass(slots=True)
@@ -33,12 +35,13 @@ class Compilations:
     ``failed``, for each request that was not withdrawn.
     """
 
-    def __init__(self, ready: Ready, failed: Failed) -> None:
+    def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:
         self._ready = ready
         self._failed = failed
+        self._withdrawn = withdrawn
         self._waiting: dict[str, _Waiting] = {}
 
-    def start(self, request: Request, compiled: "Future[Grammar]") -> None:
+    def start(self, request: Request, compiled: "Future[Compiled]") -> None:
         """Waits for the request's grammar; calls back at once when it is there."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(PATIENCE, self._give_up, request.request_id)
@@ -51,7 +54,10 @@ class Compilations:
     def withdraw(self, key: str) -> Request | None:
         """Takes a request back, None when it does not wait here."""
         waiting = self._take(key)
-        return None if waiting is None else waiting.request
+        if waiting is None:
+            return None
+        self._give_back(waiting.request)
+        return waiting.request
 
     def cancel(self, key: str, indexes: tuple[int, ...]) -> bool:
         """Remembers choices that are not to be run. False when the request does not wait here."""
@@ -60,7 +66,7 @@ class Compilations:
         waiting.cancelled.append(indexes)
         return True
 
-    def _settle(self, key: str, compiled: "Future[Grammar]") -> None:
+    def _settle(self, key: str, compiled: "Future[Compiled]") -> None:
         waiting = self._take(key)
         if waiting is None:
             return
@@ -71,8 +77,13 @@ class Compilations:
 
     def _give_up(self, key: str) -> None:
         if (waiting := self._take(key)) is not None:
+            self._give_back(waiting.request)
             message = "The engine has too many grammars to compile."
             self._failed(waiting.request, QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0))
+
+    def _give_back(self, request: Request) -> None:
+        if request.sampling.structured is not None:
+            self._withdrawn(request.sampling.structured)
 
     def _take(self, key: str) -> _Waiting | None:
         waiting = self._waiting.pop(key, None)
@@ -82,13 +93,16 @@ class Compilations:
 
 
 def _on_loop(
-    loop: asyncio.AbstractEventLoop, settle: Callable[[str, "Future[Grammar]"], None], key: str, done: "Future[Grammar]"
+    loop: asyncio.AbstractEventLoop,
+    settle: Callable[[str, "Future[Compiled]"], None],
+    key: str,
+    done: "Future[Compiled]",
 ) -> None:
     with suppress(RuntimeError):  # the loop is closed: nobody waits any more
         loop.call_soon_threadsafe(settle, key, done)
 
 
-def _error_of(compiled: "Future[Grammar]") -> QuireError | None:
+def _error_of(compiled: "Future[Compiled]") -> QuireError | None:
     if compiled.cancelled():
         return QuireError(ErrorCode.UNAVAILABLE, "The engine is shutting down.", retry_after=1.0)
     error = compiled.exception()

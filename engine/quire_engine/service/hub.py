@@ -49,7 +49,7 @@ class SessionHub:
         self._grace = grace
         self._spans = spans
         self._grammars = grammars
-        self._compilations = Compilations(self._run, self._refuse)
+        self._compilations = Compilations(self._run, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
         self._live: dict[str, tuple[Session, str]] = {}
         self._keys = count(1)

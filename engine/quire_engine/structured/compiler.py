@@ -1,7 +1,7 @@
 """Compiles what requests ask for: each grammar once, on threads of its own, within bounds. Knows no request."""
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
@@ -16,11 +16,10 @@ from quire_engine.grammar import Grammar
 
 WORKERS = 2
 MAX_PENDING = 256
-# What is kept for requests to come, and what may be alive in all. A compiled grammar takes up to 150 bytes for each of
-# its characters.
+# What is kept for requests to come, and what may be alive in all.
 MAX_KEPT = 1024
-MAX_KEPT_CHARACTERS = 1 << 20
-MAX_ALIVE_CHARACTERS = 8 << 20
+MAX_KEPT_BYTES = 64 << 20
+MAX_ALIVE_BYTES = 256 << 20
 
 
 class Outcome(StrEnum):
@@ -36,10 +35,16 @@ class Outcome(StrEnum):
 Observer = Callable[[Outcome, float], None]
 
 
+class Compiled(Grammar, Protocol):
+    """A grammar whose size is known."""
+
+    num_bytes: int
+
+
 class Source(Protocol):
     """Where grammars come from, such as ``ModelGrammars``."""
 
-    def compile(self, structured: Structured) -> Grammar:
+    def compile(self, structured: Structured) -> Compiled:
         """May take seconds, on any thread. Raises ``QuireError`` INVALID for what is no grammar."""
         ...
 
@@ -60,21 +65,26 @@ class GrammarCompiler:
         self._source = source
         self._pool = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammars")
         self._lock = RLock()  # the end of a grammar may be noticed by a thread that holds it
-        self._known: OrderedDict[Structured, Future[Grammar]] = OrderedDict()
+        self._known: OrderedDict[Structured, Future[Compiled]] = OrderedDict()
+        self._waiters: Counter[Structured] = Counter()
         self._pending = 0
         self._alive = 0
 
-    def submit(self, structured: Structured) -> "Future[Grammar]":
-        """The grammar, once it is compiled; equal ones share a future, which must not be cancelled. It fails with
-        ``QuireError`` INVALID for what is no grammar. Raises ``QuireError`` OVERLOADED when too many are waited for or
-        in use.
+    def submit(self, structured: Structured) -> "Future[Compiled]":
+        """The grammar, once it is compiled; equal ones share a future: who does not wait for it any more calls
+        ``withdraw``. It fails with ``QuireError`` INVALID for what is no grammar. Raises ``QuireError`` OVERLOADED when
+        too many are waited for or in use.
         """
         with self._lock:
+            self._waiters[structured] += 1
             if (known := self._known.get(structured)) is not None:
                 self._known.move_to_end(structured)
+                if known.done():
+                    del self._waiters[structured]
                 self.observer(Outcome.KNOWN, 0.0)
                 return known
-            if self._pending >= MAX_PENDING or self._alive >= MAX_ALIVE_CHARACTERS:
+            if self._pending >= MAX_PENDING or self._alive >= MAX_ALIVE_BYTES:
+                del self._waiters[structured]
                 self.observer(Outcome.OVERLOADED, 0.0)
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
             self._pending += 1
@@ -82,12 +92,21 @@ class GrammarCompiler:
         future.add_done_callback(lambda done: self._settle(structured, done))
         return future
 
+    def withdraw(self, structured: Structured) -> None:
+        """One who submitted this waits no more; what nobody waits for is not begun."""
+        with self._lock:
+            if structured not in self._waiters:
+                return  # it has just been settled
+            self._waiters[structured] -= 1
+            if self._waiters[structured] <= 0 and (known := self._known.get(structured)) is not None:
+                known.cancel()
+
     def close(self) -> None:
         """Compiles nothing any more; what is still waited for is cancelled."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._source.close()
 
-    def _work(self, structured: Structured) -> Grammar:
+    def _work(self, structured: Structured) -> Compiled:
         begin = perf_counter()
         outcome, grammar, refused = Outcome.FAILED, None, None
         try:
@@ -102,10 +121,10 @@ class GrammarCompiler:
         if refused is not None:
             raise refused
         assert grammar is not None
-        self._watch(grammar, _weight(structured))
+        self._watch(grammar, _weight(structured, grammar))
         return grammar
 
-    def _watch(self, grammar: Grammar, weight: int) -> None:
+    def _watch(self, grammar: Compiled, weight: int) -> None:
         with self._lock:
             self._alive += weight
         weakref.finalize(grammar, self._release, weight)
@@ -114,24 +133,26 @@ class GrammarCompiler:
         with self._lock:
             self._alive -= weight
 
-    def _settle(self, structured: Structured, done: "Future[Grammar]") -> None:
+    def _settle(self, structured: Structured, done: "Future[Compiled]") -> None:
         with self._lock:
             self._pending -= 1
+            self._waiters.pop(structured, None)
             if not _is_lasting(done):
                 self._known.pop(structured, None)
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         settled = [structured for structured, future in self._known.items() if future.done()]
-        characters = sum(map(_weight, settled))
-        for index, oldest in enumerate(settled):
-            if len(settled) - index <= MAX_KEPT and characters <= MAX_KEPT_CHARACTERS:
+        weights = [_weight(structured, _grammar(self._known[structured])) for structured in settled]
+        kept = sum(weights)
+        for index, (oldest, weight) in enumerate(zip(settled, weights, strict=True)):
+            if len(settled) - index <= MAX_KEPT and kept <= MAX_KEPT_BYTES:
                 return
-            characters -= _weight(oldest)
+            kept -= weight
             del self._known[oldest]
 
 
-def _is_lasting(done: "Future[Grammar]") -> bool:
+def _is_lasting(done: "Future[Compiled]") -> bool:
     """Whether asking again would give the same."""
     if done.cancelled():
         return False
@@ -139,6 +160,10 @@ def _is_lasting(done: "Future[Grammar]") -> bool:
     return error is None or (isinstance(error, QuireError) and error.code is ErrorCode.INVALID)
 
 
-def _weight(structured: Structured) -> int:
-    """Characters, and what the smallest grammar takes."""
-    return len(structured.text) + 1024
+def _grammar(settled: "Future[Compiled]") -> Compiled | None:
+    return None if settled.cancelled() or settled.exception() is not None else settled.result()
+
+
+def _weight(structured: Structured, grammar: Compiled | None) -> int:
+    """Bytes of its text, of what the smallest grammar takes, and of what this one was measured to take."""
+    return len(structured.text) + 1024 + (0 if grammar is None else grammar.num_bytes)

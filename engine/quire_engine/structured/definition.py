@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from llguidance import LLMatcher
 from quire_proto.errors import QuireError, invalid
-from quire_proto.structured import Structured, StructuredKind
+from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
 
 # One space, or one line break with its indentation: JSON as models write it, and no room for an endless gap.
 WHITESPACE = r"( |\n[ \t]{0,32})"
@@ -117,7 +117,7 @@ def _counted(schema: object) -> Iterator[tuple[int, int]]:
     elif isinstance(schema, dict):
         asked, required = schema.get("minProperties"), schema.get("required")
         if isinstance(asked, int | float):
-            yield int(asked), len(set(map(str, required))) if isinstance(required, list) else 0
+            yield int(min(asked, MAX_TEXT)), len(set(map(str, required))) if isinstance(required, list) else 0
         for keyword, value in schema.items():
             if keyword not in _DATA:
                 yield from _counted(list(value.values()) if keyword in _MAPS and isinstance(value, dict) else value)

@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 MAX_TOKEN_ID = 1 << 31
 
-# A fifth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
-STEP_MAX_ITEMS = 10_000
+# A tenth of the library's own limit on the work of one step: an ambiguous grammar ends sooner, and no other notices.
+STEP_MAX_ITEMS = 5_000
 # Seconds of processor time that the outputs of a grammar may use together: at first, and for each of their tokens. JSON
-# needs a tenth of it. A grammar that is too slow to follow so costs others a second, however many outputs it is for.
-CREDIT = 1.0
+# needs a tenth of it. So a grammar that is too slow to follow costs others a third of a second, however many outputs it
+# is for.
+CREDIT = 0.3
 CREDIT_PER_TOKEN = 0.001
 # Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
 # by tens of MiB a second at worst.
@@ -109,11 +110,12 @@ class Purse:
 
 
 class CompiledGrammar:
-    """A grammar, ready to be matched."""
+    """A grammar, ready to be matched. ``num_bytes`` is what it takes, as far as that was measured."""
 
-    __slots__ = ("__weakref__", "_ends", "_initial", "_purse")
+    __slots__ = ("__weakref__", "_ends", "_initial", "_purse", "num_bytes")
 
     def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
+        self.num_bytes = 0
         self._initial = initial
         self._ends = ends
         self._purse = Purse()

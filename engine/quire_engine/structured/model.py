@@ -2,20 +2,22 @@
 
 import logging
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from queue import LifoQueue
 from threading import Lock
 
-from quire_proto.errors import QuireError, invalid
+from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.structured import Structured
 
 from quire_engine.structured.definition import define, refusal
 from quire_engine.structured.guidance import CompiledGrammar, Guidance, RejectedError, UnusableTokenizerError
-from quire_engine.structured.trial import Trial
+from quire_engine.structured.trial import Trial, TrialLostError
 
 log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
+ATTEMPTS = 2
 
 
 class ModelGrammars:
@@ -36,27 +38,33 @@ class ModelGrammars:
 
     def compile(self, structured: Structured) -> CompiledGrammar:
         """May take seconds. Raises ``QuireError`` INVALID for what is no grammar, needs too much, or cannot be had of
-        this model.
+        this model, and OVERLOADED when there was no time to find that out.
         """
         definition = define(structured)
         guidance = self._loaded(structured)
         try:
-            self._try(definition)
-            return guidance.compile(definition)
+            num_bytes = self._try(definition)
+            grammar = guidance.compile(definition)
         except RejectedError as error:
             raise refusal(structured, str(error)) from None
+        grammar.num_bytes = num_bytes
+        return grammar
 
     def close(self) -> None:
         """Ends the processes."""
         for trial in self._trials:
             trial.close()
 
-    def _try(self, definition: str) -> None:
+    def _try(self, definition: str) -> int:
+        """Bytes that the grammar takes. Once more when the trial was lost; then it is to be asked for again later."""
         trial = self._idle.get()
         try:
-            trial.check(definition)
+            for _ in range(ATTEMPTS):
+                with suppress(TrialLostError):
+                    return trial.check(definition)
         finally:
             self._idle.put(trial)
+        raise QuireError(ErrorCode.OVERLOADED, "The grammar could not be compiled in time.", retry_after=1.0)
 
     def _loaded(self, structured: Structured) -> Guidance:
         with self._lock:

@@ -5,6 +5,7 @@ of rules overflows the stack, which would end the engine. So each definition is 
 under limits that the operating system keeps; the engine itself compiles what came through.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -23,12 +24,20 @@ from quire_engine.structured.guidance import Guidance, RejectedError
 # Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
 CPU_SECONDS = 1
 MEMORY = 256 << 20
+# What a compiled grammar may go on taking. A schema of some thousand characters takes about one MiB.
+MAX_BYTES = 32 << 20
 # Less than what a thread of the engine has, so that what is deep enough to fail fails here.
 STACK = 2 << 20
 # Seconds to wait for an answer, and for the process to begin. Only a machine with no time to spare needs so many.
 PATIENCE = 20.0
 START_PATIENCE = 60.0
 _TOO_LARGE = "compiling it takes too much time or memory"
+# How the process ends when a grammar takes too much: processor time, stack, memory.
+_GUILT = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+
+
+class TrialLostError(Exception):
+    """The process ended, or did not answer in time, and the grammar need not be to blame."""
 
 
 class Trial:
@@ -41,9 +50,10 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
-    def check(self, definition: str) -> None:
-        """Returns when ``definition`` can be compiled within the limits. Raises ``RejectedError`` otherwise, and
-        ``RuntimeError`` when there is no process to try it in.
+    def check(self, definition: str) -> int:
+        """The bytes that ``definition`` takes when it is compiled. Raises ``RejectedError`` when it cannot be compiled
+        within the limits, ``TrialLostError`` when that was not to be found out, and ``RuntimeError`` when there is no
+        process to try it in.
         """
         with self._lock:
             process = self._started()
@@ -51,10 +61,10 @@ class Trial:
                 _write(process, definition)
             answer = _answer(process, PATIENCE)
             if answer is None:
-                self._end()
-                raise RejectedError(_TOO_LARGE)
+                raise self._verdict(process)
         if answer["reason"] is not None:
             raise RejectedError(answer["reason"])
+        return int(answer["bytes"])
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -63,6 +73,14 @@ class Trial:
             process.kill()  # so that whoever waits for its answer lets go of the lock
         with self._lock:
             self._end()
+
+    def _verdict(self, process: "subprocess.Popen[str]") -> Exception:
+        """What it means that no answer came: whose fault it was shows in how the process ended by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        guilty = process.returncode in _GUILT
+        self._end()
+        return RejectedError(_TOO_LARGE) if guilty else TrialLostError()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -113,23 +131,34 @@ def main() -> None:
 
 def _serve(guidance: Guidance) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc = ctypes.CDLL(None)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY,) * 2)
     _say(None)
     for line in sys.stdin:
         _allow(CPU_SECONDS)
+        before = _resident()
         try:
-            guidance.compile(json.loads(line))
+            grammar = guidance.compile(json.loads(line))
         except RejectedError as error:
             _say(str(error))
         except MemoryError:
             _say(_TOO_LARGE)
         else:
-            _say(None)
+            size = max(0, _resident() - before)
+            _say(_TOO_LARGE if size > MAX_BYTES else None, size)
+            del grammar
+        # What was free but not given back would make the next grammar look small.
+        libc.malloc_trim(0)
 
 
-def _say(reason: str | None) -> None:
-    sys.stdout.write(json.dumps({"reason": reason}) + "\n")
+def _say(reason: str | None, num_bytes: int = 0) -> None:
+    sys.stdout.write(json.dumps({"reason": reason, "bytes": num_bytes}) + "\n")
     sys.stdout.flush()
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
 
 
 def _allow(seconds: int) -> None:
