@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OFFLINE_GRAMMAR_BYTES = 1 << 30
+
 
 def load_executor(config: EngineConfig) -> "TorchExecutor":
     """The model on its device, with its KV memory. Raises ``ModelError``."""
@@ -62,8 +64,8 @@ def grammar_source(config: EngineConfig, executor: "TorchExecutor") -> ModelGram
 
 
 def make_grammars(config: EngineConfig, executor: "TorchExecutor") -> GrammarCompiler:
-    """What compiles grammars for this executor's model."""
-    return GrammarCompiler(grammar_source(config, executor))
+    """What compiles grammars for this executor's model, for somebody who asks for all of his at once."""
+    return GrammarCompiler(grammar_source(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 
 
 def _servable_length(wanted: int, capacity: KvCapacity) -> int:

@@ -18,8 +18,8 @@ WORKERS = 2
 MAX_PENDING = 256
 # What is kept for requests to come, and what may be alive in all.
 MAX_KEPT = 1024
-MAX_KEPT_BYTES = 64 << 20
-MAX_ALIVE_BYTES = 256 << 20
+MAX_KEPT_BYTES = 32 << 20
+MAX_ALIVE_BYTES = 64 << 20
 
 
 class Outcome(StrEnum):
@@ -57,11 +57,15 @@ class GrammarCompiler:
     """The grammars of one model, each compiled once. May be used from any thread.
 
     ``observer`` is told what became of each grammar that was asked for, and the seconds that compiling it took; it is
-    called on any thread and must return quickly.
+    called on any thread and must return quickly. ``max_alive_bytes`` of grammars may be in use at once, so much as an
+    engine has to spare for clients by default.
     """
 
-    def __init__(self, source: Source, observer: Observer = lambda *_: None) -> None:
+    def __init__(
+        self, source: Source, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
+    ) -> None:
         self.observer = observer
+        self._max_alive_bytes = max_alive_bytes
         self._source = source
         self._pool = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="grammars")
         self._lock = RLock()  # the end of a grammar may be noticed by a thread that holds it
@@ -83,7 +87,8 @@ class GrammarCompiler:
                     del self._waiters[structured]
                 self.observer(Outcome.KNOWN, 0.0)
                 return known
-            if self._pending >= MAX_PENDING or self._alive >= MAX_ALIVE_BYTES:
+            max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
+            if self._pending >= MAX_PENDING or self._alive >= max_alive:
                 del self._waiters[structured]
                 self.observer(Outcome.OVERLOADED, 0.0)
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)

@@ -25,7 +25,7 @@ from quire_engine.structured.guidance import Guidance, RejectedError
 CPU_SECONDS = 1
 MEMORY = 256 << 20
 # What a compiled grammar may go on taking. A schema of some thousand characters takes about one MiB.
-MAX_BYTES = 32 << 20
+MAX_BYTES = 16 << 20
 # Less than what a thread of the engine has, so that what is deep enough to fail fails here.
 STACK = 2 << 20
 # Seconds to wait for an answer, and for the process to begin. Only a machine with no time to spare needs so many.
