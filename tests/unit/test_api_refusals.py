@@ -47,7 +47,7 @@ EXCLUDED = [
     ({"beam_width": 2, "n": 3}, "n"),
     ({"n": 3, "best_of": 2}, "best_of"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-    ({"structured_outputs": {"regex": "x"}, "ignore_eos": True}, "response_format"),
+    ({"structured_outputs": {"regex": "x"}, "ignore_eos": True}, "regex"),
     ({"structured_outputs": {"json_object": True}, "min_tokens": 1}, "response_format"),
 ]
 STOPS = [[""], ["x" * 257], ["x"] * 17, ["ok", ""]]
