@@ -42,6 +42,7 @@ lint: $(READY) proto-check
 bench: $(READY)
 	$(BIN)/python -m tests.bench.throughput $(ARGS)
 	$(BIN)/python -m tests.bench.scheduling
+	$(BIN)/python -m tests.bench.growth
 	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.structured
