@@ -14,9 +14,9 @@ WAITING = 10.0
 class EmptyGrammar:
     """Tells what it was made from."""
 
-    def __init__(self, structured: Structured) -> None:
+    def __init__(self, structured: Structured, num_bytes: int) -> None:
         self.structured = structured
-        self.num_bytes = 0
+        self.num_bytes = num_bytes
 
     def matcher(self) -> Matcher:
         raise NotImplementedError
@@ -30,6 +30,7 @@ class SlowSource:
     def __init__(self) -> None:
         self.compiled: Counter[str] = Counter()
         self.closed = False
+        self.num_bytes = 0
         self._gate = Event()
         self._lock = Lock()
 
@@ -41,7 +42,7 @@ class SlowSource:
             raise invalid(structured.param, "It is bad.")
         if structured.text.startswith("broken"):
             raise RuntimeError("a failure inside")
-        return EmptyGrammar(structured)
+        return EmptyGrammar(structured, self.num_bytes)
 
     def release(self) -> None:
         self._gate.set()

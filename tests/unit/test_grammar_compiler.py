@@ -118,6 +118,38 @@ def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monke
     assert made(watched.compiler.submit(regex("three")))
 
 
+def test_a_grammar_counts_for_what_it_was_measured_to_take(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1 << 20)
+    monkeypatch.setattr(compilers, "MAX_KEPT_BYTES", 1 << 20)
+    watched.source.num_bytes = 2 << 20
+    watched.source.release()
+    large = made(watched.compiler.submit(regex("large")))
+    until_settled(watched)
+    with pytest.raises(QuireError, match="too many grammars"):
+        watched.compiler.submit(regex("next"))
+    del large
+    until(lambda: not watched.compiler._alive)
+    assert made(watched.compiler.submit(regex("next")))
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(watched: Watched) -> None:
+    busy = [watched.compiler.submit(regex(text)) for text in ("one", "two")]
+    left, shared = regex("left"), regex("shared")
+    watched.compiler.submit(left)
+    kept = watched.compiler.submit(shared)
+    assert watched.compiler.submit(shared) is kept
+    watched.compiler.withdraw(left)
+    watched.compiler.withdraw(shared)
+    watched.source.release()
+    assert made(kept)
+    assert all(map(made, busy))
+    watched.compiler.withdraw(shared)
+    until_settled(watched)
+    assert watched.source.compiled["left"] == 0
+    assert not watched.compiler._waiters
+    assert made(watched.compiler.submit(left)), "it can be asked for again"
+
+
 def test_closing_cancels_what_is_waited_for() -> None:
     source = SlowSource()
     compiler = GrammarCompiler(source)

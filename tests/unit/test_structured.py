@@ -294,6 +294,25 @@ def test_an_output_may_use_so_much_time_and_no_more(monkeypatch: pytest.MonkeyPa
         matcher.accept(a)  # 5 ms more for each token than it is given
 
 
+def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.02
+        return now
+
+    monkeypatch.setattr(guidances, "thread_time", clock)
+    monkeypatch.setattr(guidances, "CREDIT", 0.1025)
+    monkeypatch.setattr(guidances, "CREDIT_PER_TOKEN", 0.015)
+    grammar = grammar_of(regex("a+"))
+    a = encode("a")
+    for _ in range(20):
+        grammar.matcher().accept(a)
+    with pytest.raises(GrammarError, match="too long"):
+        grammar.matcher().accept(a)
+
+
 # What is refused
 
 
@@ -418,6 +437,14 @@ def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: Mo
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
     assert model.compile(JSON_OBJECT).matcher()
+
+
+def test_a_short_text_that_makes_a_large_grammar_is_refused_and_others_are_measured(model: ModelGrammars) -> None:
+    with pytest.raises(QuireError, match="too much time or memory"):
+        model.compile(regex("a{110000}"))
+    sizes = [model.compile(regex(f"b{{{count}}}")).num_bytes for count in (10, 20_000)]
+    assert sizes[0] < 4 << 20
+    assert sizes[1] > 2 << 20
 
 
 @given(st.sampled_from(list(StructuredKind)), st.text(max_size=40))

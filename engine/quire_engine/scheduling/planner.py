@@ -324,7 +324,8 @@ class Planner:
             self.waiting.rank(sequence, self._rank(sequence))
 
     def _rank(self, sequence: Sequence) -> float:
-        cached = len(self._memory.match(sequence.table, sequence.token_ids)) if self._by_length else 0
+        looks = self._by_length and not self._tells_prompt(sequence.group)
+        cached = len(self._memory.match(sequence.table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * self._memory.block_size
         return self._policy(Job(uncached, sequence.served_at_arrival, sequence.request.priority))
 

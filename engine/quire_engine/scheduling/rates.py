@@ -11,3 +11,7 @@ class Rates:
 
     tokens_per_second: float
     bytes_per_second: float
+
+
+UNMEASURED = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
+"""What is assumed where nothing was measured: a slow CPU."""

@@ -22,11 +22,9 @@ from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import Load, Output
 from quire_engine.scheduling.plan import Candidates, Chunk, StepPlan, StepResult
 from quire_engine.scheduling.planner import Planner
-from quire_engine.scheduling.rates import Rates
+from quire_engine.scheduling.rates import UNMEASURED, Rates
 from quire_engine.scheduling.registry import Registry
 from quire_engine.scheduling.statistics import Statistics
-
-EVEN = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
 
 
 class Scheduler:
@@ -37,7 +35,7 @@ class Scheduler:
         config: SchedulerConfig,
         memory: KvMemory,
         *,
-        rates: Rates = EVEN,
+        rates: Rates = UNMEASURED,
         clock: Callable[[], int] = time_ns,
     ) -> None:
         self.config = config

@@ -23,10 +23,9 @@ from quire_engine.kv.capacity import KvCapacity
 from quire_engine.models.loading import read_model_config
 from quire_engine.sampling import StepSampler, score_prompts
 from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
-from quire_engine.scheduling.rates import Rates
+from quire_engine.scheduling.rates import UNMEASURED
 
 # What stands for the rates until they are measured.
-UNMEASURED = Rates(1e3, 1e9)
 
 log = logging.getLogger(__name__)
 
