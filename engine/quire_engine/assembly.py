@@ -12,7 +12,7 @@ from quire_engine.structured.compiler import GrammarCompiler
 from quire_engine.structured.model import ModelGrammars
 
 if TYPE_CHECKING:
-    from quire_engine.executor.torch.runner import TorchExecutor
+    from quire_engine.executor.torch.executor import TorchExecutor
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +21,17 @@ OFFLINE_GRAMMAR_BYTES = 1 << 30
 
 def load_executor(config: EngineConfig) -> "TorchExecutor":
     """The model on its device, with its KV memory. Raises ``ModelError``."""
-    from quire_engine.executor.torch.runner import TorchExecutor
+    from quire_engine.executor.torch.executor import TorchExecutor
 
     return TorchExecutor.load(
         config.model,
+        device=config.device,
         dtype=config.dtype,
+        quantization=config.quantization,
+        tensor_parallel_size=config.tensor_parallel_size,
+        enforce_eager=config.enforce_eager,
+        async_scheduling=config.async_scheduling,
+        deterministic=config.deterministic,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_memory,
         swap_bytes=int(config.swap_space * (1 << 30)),

@@ -41,10 +41,27 @@ class EngineConfig(BaseSettings):
     served_model_name: Names = Field(
         default=[], description="Names that clients may ask for; the folder's name when none is given."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What the model runs on; auto is a GPU where there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
     )
-    attention: Literal["auto", "cpu", "reference"] = Field(
+    quantization: Literal["int8"] | None = Field(
+        default=None, description="What the weights of linear layers are held in instead; int8 on the CPU."
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
+    )
+    enforce_eager: bool = Field(default=False, description="Never use CUDA graphs.")
+    async_scheduling: bool | None = Field(
+        default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; slower.",
+    )
+    attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
         default="auto", description="Attention backend; auto takes the fastest that works here."
     )
     max_model_len: int | None = Field(

@@ -14,7 +14,7 @@ from quire_engine.config import EngineConfig
 from quire_engine.service.server import EngineServer, ServerConfig
 
 if TYPE_CHECKING:
-    from quire_engine.executor.torch.runner import TorchExecutor
+    from quire_engine.executor.torch.executor import TorchExecutor
 
 log = logging.getLogger("quire_engine")
 

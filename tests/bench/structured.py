@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from quire_engine.core import EngineCore, StepOutput, StepTrace
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire_engine.core import EngineCore, StepOutput
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request

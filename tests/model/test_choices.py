@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from quire_engine.core import EngineCore, StepOutput
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request

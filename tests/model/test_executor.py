@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.executor.base import CopyError
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.scheduling.plan import Chunk, Draw, StepPlan, StepResult
 from quire_proto.errors import ErrorCode
 from quire_proto.logprobs import TokenLogprobs
@@ -123,14 +123,14 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
         def matcher(self) -> ModuloMatcher:
             return Waiting(self)
 
-    forward = executor._model.forward
+    forward = executor._runner._model.forward
 
     def watched(*args: object) -> torch.Tensor:
         computing.set()
         assert filled.wait(timeout=30)
         return forward(*args)
 
-    monkeypatch.setattr(executor._model, "forward", watched)
+    monkeypatch.setattr(executor._runner._model, "forward", watched)
     draw = make_draw(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
     assert executor.run(StepPlan(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.models.errors import ModelError
 from quire_engine.models.fallback.attention import PAGED, PROBE, probed_positions, window_of
 from quire_engine.models.fallback.config import FallbackConfig
@@ -223,7 +223,7 @@ def test_a_mask_of_a_models_own_making_is_refused(mask: torch.Tensor | None) -> 
 def test_each_layer_has_the_window_of_its_mask(
     tmp_path: Path, model_type: str, special: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert load(write(tmp_path / "model", model_type, **special))._model._windows == windows
+    assert load(write(tmp_path / "model", model_type, **special))._runner._model._windows == windows
 
 
 # Configuration
@@ -337,5 +337,5 @@ def test_loading_adds_two_names_to_transformers_and_changes_nothing_else(tmp_pat
     assert attentions == before[0] | {name: attentions[name] for name in (PAGED, PROBE)}
     assert masks_ == before[1] | {PROBE: masks_[PROBE]}
     assert their_model.config._attn_implementation == "sdpa"
-    assert executor._model._causal.config._attn_implementation == PAGED
+    assert executor._runner._model._causal.config._attn_implementation == PAGED
     their_model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)

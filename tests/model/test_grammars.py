@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
 from quire_engine.structured.definition import define
 from quire_engine.structured.guidance import Guidance

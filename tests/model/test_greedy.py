@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import OUTPUT_TOKENS, SmallModels, oracle_model
@@ -52,13 +52,10 @@ def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     from quire_engine.scheduling.plan import Chunk
 
     blocks = list(range(1, executor.capacity.device_blocks))
-    batch = pack([Chunk(0, tokens, 0, blocks)], executor.capacity.block_size)
+    batch = pack([Chunk(0, tokens, 0, blocks)], executor.capacity.block_size).forward
     with torch.inference_mode():
-        executor._attention.prepare(batch.attention)
-        hidden = executor._model.forward(
-            batch.token_ids, batch.attention.positions, executor._kv.device, executor._attention
-        )
-        return executor._model.logits(hidden)
+        hidden = executor._runner.forward(batch)
+        return executor._runner.logits(hidden, torch.arange(len(tokens)))
 
 
 def test_bfloat16_runs_and_stays_near_float32(small_models: SmallModels) -> None:

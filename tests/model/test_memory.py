@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from quire_engine.executor.torch import gauge
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.memory import CpuMemory
-from quire_engine.executor.torch.runner import TorchExecutor
 from quire_engine.models.errors import ModelError
 from quire_engine.scheduling.plan import StepPlan
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire_engine.core import EngineCore
 from quire_engine.executor.base import Executor, Rates
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.memory import KvMemory
 from quire_engine.request import Request

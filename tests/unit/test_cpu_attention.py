@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.kernels import build, fused
-from quire_engine.attention.kernels import library as kernels
 from quire_engine.attention.reference import ReferenceAttention
+from quire_engine.kernels import build, fused
+from quire_engine.kernels import library as kernels
 
 KERNEL_IS_THERE = kernels.library() is not None
 needs_kernel = pytest.mark.skipif(not KERNEL_IS_THERE, reason="the kernels cannot be compiled here")

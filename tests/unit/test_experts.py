@@ -15,6 +15,7 @@ from quire_engine.models.layers import FeedForward
 from quire_engine.models.linear import PackedLinear
 from quire_engine.models.loading import load_model, read_model_config
 from quire_engine.models.moe import SparseFeedForward
+from quire_engine.models.options import LoadOptions
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -124,14 +125,13 @@ def logits(folder: Path) -> torch.Tensor:
     parts = load_parts(
         read_model_config(folder),
         folder,
-        dtype="float32",
+        LoadOptions(CPU, "float32"),
         block_size=16,
         max_model_len=None,
         attention="reference",
-        device=CPU,
     )
     kv = parts.kv_cache(Pools(1 << 20, 0))
-    batch = pack([Chunk(0, list(range(3, 33)), 0, [1, 2])], 16)
+    batch = pack([Chunk(0, list(range(3, 33)), 0, [1, 2])], 16).forward
     parts.attention.prepare(batch.attention)
     with torch.inference_mode():
         hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.device, parts.attention)
@@ -170,7 +170,7 @@ def test_experts_are_in_the_layers_that_have_them(tmp_path: Path, changes: dict[
     experts = DecoderConfig.read(tmp_path).experts
     assert experts is not None
     assert list(experts.layers) == sparse
-    load_model(read_model_config(tmp_path), tmp_path, "float32", CPU)
+    load_model(read_model_config(tmp_path), tmp_path, LoadOptions(CPU, "float32"))
 
 
 def edited(folder: Path, **changes: Any) -> Path:
@@ -212,7 +212,7 @@ def test_a_missing_expert_is_named(tmp_path: Path, family: str, missing: str) ->
     del weights[missing]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=f"no tensor {missing}"):
-        load_model(read_model_config(folder), folder, "float32", CPU)
+        load_model(read_model_config(folder), folder, LoadOptions(CPU, "float32"))
 
 
 def test_stacked_experts_of_the_wrong_number_are_refused(tmp_path: Path) -> None:
@@ -220,4 +220,4 @@ def test_stacked_experts_of_the_wrong_number_are_refused(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     folder = edited(tmp_path / "stacked", num_local_experts=6)
     with pytest.raises(ModelError, match=r"\[5, 24\], but config.json asks for \[6, 24\]"):
-        load_model(read_model_config(folder), folder, "float32", CPU)
+        load_model(read_model_config(folder), folder, LoadOptions(CPU, "float32"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quire_engine.executor.torch.runner import TorchExecutor
+from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.models.config import DecoderConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.weights import Checkpoint, resolve_dtype

@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
-from quire_engine.attention.kernels.library import DTYPES, AttentionCall, library
+from quire_engine.kernels.library import DTYPES, AttentionCall, library
 
 _NO_WINDOW = 2**62
 _Int32 = npt.NDArray[np.int32]

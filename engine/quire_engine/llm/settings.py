@@ -13,8 +13,14 @@ from quire_engine.scheduling.config import Batching, Policy
 class EngineSettings(TypedDict, total=False):
     """Keyword arguments of ``LLM``, named and meant as the engine's flags; ``quire-engine --help`` explains each."""
 
-    dtype: Literal["auto", "float32", "bfloat16"]
-    attention: Literal["auto", "cpu", "reference"]
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quantization: Literal["int8"] | None
+    tensor_parallel_size: int
+    enforce_eager: bool
+    async_scheduling: bool | None
+    deterministic: bool
+    attention: Literal["auto", "cpu", "flashinfer", "reference"]
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 
 import torch
 
-from quire_engine.attention.kernels.fused import add_rms_norm, rms_norm, silu_mul
-from quire_engine.models.linear import PackedLinear
+from quire_engine.kernels.fused import add_rms_norm, rms_norm
+from quire_engine.models.linear import Linear, make_linear
+from quire_engine.models.options import LoadOptions
 from quire_engine.models.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A checkpoint, read as tensors and layers of one dtype on one device."""
+    """A checkpoint, read as tensors and layers of one dtype, as ``options`` say."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
-    device: torch.device
+    options: LoadOptions
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.options.device
 
     def fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
         """Tensors under each other, as one."""
@@ -28,12 +34,11 @@ class Weights:
         """The tensor at ``index`` of those that are stored under each other as ``name``, of ``shape`` in all."""
         return self.checkpoint.one_of(name, shape, index, self.dtype, self.device)
 
-    def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> PackedLinear:
+    def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
         """Linear layers of the same input as one, whose outputs lie beside each other."""
         weight = self.fused([f"{name}.weight" for name in names], [(size, inputs) for size in outputs])
-        if not bias:
-            return PackedLinear(weight)
-        return PackedLinear(weight, self.fused([f"{name}.bias" for name in names], [(size,) for size in outputs]))
+        added = self.fused([f"{name}.bias" for name in names], [(size,) for size in outputs]) if bias else None
+        return make_linear(weight, added, self.options)
 
 
 class Norm:
@@ -54,8 +59,8 @@ class Norm:
 class FeedForward:
     """The gated feed-forward part (SwiGLU, Shazeer 2020), with gate and up projections fused."""
 
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: Linear
+    down: Linear
 
     @classmethod
     def read(cls, weights: Weights, name: str, hidden: int, inner: int, *, bias: bool) -> "FeedForward":
@@ -66,4 +71,4 @@ class FeedForward:
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden]."""
-        return self.down(silu_mul(self.gate_up(states)))
+        return self.down(self.gate_up.gated(states))

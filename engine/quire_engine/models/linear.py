@@ -21,9 +21,13 @@ as fast, so both dtypes go through oneDNN. The number of rows given as a hint ma
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
+
+from quire_engine.kernels.fused import silu_mul
+from quire_engine.models.options import LoadOptions
 
 _HINTED_ROWS = 32
 # What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
@@ -31,6 +35,34 @@ _HINTED_ROWS = 32
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Linear(Protocol):
+    """``x @ weight.T + bias`` for a weight [out, in] that never changes, however it is held."""
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of an input row."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of an output row."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, in] -> [T, out], both of the model's dtype and device."""
+        ...
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` [T, out / 2], where the first half of the outputs is the gate and the second ``up``."""
+        ...
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
+    """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
+    del options
+    return PackedLinear(weight, bias)
 
 
 class PackedLinear:
@@ -52,6 +84,10 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
         return self._product(x)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.gated``."""
+        return silu_mul(self(x))
 
 
 def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:

@@ -10,34 +10,32 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
-from quire_engine.attention.kernels.fused import rotate
+from quire_engine.kernels.fused import rotate
 from quire_engine.models.base import AttentionLayout
 from quire_engine.models.config import DecoderConfig
 from quire_engine.models.layers import FeedForward, Norm, Weights
-from quire_engine.models.linear import PackedLinear
+from quire_engine.models.linear import make_linear
 from quire_engine.models.moe import SparseFeedForward
 from quire_engine.models.rope import RotaryEmbedding
-from quire_engine.models.weights import Checkpoint
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class Llama:
-    """A decoder with its weights. Tensors are of ``dtype`` on ``device``. A ``Model``."""
+    """A decoder with its weights. A ``Model``."""
 
-    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        weights = Weights(checkpoint, dtype, device)
-        self.dtype = dtype
+    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+        self.dtype = weights.dtype
         self.layout = AttentionLayout(
             config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5
         )
         table = (config.vocab_size, config.hidden_size)
         self._embedding = weights.fused(["model.embed_tokens.weight"], [table])
-        self._rope = RotaryEmbedding(config, device)
+        self._rope = RotaryEmbedding(config, weights.device)
         self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
         self._norm = Norm(weights, "model.norm", config.hidden_size, config.norm_eps)
         head = self._embedding if config.tied_head else weights.fused(["lm_head.weight"], [table])
-        self._head = PackedLinear(head)
+        self._head = make_linear(head, None, weights.options)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend

@@ -9,7 +9,9 @@ from quire_engine.models.config import DecoderConfig, covers
 from quire_engine.models.fallback.config import FallbackConfig
 from quire_engine.models.fallback.loading import load_fallback
 from quire_engine.models.folder import architecture_of, read_config
+from quire_engine.models.layers import Weights
 from quire_engine.models.llama import Llama
+from quire_engine.models.options import LoadOptions
 from quire_engine.models.weights import Checkpoint, resolve_dtype
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,16 +25,17 @@ def read_model_config(folder: Path) -> ModelConfig:
     return FallbackConfig.read(folder)
 
 
-def load_model(config: ModelConfig, folder: Path, dtype: str, device: torch.device) -> Model:
-    """The model of ``folder`` with its weights on ``device``, computing in ``dtype`` (see ``resolve_dtype``).
+def load_model(config: ModelConfig, folder: Path, options: LoadOptions) -> Model:
+    """The model of ``folder`` with its weights, as ``options`` say.
 
     ``config`` is what ``read_model_config`` made of the same folder. Raises ``ModelError``.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint, device = Checkpoint(folder), options.device
     if isinstance(config, FallbackConfig):
-        return load_fallback(config, folder, resolve_dtype(dtype, checkpoint.main_dtype(), device), device)
+        return load_fallback(config, folder, resolve_dtype(options.dtype, checkpoint.main_dtype(), device), device)
     assert isinstance(config, DecoderConfig)
+    dtype = resolve_dtype(options.dtype, checkpoint.dtype(EMBEDDING), device)
     with torch.inference_mode():
-        model = Llama(config, checkpoint, resolve_dtype(dtype, checkpoint.dtype(EMBEDDING), device), device)
+        model = Llama(config, Weights(checkpoint, dtype, options))
     checkpoint.log_unread()
     return model

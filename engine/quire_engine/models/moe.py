@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from quire_engine.models.config import DecoderConfig, ExpertsConfig
 from quire_engine.models.layers import FeedForward, Weights
-from quire_engine.models.linear import PackedLinear
+from quire_engine.models.linear import make_linear
 
 # How published checkpoints call the block, and an expert's gate, up and down projections.
 NAMES = {
@@ -81,4 +81,4 @@ def _stacked_part(weights: Weights, name: str, hidden: int, experts: ExpertsConf
     count, inner = experts.count, experts.ffn_size
     gate_up = weights.one_of(f"{name}.gate_up_proj", (count, 2 * inner, hidden), index)
     down = weights.one_of(f"{name}.down_proj", (count, hidden, inner), index)
-    return FeedForward(PackedLinear(gate_up), PackedLinear(down))
+    return FeedForward(make_linear(gate_up, None, weights.options), make_linear(down, None, weights.options))

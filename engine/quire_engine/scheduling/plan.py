@@ -12,7 +12,12 @@ from quire_proto.sampling import SamplingParams
 from quire_engine.grammar import Grammar
 from quire_engine.kv.copy import BlockCopy
 
-__all__ = ["BlockCopy", "Candidates", "Chunk", "Draw", "StepPlan", "StepResult", "StepTimings"]
+__all__ = ["PENDING", "BlockCopy", "Candidates", "Chunk", "Draw", "StepPlan", "StepResult", "StepTimings"]
+
+PENDING = -1
+"""Stands in a chunk for the token that the step before this one draws for the same sequence. Only an executor whose
+depth is above 1 is given any.
+"""
 
 
 @dataclass(slots=True)
@@ -44,8 +49,8 @@ class Draw:
 class Chunk:
     """The tokens of one sequence that a step computes.
 
-    ``token_ids`` are the sequence's tokens ``[start, end)``; the ``start`` tokens before them are in the KV blocks
-    already. ``block_ids`` is the sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in
+    ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PENDING``; the ``start`` tokens
+    before them are in the KV blocks already. ``block_ids`` is the sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in
     slot ``p % block_size`` of ``block_ids[p // block_size]``. It is the scheduler's own list: read it while the step
     runs, never keep or change it.
 

@@ -8,26 +8,37 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.scheduling.plan import Chunk, Draw
+from quire_engine.scheduling.plan import PENDING, Chunk, Draw
 
 
 @dataclass(frozen=True, slots=True)
-class StepBatch:
-    """The tokens of a step, packed in the order of its chunks.
+class ForwardBatch:
+    """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
 
     ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the places in the batch of the tokens whose logits are drawn
-    from, the last of each chunk with draws; ``draws`` are all of them, and ``draw_rows`` says from which of the S each
-    one is. ``scored`` are the chunks with targets, and ``scored_rows`` [N] int64 the places of the tokens that those
-    follow.
+    from, the last of each chunk with draws; ``scored_rows`` [N] int64 those of the tokens that targets follow.
+    ``pending_rows`` [P] int64 are the places of tokens that are not known yet, as they are drawn by the step before.
     """
 
     token_ids: torch.Tensor
     attention: AttentionBatch
     sampled_rows: torch.Tensor
+    scored_rows: torch.Tensor
+    pending_rows: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What a step computes and what is made of it.
+
+    ``draws`` are all of the step's, and ``draw_rows`` says from which of the S sampled rows each one is. ``scored`` are
+    the chunks with targets.
+    """
+
+    forward: ForwardBatch
     draws: list[Draw]
     draw_rows: list[int]
     scored: list[Chunk]
-    scored_rows: torch.Tensor
 
 
 def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
@@ -42,8 +53,9 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
     sampling = np.fromiter((bool(chunk.draws) for chunk in chunks), np.bool_, len(chunks))
     sampled = [chunk for chunk in chunks if chunk.draws]
-    return StepBatch(
-        token_ids=torch.from_numpy(_flat((chunk.token_ids for chunk in chunks), np.int64, total)),
+    token_ids = torch.from_numpy(_flat((chunk.token_ids for chunk in chunks), np.int64, total))
+    forward = ForwardBatch(
+        token_ids=token_ids,
         attention=AttentionBatch(
             query_indptr=_int32(queries),
             page_indptr=_int32(pages),
@@ -53,10 +65,14 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
             positions=_int32(positions),
         ),
         sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
+        scored_rows=_target_rows(chunks, queries[:-1]),
+        pending_rows=(token_ids == PENDING).nonzero().squeeze(1),
+    )
+    return StepBatch(
+        forward,
         draws=[draw for chunk in sampled for draw in chunk.draws],
         draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
         scored=[chunk for chunk in chunks if chunk.targets],
-        scored_rows=_target_rows(chunks, queries[:-1]),
     )
 
 

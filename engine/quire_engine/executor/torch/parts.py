@@ -14,6 +14,7 @@ from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.base import AttentionLayout, Model, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model
+from quire_engine.models.options import LoadOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +41,19 @@ class Parts:
 def load_parts(
     config: ModelConfig,
     folder: Path,
+    options: LoadOptions,
     *,
-    dtype: str,
     block_size: int,
     max_model_len: int | None,
     attention: str,
-    device: torch.device,
 ) -> Parts:
     """The model of ``folder``, whose configuration is ``config``, and the attention called ``attention``. Raises
     ``ModelError``, for settings that cannot be before the weights are read.
     """
     length = _length(config, max_model_len)
-    model = load_model(config, folder, dtype, device)
+    model = load_model(config, folder, options)
     backend = make_attention(attention, _attention_shape(model.layout, block_size))
-    return Parts(config, model, backend, block_size, length, device)
+    return Parts(config, model, backend, block_size, length, options.device)
 
 
 def _length(config: ModelConfig, asked: int | None) -> int:

@@ -1,7 +1,7 @@
-"""Compiles ``kernels.cpp`` for this processor, once for each user, and finds it again. It knows nothing of
-what the kernels do.
+"""Compiles the kernels of this folder for this processor, once for each user, and finds them again. It knows nothing of
+what they do.
 
-The source needs neither torch's headers nor Python's, so a bare compiler is enough and a build takes two
+The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes
 seconds. Any number of engines may start at once: each compiles into a folder of its own and renames the
 result into place, which is atomic.
 """
@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
 _SECONDS_TO_COMPILE = 300
@@ -78,7 +79,8 @@ def _private_folder() -> Path:
 def _fingerprint() -> str:
     """Of everything that decides the build: a home folder may be shared by unlike machines."""
     machine = (*_flags(), *platform.libc_ver(), _processor())
-    return hashlib.sha256(SOURCE.read_bytes() + "\0".join(machine).encode()).hexdigest()[:16]
+    text = b"\0".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
+    return hashlib.sha256(text + "\0".join(machine).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -112,7 +114,7 @@ def _compile(folder: Path, stem: str) -> Path:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as temporary:
         output = Path(temporary) / "kernels.so"
-        _run([*_compiler(), *_flags(), str(SOURCE), "-o", str(output)])
+        _run([*_compiler(), *_flags(), *map(str, SOURCES), "-o", str(output)])
         target = folder / f"{stem}-{_digest(output)}.so"
         output.replace(target)
     logger.info("compiled the CPU kernels in %.1f s into %s", time.monotonic() - started, target)

@@ -1,4 +1,4 @@
-"""``TorchExecutor``: one model, its KV memory and its attention backend, run step by step.
+"""``TorchExecutor``: makes batches of plans, has them computed, and draws tokens from the logits.
 
 It knows plans and tensors. Which sequence gets which blocks, and why, is the scheduler's.
 """
@@ -14,18 +14,19 @@ import torch
 from quire_proto.errors import internal
 
 from quire_engine.executor.torch.batch import StepBatch, pack
+from quire_engine.executor.torch.devices import resolve_device
 from quire_engine.executor.torch.gauge import MemoryGauge
+from quire_engine.executor.torch.model_runner import ModelRunner
 from quire_engine.executor.torch.parts import Parts, load_parts
 from quire_engine.executor.torch.profile import largest_step, measure_rates
 from quire_engine.executor.torch.sizing import PoolRequest, Pools, decide, table
 from quire_engine.executor.torch.threads import configure_threads
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.models.loading import read_model_config
+from quire_engine.models.options import LoadOptions, Quantization
 from quire_engine.sampling import StepSampler, score_prompts
 from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
 from quire_engine.scheduling.rates import UNMEASURED
-
-# What stands for the rates until they are measured.
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +38,7 @@ class TorchExecutor:
         self.config = parts.config
         self.max_model_len = parts.max_model_len
         self.rates = UNMEASURED
-        self._model = parts.model
-        self._attention = parts.attention
-        self._kv = parts.kv_cache(pools)
+        self._runner = ModelRunner(parts, pools)
         self._sampler = StepSampler(parts.config.vocab_size)
 
     @classmethod
@@ -47,7 +46,13 @@ class TorchExecutor:
         cls,
         folder: Path,
         *,
+        device: str = "auto",
         dtype: str = "auto",
+        quantization: Quantization | None = None,
+        tensor_parallel_size: int = 1,
+        enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
+        deterministic: bool = False,
         block_size: int = 16,
         kv_cache_bytes: int | None = None,
         swap_bytes: int,
@@ -57,24 +62,20 @@ class TorchExecutor:
         max_num_seqs: int = 64,
         attention: str = "auto",
     ) -> "TorchExecutor":
-        """Loads the model of ``folder`` onto the CPU, and makes KV pools for it.
+        """Loads the model of ``folder`` onto a device, and makes KV pools for it.
 
-        ``dtype`` is auto, float32, bfloat16 or float16. ``max_model_len`` defaults to the model's own limit. Without
-        ``kv_cache_bytes``, the largest step that the two limits allow is run, and the pools take what is left of the
-        device's memory; ``memory_utilization`` is the part of it that may be taken in all (see ``sizing``). Raises
-        ``ModelError``, with one sentence, for whatever makes the folder or these settings impossible.
+        ``device`` is auto, cpu or cuda, and ``dtype`` auto, float32, bfloat16 or float16. ``max_model_len`` defaults to
+        the model's own limit. Without ``kv_cache_bytes``, the largest step that the two limits allow is run, and the
+        pools take what is left of the device's memory; ``memory_utilization`` is the part of it that may be taken in
+        all (see ``sizing``). Raises ``ModelError``, with one sentence, for whatever makes the folder or these settings
+        impossible.
         """
         configure_threads()
-        config, device = read_model_config(folder), torch.device("cpu")
-        gauge = MemoryGauge(device)
+        config = read_model_config(folder)
+        options = LoadOptions(resolve_device(device), dtype, quantization, deterministic)
+        gauge = MemoryGauge(options.device)
         parts = load_parts(
-            config,
-            folder,
-            dtype=dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            attention=attention,
-            device=device,
+            config, folder, options, block_size=block_size, max_model_len=max_model_len, attention=attention
         )
         largest = partial(cls._run_largest, parts, max_num_batched_tokens, max_num_seqs)
         measured = gauge.read(largest if kv_cache_bytes is None else None)
@@ -95,7 +96,7 @@ class TorchExecutor:
     @property
     def capacity(self) -> KvCapacity:
         """Blocks of both pools; constant."""
-        return self._kv.capacity
+        return self._runner.capacity
 
     @property
     def depth(self) -> int:
@@ -105,7 +106,7 @@ class TorchExecutor:
     @property
     def dtype_name(self) -> str:
         """What weights and KV memory are held in: ``float32`` or ``bfloat16``."""
-        return str(self._kv.device.dtype).removeprefix("torch.")
+        return str(self._runner.dtype).removeprefix("torch.")
 
     def run(self, plan: StepPlan) -> StepResult:
         """See ``Executor.run``."""
@@ -120,32 +121,24 @@ class TorchExecutor:
 
     def close(self) -> None:
         """Gives the KV memory back. Nothing can be run any more."""
-        self._kv.close()
+        self._runner.close()
         self._sampler.close()
 
     def _copy(self, plan: StepPlan, timings: StepTimings) -> None:
         with _timed(timings, "swap"):
-            self._kv.copy_out(plan.copies_out)
-            self._kv.copy_within(plan.copies_within)
-            self._kv.copy_in(plan.copies_in)
+            self._runner.copy(plan.copies_out, plan.copies_within, plan.copies_in)
 
     def _compute(self, batch: StepBatch, result: StepResult) -> None:
         with _timed(result.timings, "forward"):
             pending = self._sampler.begin(batch.draws)
-            self._attention.prepare(batch.attention)
-            kv = self._kv.device
-            token_ids, positions = batch.token_ids.to(kv.device), batch.attention.positions.to(kv.device)
-            hidden = self._model.forward(token_ids, positions, kv, self._attention)
-            logits = self._logits(hidden, batch.sampled_rows) if batch.draws else None
+            hidden = self._runner.forward(batch.forward)
+            logits = self._runner.logits(hidden, batch.forward.sampled_rows) if batch.draws else None
         with _timed(result.timings, "sample"):
             if batch.scored:
-                logits_of = partial(self._logits, hidden)
-                score_prompts(batch.scored, batch.scored_rows, self.config.vocab_size, logits_of, result)
+                logits_of = partial(self._runner.logits, hidden)
+                score_prompts(batch.scored, batch.forward.scored_rows, self.config.vocab_size, logits_of, result)
             if logits is not None:
                 self._sampler.finish(pending, logits, batch.draw_rows, result)
-
-    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden[rows.to(hidden.device)])
 
 
 def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chunk]:

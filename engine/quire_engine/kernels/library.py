@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from quire_engine.attention.kernels.build import BuildError, shared_object
+from quire_engine.kernels.build import BuildError, shared_object
 
 DTYPES = (torch.bfloat16, torch.float32)
 """Element types that the kernels know."""
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class AttentionCall(ctypes.Structure):
-    """The argument of ``quire_attention``: field by field the struct of that name in ``kernels.cpp``."""
+    """The argument of ``quire_attention``: field by field the struct of that name in ``attention.cpp``."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("query", "key", "value", "kv", "out")),

@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch.nn import functional as F
 
-from quire_engine.attention.kernels.library import DTYPES, library
+from quire_engine.kernels.library import DTYPES, library
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

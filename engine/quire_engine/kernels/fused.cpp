@@ -1,0 +1,92 @@
+// The small operations around products and attention: norm, activation, rotation. Callers check shapes and bounds.
+
+#include "vectors.h"
+
+namespace {
+
+// Where torch would run one operation after the other, results are rounded between them as torch would.
+template <typename T>
+void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, float eps) {
+  Floats squares{};
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats v = read_some(x + d, dim - d);
+    if (residual) {
+      v = rounded(v + read_some(residual + d, dim - d), T{});
+      write_some(residual + d, v, dim - d);
+    }
+    squares = squares + v * v;
+  }
+  const float scale = 1.f / std::sqrt(total(squares) / float(dim) + eps);
+  const T* from = residual ? residual : x;
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats v = rounded(read_some(from + d, dim - d) * scale, T{});
+    write_some(out + d, v * read_some(weight + d, dim - d), dim - d);
+  }
+}
+
+template <typename T>
+void silu_row(const T* gate, const T* up, T* out, int64_t dim) {
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Floats g = read_some(gate + d, dim - d), power = g * -1.44269504f;
+    const Floats silu = g / (1.f + exp2(power > 126.f ? Floats{} + 126.f : power));
+    write_some(out + d, rounded(silu, T{}) * read_some(up + d, dim - d), dim - d);
+  }
+}
+
+template <typename T>
+void rotate_row(T* head, const float* cos, const float* sin, int64_t half) {
+  for (int64_t d = 0; d < half; d += kLanes) {
+    const Floats c = read_some(cos + d, half - d), s = read_some(sin + d, half - d);
+    const Floats a = read_some(head + d, half - d), b = read_some(head + half + d, half - d);
+    write_some(head + d, a * c - b * s, half - d);
+    write_some(head + half + d, b * c + a * s, half - d);
+  }
+}
+
+// Below so many numbers, waking the other threads costs more than they save.
+constexpr int64_t kWorthSharing = 32768;
+
+}  // namespace
+
+extern "C" {
+
+void quire_rms_norm(const void* x, int64_t token, int64_t head, void* residual, const void* weight, void* out,
+                    int64_t tokens, int64_t heads, int64_t dim, float eps, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (tokens * heads * dim > kWorthSharing)
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; h < heads; ++h) {
+        const int64_t row = (t * heads + h) * dim;  // of the tensors without gaps
+        T* sum = residual ? (T*)residual + row : nullptr;
+        norm_row((const T*)x + t * token + h * head, sum, (const T*)weight, (T*)out + row, dim, eps);
+      }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, int64_t dim, int64_t bf16,
+                    int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (rows * dim > kWorthSharing)
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* gate = (const T*)gate_up + r * row;
+      silu_row(gate, gate + dim, (T*)out + r * dim, dim);
+    }
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+
+void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, int64_t tokens,
+                  int64_t heads, int64_t half, int64_t bf16, int64_t threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+#pragma omp parallel for num_threads(int(threads)) if (tokens * heads * half > kWorthSharing)
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; h < heads; ++h)
+        rotate_row((T*)x + t * token + h * head, cos + t * half, sin + t * half, half);
+  };
+  bf16 ? run(Bf16{}) : run(float{});
+}
+}

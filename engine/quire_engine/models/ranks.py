@@ -1,0 +1,48 @@
+"""The processes that share one model, as the model sees them. Knows neither how they talk nor what they compute."""
+
+from typing import Protocol
+
+import torch
+
+
+class Ranks(Protocol):
+    """Processes of which each holds a part of the weights and computes a part of every layer.
+
+    All ranks call the same methods in the same order with tensors of the same shape and dtype.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The place of this process; 0 leads."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, which may be ``part`` itself, overwritten. Equal on all ranks, bit for bit."""
+        ...
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts beside each other in the last dimension, in the order of the ranks."""
+        ...
+
+
+class Alone:
+    """One process that holds everything. A ``Ranks``."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """``part`` itself."""
+        return part
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """``part`` itself."""
+        return part
+
+
+ALONE = Alone()
