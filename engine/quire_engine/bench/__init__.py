@@ -1,0 +1,1 @@
+"""``quire-engine bench``: the engine beside its peers, in one run."""

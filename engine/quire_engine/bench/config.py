@@ -1,0 +1,91 @@
+"""The benchmark's settings: the engine's own, and what is measured beside whom."""
+
+from pathlib import Path
+from typing import Annotated, get_args
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from quire_engine.bench.lengths import Lengths
+from quire_engine.bench.measure import Figure
+from quire_engine.bench.shapes import SHAPES
+from quire_engine.config import EngineConfig, Names
+
+PEERS = ("transformers", "vllm", "llama.cpp")
+FIGURES: tuple[Figure, ...] = get_args(Figure)
+Range = Annotated[str, BeforeValidator(lambda value: str(Lengths.of(str(value))))]
+
+
+class BenchConfig(EngineConfig):
+    """Measures the engine, and peers that are installed, on the same requests in one run. The engine's own flags mean
+    what they mean for serving; those that only a server needs have no effect.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="QUIRE_ENGINE_",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_prog_name="quire-engine bench",
+        cli_hide_none_type=True,
+        protected_namespaces=(),
+    )
+
+    model: Path = Field(default=Path(), description="Folder of the model, as Hugging Face lays it out.")
+    shape: str | None = Field(
+        default=None,
+        description=f"Random weights of a shape instead: one of {', '.join(SHAPES)}, or a config.json as text.",
+    )
+    against: Names = Field(
+        default=["auto"],
+        description=f"Peers to run beside: {', '.join(PEERS)}; auto for those that are installed, none for none.",
+    )
+    vllm_python: Path | None = Field(
+        default=None, description="The interpreter of vLLM's environment; by default ours, or .peers/vllm."
+    )
+    llama_python: Path | None = Field(
+        default=None, description="The interpreter of llama-cpp-python's environment; by default ours, or .peers/llama."
+    )
+    measure: Names = Field(default=list(FIGURES), description=f"What is measured: {', '.join(FIGURES)}.")
+    num_prompts: int = Field(default=32, ge=1, le=65536, description="Requests of the throughput measurement.")
+    input_len: Range = Field(default="128", description="Tokens of each of its prompts, one number or 100..1024.")
+    output_len: Range = Field(default="64", description="Tokens of each of its outputs, likewise.")
+    latency_input_len: int = Field(default=128, ge=1, description="Prompt of the single stream, in tokens.")
+    latency_output_len: int = Field(default=128, ge=2, description="Output of the single stream, in tokens.")
+    prefill_len: int = Field(default=2048, ge=1, description="Prompt of the prefill measurement, in tokens.")
+    rounds: int = Field(default=5, ge=1, le=1000, description="How often everything is measured; medians are reported.")
+    in_turn: bool | None = Field(
+        default=None,
+        description="Load all systems at once and let each round run them in turn; by default on the CPU. Otherwise "
+        "one system after the other is loaded, measured and ended.",
+    )
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides the prompts, the lengths and random weights.")
+    json_path: Path | None = Field(default=None, alias="json", description="Also write all figures here.")
+
+    @field_validator("against")
+    @classmethod
+    def _are_peers(cls, names: list[str]) -> list[str]:
+        known = (*PEERS, "auto", "none")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}.")
+        return names
+
+    @field_validator("measure")
+    @classmethod
+    def _are_figures(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in FIGURES]
+        if unknown or not names:
+            raise ValueError(f"{', '.join(unknown) or 'nothing'} is not one of {', '.join(FIGURES)}.")
+        return names
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "BenchConfig":
+        if (self.shape is None) == (self.model == Path()):
+            raise ValueError("Give either --model or --shape.")
+        return self
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        throughput = Lengths.of(self.input_len).most + Lengths.of(self.output_len).most
+        return max(throughput, self.latency_input_len + self.latency_output_len, self.prefill_len + 1)

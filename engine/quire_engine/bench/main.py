@@ -1,0 +1,156 @@
+"""``quire-engine bench``: reads the settings, runs the systems, prints what they showed."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from quire_engine.bench.config import BenchConfig
+from quire_engine.bench.installed import find_peers
+from quire_engine.bench.lengths import Lengths
+from quire_engine.bench.measure import Figure, Plan, System, run_apart, run_in_turn
+from quire_engine.bench.report import OURS, Report
+from quire_engine.bench.shapes import SHAPES, model_of_shape
+from quire_engine.bench.workload import Workload, random_workload
+from quire_engine.command import quit_with, read_settings
+from quire_engine.models.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire_engine.bench.quire import Quire
+
+
+def bench(arguments: Sequence[str]) -> None:
+    """The subcommand. Exits with 2 for wrong settings, 1 with one sentence where our own engine cannot run."""
+    config = read_settings(BenchConfig, arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        report = _measure(_completed(config))
+    except ModelError as error:
+        quit_with(1, str(error))
+    if report.readings[OURS].failure:
+        quit_with(1, str(report.readings[OURS].failure))
+    sys.stdout.write(f"{report.as_table()}\n")
+    if config.json_path is not None:
+        try:
+            config.json_path.write_text(json.dumps(report.as_data(), indent=2) + "\n")
+        except OSError as error:
+            quit_with(1, f"The figures cannot be written: {error}.")
+
+
+def _completed(config: BenchConfig) -> BenchConfig:
+    """With a folder in place of a shape, and limits that the workloads need."""
+    changes: dict[str, object] = {"enable_prefix_caching": False, "scheduling_policy": "fcfs"}
+    if config.shape is not None:
+        changes["model"] = model_of_shape(config.shape, config.seed)
+    if config.max_model_len is None:
+        changes["max_model_len"] = config.longest
+    if "max_num_seqs" not in config.model_fields_set:
+        changes["max_num_seqs"] = min(config.num_prompts, 256)
+    if "swap_space" not in config.model_fields_set:
+        changes["swap_space"] = 0.0
+    return config.model_copy(update=changes)
+
+
+def _measure(config: BenchConfig) -> Report:
+    from quire_engine.executor.torch.devices import resolve_device
+    from quire_engine.executor.torch.threads import configure_threads
+    from quire_engine.models.loading import read_model_config
+
+    threads, device = configure_threads(), resolve_device(config.device)
+    model = read_model_config(config.model)
+    plan = _plan(config, model.vocab_size)
+    engine: list[Quire] = []
+    systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
+    systems |= find_peers(config, lambda: _told(config, engine, device, threads))
+    in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
+    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say)
+    dtype = engine[0].executor.dtype_name if engine else config.dtype
+    return Report(
+        title=_title(config, threads, device, dtype),
+        readings=readings,
+        best=_best(config, plan, device, dtype) if config.tensor_parallel_size == 1 else {},
+        steps=engine[0].decode_steps(config.num_prompts) if engine else None,
+        settings=config.model_dump(mode="json"),
+    )
+
+
+def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
+    from quire_engine.bench.quire import Quire
+
+    engine.append(Quire(config))
+    return engine[0]
+
+
+def _plan(config: BenchConfig, vocab: int) -> Plan:
+    """Prompts are new in each round, and equal for all systems."""
+
+    def random(count: int, sizes: Lengths, answers: Lengths, number: int) -> Workload:
+        return random_workload(count, sizes, answers, vocab, config.seed + number)
+
+    inputs, outputs = Lengths.of(config.input_len), Lengths.of(config.output_len)
+    one, latency = Lengths(1, 1), Lengths(config.latency_input_len, config.latency_input_len)
+    stream = Lengths(config.latency_output_len, config.latency_output_len)
+    workloads: dict[Figure, Callable[[int], Workload]] = {
+        "throughput": partial(random, config.num_prompts, inputs, outputs),
+        "latency": partial(random, 1, latency, stream),
+        "prefill": partial(random, 1, Lengths(config.prefill_len, config.prefill_len), one),
+    }
+    return Plan({figure: make for figure, make in workloads.items() if figure in config.measure}, config.rounds)
+
+
+def _told(config: BenchConfig, engine: "list[Quire]", device: "torch.device", threads: int) -> dict[str, object]:
+    """What a peer is told: the same model, limits and threads as our engine."""
+    return {
+        "model": str(config.model.resolve()),
+        "device": device.type,
+        "dtype": engine[0].executor.dtype_name if engine else "bfloat16",
+        "threads": threads,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+
+
+def _best(config: BenchConfig, plan: Plan, device: "torch.device", dtype_name: str) -> dict[Figure, float]:
+    """What the roofline allows, for models whose costs are known."""
+    import torch
+
+    from quire_engine.bench.measure import first_tokens
+    from quire_engine.bench.roofline import Costs, least_seconds, measure_ceilings
+    from quire_engine.models.config import DecoderConfig
+    from quire_engine.models.loading import read_model_config
+
+    model, dtype = read_model_config(config.model), getattr(torch, dtype_name)
+    if not isinstance(model, DecoderConfig) or config.quantization is not None:
+        return {}
+    costs, ceilings = Costs.of(model, dtype.itemsize), measure_ceilings(dtype, device)
+    best: dict[Figure, float] = {}
+    for figure, make in plan.workloads.items():
+        workload = make(0)
+        seconds = least_seconds(workload, costs, ceilings)
+        if figure == "latency":
+            rest = seconds - least_seconds(first_tokens(workload), costs, ceilings)
+            best[figure] = 1e3 * rest / (workload.output_tokens - 1)
+        else:
+            tokens = workload.output_tokens if figure == "throughput" else sum(map(len, workload.prompts))
+            best[figure] = tokens / seconds
+    return best
+
+
+def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str) -> str:
+    import torch
+
+    where = f"{threads} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    shape = config.shape if config.shape in SHAPES else config.shape and "a shape"
+    what = f"{shape or config.model.resolve().name}, {config.quantization or dtype}, {where}"
+    throughput = f"{config.num_prompts} requests of {config.input_len} tokens in and {config.output_len} out"
+    stream = f"one stream of {config.latency_input_len} in and {config.latency_output_len} out"
+    return f"{what}: {throughput}; {stream}; a prompt of {config.prefill_len}; medians of {config.rounds} rounds"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

@@ -1,0 +1,94 @@
+"""Our own engine as a system: the same core and executor that serve, without a server."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from quire_proto.sampling import SamplingParams
+
+from quire_engine.assembly import load_executor, make_scheduler
+from quire_engine.bench.config import BenchConfig
+from quire_engine.bench.measure import SystemFailedError
+from quire_engine.bench.workload import Workload
+from quire_engine.core import EngineCore, StepOutput, StepTrace
+from quire_engine.models.errors import ModelError
+from quire_engine.request import Request
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch.executor import TorchExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """Medians over the steps of throughput runs that only decoded, in milliseconds. ``bookkeeping`` is all that is
+    neither copies nor the model nor drawing.
+    """
+
+    step: float
+    forward: float
+    sample: float
+    bookkeeping: float
+
+
+class Quire:
+    """The engine with its model. A ``System``."""
+
+    def __init__(self, config: BenchConfig) -> None:
+        self._config = config
+        try:
+            self._executor: TorchExecutor = load_executor(config)
+        except ModelError as error:
+            raise SystemFailedError(str(error)) from None
+        self._traces: list[StepTrace] = []
+
+    @property
+    def executor(self) -> "TorchExecutor":
+        """What computes."""
+        return self._executor
+
+    def seconds(self, workload: Workload) -> float:
+        """See ``System.seconds``."""
+        made, failed = 0, ""
+
+        def receive(step: StepOutput) -> None:
+            nonlocal made, failed
+            made += sum(len(output.token_ids) for output in step.outputs)
+            failed = next((str(output.error) for output in step.outputs if output.error), failed)
+            self._traces.append(step.trace)
+
+        core = EngineCore(make_scheduler(self._config, self._executor), self._executor, receive)
+        requests = [
+            Request(str(index), prompt, SamplingParams(temperature=0, max_tokens=size, ignore_eos=True))
+            for index, (prompt, size) in enumerate(zip(workload.prompts, workload.outputs, strict=True))
+        ]
+        begin = time.perf_counter()
+        for request in requests:
+            core.scheduler.add(request)
+        while core.scheduler.has_work:
+            core.step()
+        seconds = time.perf_counter() - begin
+        if made != workload.output_tokens:
+            raise SystemFailedError(f"It made {made} of {workload.output_tokens} tokens. {failed}".rstrip())
+        return seconds
+
+    def decode_steps(self, sequences: int) -> DecodeSteps | None:
+        """Of the steps that decoded so many sequences and did nothing else; None where there were none."""
+        steps = [step for step in self._traces if step.num_prefill == 0 and step.num_decode == sequences]
+        if not steps:
+            return None
+        return DecodeSteps(
+            step=_milliseconds([step.duration for step in steps]),
+            forward=_milliseconds([step.timings.forward for step in steps]),
+            sample=_milliseconds([step.timings.sample for step in steps]),
+            bookkeeping=_milliseconds([step.schedule + step.emit for step in steps]),
+        )
+
+    def close(self) -> None:
+        """See ``System.close``."""
+        self._executor.close()
+
+
+def _milliseconds(seconds: Sequence[float]) -> float:
+    return 1e3 * median(seconds)

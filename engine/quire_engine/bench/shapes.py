@@ -1,0 +1,113 @@
+"""Models with random weights, of a given shape: their speed is that of trained ones. Knows transformers only to have
+the weights named and drawn as published models have them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quire_engine.models.errors import ModelError
+
+# What published config.json files say.
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+    "llama3-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
+}
+
+
+def model_of_shape(shape: str, seed: int) -> Path:
+    """The folder of a model of this shape in bfloat16, written once for each user. ``shape`` is a name of ``SHAPES`` or
+    the text of a ``config.json``. Raises ``ModelError``.
+    """
+    settings = SHAPES.get(shape) or _read(shape)
+    name = hashlib.sha256(json.dumps([settings, seed], sort_keys=True).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "shapes"
+    folder = cache / name
+    if not (folder / "config.json").is_file():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _write(settings, seed, folder)
+        except OSError as error:
+            raise ModelError(f"The model of this shape cannot be written to {cache}: {error.strerror}.") from None
+    return folder
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(text)
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ModelError(
+            f"The shape {text!r} is neither one of {', '.join(SHAPES)} nor a JSON object with a model_type."
+        )
+    return settings
+
+
+def _write(settings: dict[str, Any], seed: int, folder: Path) -> None:
+    """Writes beside and renames, so that half a model is never found."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _parse(settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        model.save_pretrained(beside)
+        beside.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _parse(settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    kind = settings["model_type"]
+    values = {key: value for key, value in settings.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
+        raise ModelError(f"The shape is not a {kind}: {' '.join(str(error).split())}.") from None
