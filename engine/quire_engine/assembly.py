@@ -1,6 +1,7 @@
 """An engine's parts from its settings. Imports torch only when a model is loaded; knows no service."""
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire_engine.config import EngineConfig
@@ -19,8 +20,10 @@ log = logging.getLogger(__name__)
 OFFLINE_GRAMMAR_BYTES = 1 << 30
 
 
-def load_executor(config: EngineConfig) -> "TorchExecutor":
-    """The model on its device, with its KV memory. Raises ``ModelError``."""
+def load_executor(config: EngineConfig, on_lost: Callable[[str], None] | None = None) -> "TorchExecutor":
+    """The model on its device, with its KV memory. ``on_lost`` is told, on another thread, why a model that several
+    processes share cannot be run any more. Raises ``ModelError``.
+    """
     from quire_engine.executor.torch.executor import TorchExecutor
 
     return TorchExecutor.load(
@@ -40,6 +43,7 @@ def load_executor(config: EngineConfig) -> "TorchExecutor":
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         attention=config.attention,
+        on_lost=on_lost,
     )
 
 

@@ -1,6 +1,11 @@
-"""The engine's loop: commands, plan, run, commit, publish. Knows neither torch nor grpc."""
+"""The engine's loop: commands, plan, run, commit, publish. Knows neither torch nor grpc.
+
+There is one loop for both kinds of executor. One that overlaps steps is given the next plan before the result of the
+last one is looked at; the loop that runs step by step is the oracle of what comes out.
+"""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -9,13 +14,14 @@ from time import perf_counter, time_ns
 from quire_proto.errors import QuireError, internal
 from quire_proto.sampling import FinishReason
 
-from quire_engine.executor.base import CopyError, Executor
+from quire_engine.executor.base import Executor, ExecutorError
+from quire_engine.executor.flight import Flight
 from quire_engine.kv.events import KvEvent, Stored
 from quire_engine.kv.waste import Waste
 from quire_engine.request import Request
 from quire_engine.scheduling.output import Load, Output
 from quire_engine.scheduling.plan import StepPlan, StepResult, StepTimings
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.scheduling.scheduler import MAX_DEPTH, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +45,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """Calls ``reply`` between two steps, with the load and everything in the prefix cache."""
+    """Calls ``reply`` when all is published that was done, with the load and everything in the prefix cache."""
 
     reply: Callable[[Load, list[Stored]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Ends the loop; what is running is left as it is."""
+    """Ends the loop when the step under way is done; what is running is left as it is."""
 
 
 Command = Add | Abort | Inspect | Stop
@@ -56,7 +62,9 @@ Command = Add | Abort | Inspect | Stop
 class StepTrace:
     """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too.
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too. Where steps overlap, a step's
+    ``schedule`` lies in the ``forward`` of the one before, and its ``emit`` in the ``forward`` of the one after it, so
+    durations add up to more than the time that passed.
     """
 
     step: int
@@ -74,7 +82,7 @@ class StepTrace:
 
     @property
     def duration(self) -> float:
-        """Seconds of the whole step."""
+        """Seconds of the step's parts together."""
         return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
 
 
@@ -98,8 +106,10 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[StepOutput], None]) -> None:
         self.scheduler = scheduler
+        assert executor.depth <= MAX_DEPTH, f"plans can be made for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
+        self._flights: deque[Flight] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._refused: list[Output] = []
         self._stopped = False
@@ -125,17 +135,45 @@ class EngineCore:
             self._take_commands()
             if self._has_work:
                 self.step()
+        self._land_all()
 
     @property
     def _has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._refused)
 
     def step(self) -> None:
-        """One step: plan, run, commit, publish."""
+        """One round of the loop: plans and launches a step, and lands the oldest one under way (takes its result,
+        commits, publishes).
+
+        With depth 1 that is the same step. With depth 2 it is the one before, so that this round's work passes while
+        the device computes; then the tokens of the step that was launched are drawn, because only now all that they
+        depend on is known. If there is nothing to launch, the one under way lands alone.
+        """
+        launched = self._launch()
+        if not launched or len(self._flights) == self._executor.depth:
+            self._land()
+        if self._flights:
+            self._flights[0].draw()
+        while self._flights and self._flights[0].has_failed:
+            self._land()
+
+    def _launch(self) -> bool:
+        """Whether there is anything to carry out. An empty plan is one to commit only when none is under way."""
         started, begin = time_ns(), perf_counter()
         plan = self.scheduler.plan()
-        planned = perf_counter()
-        result = self._run(plan)
+        schedule = perf_counter() - begin
+        if not (plan.is_empty and self._flights):
+            self._flights.append(Flight(self._executor, plan, started, schedule))
+        return not plan.is_empty
+
+    def _land_all(self) -> None:
+        while self._flights:
+            self._land()
+
+    def _land(self) -> None:
+        """Takes the result of the oldest step under way, commits and publishes it."""
+        flight = self._flights.popleft()
+        result, plan = self._take(flight), flight.plan
         ran = perf_counter()
         request_ids = self.scheduler.request_ids(plan)
         outputs = self._refused + self.scheduler.commit(plan, result)
@@ -144,9 +182,9 @@ class EngineCore:
         waste = self.scheduler.waste() if looks else None
         trace = StepTrace(
             step=plan.step,
-            started=started,
+            started=flight.started,
             timings=result.timings,
-            schedule=planned - begin,
+            schedule=flight.schedule,
             emit=perf_counter() - ran,
             num_prefill=sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
             num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
@@ -158,23 +196,26 @@ class EngineCore:
         )
         self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste))
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        if plan.is_empty:
-            return StepResult()
+    def _take(self, flight: Flight) -> StepResult:
         try:
-            return self._executor.run(plan)
-        except CopyError:
+            return flight.result()
+        except ExecutorError:
             raise
         except Exception:
+            plan = flight.plan
             log.exception("step %d failed; running its %d sequences one by one", plan.step, len(plan.chunks))
+            for later in self._flights:
+                later.give_up()
             return self._run_apart(plan)
 
     def _run_apart(self, plan: StepPlan) -> StepResult:
         """Finds out whose fault it was: only a sequence that fails alone ends with an error."""
         merged = StepResult()
-        for part in plan.split():
+        for part in self.scheduler.retry(plan):
             try:
                 result = self._executor.run(part)
+            except ExecutorError:
+                raise
             except Exception:
                 log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
                 merged.errors[part.chunks[0].sequence_id] = internal()
@@ -198,6 +239,7 @@ class EngineCore:
             case Abort(request_id, indexes):
                 self.scheduler.abort(request_id, indexes)
             case Inspect(reply):
+                self._land_all()  # what is under way has changed the prefix cache already
                 reply(self.scheduler.load(), self.scheduler.memory.stored())
             case Stop():
                 self._stopped = True

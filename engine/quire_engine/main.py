@@ -1,7 +1,10 @@
 """``quire-engine``: reads the settings, loads the model, serves it."""
 
 import logging
+import os
 import sys
+from contextlib import closing
+from threading import Timer
 from typing import TYPE_CHECKING
 
 from quire.v1 import engine_pb2 as pb
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from quire_engine.executor.torch.executor import TorchExecutor
 
 log = logging.getLogger("quire_engine")
+
+SECONDS_FOR_LAST_SPANS = 2.0
 
 
 def main() -> None:
@@ -52,28 +57,41 @@ def _run(config: EngineConfig) -> None:
 def _serve(config: EngineConfig, tracing: bool) -> None:
     import uvloop
 
-    executor = _load(config)
-    scheduler = make_scheduler(config, executor)
-    server = EngineServer(
-        _server_config(config, tracing),
-        executor,
-        scheduler,
-        _description(config, executor, scheduler.config.max_model_len),
-        grammar_source(config, executor),
-    )
-    try:
-        uvloop.run(server.serve())
-    except OSError as error:
-        quit_with(1, f"The engine cannot listen: {error}.")
+    with closing(_load(config)) as executor:
+        scheduler = make_scheduler(config, executor)
+        server = EngineServer(
+            _server_config(config, tracing),
+            executor,
+            scheduler,
+            _description(config, executor, scheduler.config.max_model_len),
+            grammar_source(config, executor),
+        )
+        try:
+            uvloop.run(server.serve())
+        except OSError as error:
+            quit_with(1, f"The engine cannot listen: {error}.")
 
 
 def _load(config: EngineConfig) -> "TorchExecutor":
     from quire_engine.models.errors import ModelError
 
     try:
-        return load_executor(config)
+        return load_executor(config, _end_at_once)
     except ModelError as error:
         quit_with(1, str(error))
+
+
+def _end_at_once(sentence: str) -> None:
+    """Ends the process, as a rank is lost: whatever this one computes waits for it, and the loop may not be reached.
+    Spans and log lines are written first, as far as that is quick.
+    """
+    log.critical("%s The engine ends.", sentence)
+    late = Timer(SECONDS_FOR_LAST_SPANS, os._exit, (1,))
+    late.daemon = True
+    late.start()
+    shutdown_tracing()
+    logging.shutdown()
+    os._exit(1)
 
 
 def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:

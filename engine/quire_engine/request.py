@@ -120,17 +120,18 @@ class Group:
 class Sequence:
     """The tokens of one output being made, or of several that have not parted yet.
 
-    ``token_ids`` are all known tokens, prompt and output; ``num_computed`` of them are in KV memory. Everything the
-    scheduler decides follows from these two: there is no prefill phase and no decode phase. ``index`` is the choice
-    that it is an output of. ``draws`` say how its next token is drawn: once, or once for each output that parts from it
-    then. At ``limit`` tokens it ends. ``width`` counts the sequences that it has places for. ``precedence`` orders what
-    has been admitted: whoever is last gives way first. ``rank`` orders what waits, and ``served_at_arrival`` are the
-    tokens that the engine had computed before it came.
+    ``token_ids`` are all known tokens, prompt and output; ``num_computed`` of them are in KV memory, and
+    ``num_scheduled`` will be once the steps under way are done. Everything the scheduler decides follows from these
+    three: there is no prefill phase and no decode phase. ``index`` is the choice that it is an output of. ``draws`` say
+    how its next token is drawn: once, or once for each output that parts from it then. At ``limit`` tokens it ends.
+    ``width`` counts the sequences that it has places for. ``precedence`` orders what has been admitted: whoever is last
+    gives way first. ``rank`` orders what waits, and ``served_at_arrival`` are the tokens that the engine had computed
+    before it came.
     """
 
     __slots__ = (
-        "draws", "group", "id", "index", "limit", "num_computed", "num_reported", "precedence", "rank",
-        "served_at_arrival", "status", "table", "timeline", "token_ids", "width",
+        "draws", "group", "id", "index", "limit", "num_computed", "num_reported", "num_scheduled", "precedence",
+        "rank", "served_at_arrival", "status", "table", "timeline", "token_ids", "width",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +155,7 @@ class Sequence:
         self.limit = limit
         self.width = 1
         self.num_computed = 0
+        self.num_scheduled = 0
         self.num_reported = self.num_output
         self.precedence = (0, 0, sequence_id)
         self.rank = 0.0
@@ -174,6 +176,19 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Known tokens that are not in KV memory: at least 1, except in a beam that waits for the other beams."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_unscheduled(self) -> int:
+        """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
+        being drawn. For that one nothing is planned if the sequence certainly ends with it, parts there into several,
+        or is a beam, which waits for the others.
+        """
+        return len(self.token_ids) - self.num_scheduled or int(self._runs_ahead)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        goes_on = len(self.token_ids) + 1 < self.limit
+        return goes_on and len(self.draws) == 1 and self.group.beams is None
 
     @property
     def num_output(self) -> int:

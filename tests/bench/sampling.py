@@ -52,11 +52,12 @@ class EvenTokens:
 def main() -> None:
     options = parse_options()
     logits = torch.randn(options.rows, options.vocab, generator=torch.Generator().manual_seed(0)).to(
-        getattr(torch, options.dtype)
+        options.device, getattr(torch, options.dtype)
     )
     steps = {name: make_step(options, wanted, logits) for name, (_, wanted) in KINDS.items()}
     figures = measure(steps, options.steps)
-    print(f"{options.rows} rows of {options.vocab} {options.dtype} logits, {torch.get_num_threads()} threads")
+    where = f"{options.device}, {torch.get_num_threads()} threads"
+    print(f"{options.rows} rows of {options.vocab} {options.dtype} logits, {where}")
     for name, (base, _) in KINDS.items():
         print(f"  {name:<12}{figures[name]:8.3f} ms a step, {figures[name] / figures[base]:6.2f} of {base}")
 
@@ -66,6 +67,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=200, help="tokens of each output so far")
     parser.add_argument("--steps", type=int, default=30)

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
 from quire_engine.core import EngineCore, StepOutput
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
@@ -18,7 +20,6 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from transformers import AutoConfig
 
 BLOCK_SIZE = 16
-FLOAT_BYTES = 4
 MAX_STEPS = 20_000
 SWAPPING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)
 
@@ -49,15 +50,16 @@ class Run:
         return [choices[0].token_ids for choices in self.choices]
 
 
-def load(folder: Path, device_blocks: int, host_blocks: int) -> TorchExecutor:
-    """The model in float32, with pools of exactly so many blocks."""
-    block_bytes = FLOAT_BYTES * numbers_a_token(folder) * BLOCK_SIZE
+def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float32", **settings: Any) -> TorchExecutor:
+    """The model with pools of exactly so many blocks. ``settings`` are further ones of ``TorchExecutor.load``."""
+    block_bytes = getattr(torch, dtype).itemsize * numbers_a_token(folder) * BLOCK_SIZE
     executor = TorchExecutor.load(
         folder,
-        dtype="float32",
+        dtype=dtype,
         block_size=BLOCK_SIZE,
         kv_cache_bytes=device_blocks * block_bytes,
         swap_bytes=host_blocks * block_bytes,
+        **settings,
     )
     assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (device_blocks, host_blocks)
     return executor

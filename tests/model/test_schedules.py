@@ -9,6 +9,7 @@ from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
 from tests.model.models import FALLBACK, OUTPUT_TOKENS, OWN, SmallModels
+from tests.support.kernels import PATHS, cpu_path
 
 UNLIMITED = 1 << 20
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
@@ -18,17 +19,21 @@ SCHEDULES = [(pressure, caching) for pressure in PRESSURES for caching in ("devi
 
 
 @cache
-def executor_of(folder: Path, pressure: str) -> TorchExecutor:
+def executor_of(folder: Path, pressure: str, path: str = "") -> TorchExecutor:
+    """On a path of its own: what is packed for one cannot be used by the other."""
+    del path
     return load(folder, *PRESSURES[pressure])
 
 
 @pytest.mark.parametrize("chunk", [7, 64, UNLIMITED])
 @pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
 @pytest.mark.parametrize("model_name", OWN)
+@pytest.mark.parametrize("path", PATHS)
 def test_greedy_output_is_transformers_own(
-    small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str
+    small_models: SmallModels, path: str, model_name: str, pressure: str, chunk: int, caching: str
 ) -> None:
-    check_greedy_output(small_models, model_name, pressure, chunk, caching)
+    with cpu_path(path):
+        check_greedy_output(small_models, model_name, pressure, chunk, caching, path)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +47,14 @@ def test_greedy_output_of_models_without_own_code_is_transformers_own(
     check_greedy_output(small_models, model_name, pressure, chunk, caching)
 
 
-def check_greedy_output(small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str) -> None:
+def check_greedy_output(
+    small_models: SmallModels, model_name: str, pressure: str, chunk: int, caching: str, path: str = ""
+) -> None:
     folder = small_models.folder(model_name)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompts = small_models.prompts
     made = run(
-        executor_of(folder, pressure),
+        executor_of(folder, pressure, path),
         prompts,
         [params] * len(prompts),
         chunk=chunk,

@@ -5,11 +5,12 @@ overwritten, never computed, or copied to the wrong place is found at once. The 
 prefix and the seed, so the right output of any request is known without running a scheduler.
 """
 
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.scheduling.beams import BeamSearch, Hypothesis
-from quire_engine.scheduling.plan import BlockCopy, Candidates, Draw, StepPlan, StepResult
+from quire_engine.scheduling.plan import BlockCopy, Candidates, Chunk, Draw, StepPlan, StepResult
 from quire_engine.scheduling.rates import Rates
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import SamplingParams
@@ -28,8 +29,10 @@ def prefix_digests(token_ids: list[int]) -> list[bytes]:
     return digests[1:]
 
 
-def next_token(prefix: bytes, seed: int) -> int:
-    return int.from_bytes(blake2b(prefix + seed.to_bytes(8, "little")).digest()[:4], "little") % VOCAB_SIZE
+def next_token(prefix: bytes, seed: int, barred: Iterable[int] = ()) -> int:
+    """The first token, from a random one on, that is not barred."""
+    first = int.from_bytes(blake2b(prefix + seed.to_bytes(8, "little")).digest()[:4], "little")
+    return next(id % VOCAB_SIZE for id in range(first, first + VOCAB_SIZE) if id % VOCAB_SIZE not in barred)
 
 
 def expected_output(prompt: list[int], seed: int, max_tokens: int, stops: frozenset[int] = frozenset()) -> list[int]:
@@ -81,33 +84,48 @@ class PagedExecutor:
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
 
     def run(self, plan: StepPlan) -> StepResult:
-        _copy(plan.copies_out, self.device, self.host)
-        _copy(plan.copies_within, self.device, self.device)
-        _copy(plan.copies_in, self.host, self.device)
+        self.copy(plan)
         result = StepResult()
         for chunk in plan.chunks:
-            prefix = self._read(chunk.block_ids, chunk.start)
-            for position, token_id in enumerate(chunk.token_ids, chunk.start):
-                parent, prefix = prefix, digest(prefix, token_id)
-                self.parents[prefix] = parent
-                self._write(chunk.block_ids, position, prefix)
-            if chunk.targets:
-                pairs = zip(chunk.targets, range(chunk.start, chunk.end), strict=False)
-                told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
-                result.prompt_logprobs[chunk.sequence_id] = told
+            prefix = self.compute(chunk, result)
             for draw in chunk.draws:
-                self._draw(draw, prefix, result)
+                self.draw(draw, draw.token_ids, prefix, result)
         return result
 
     def close(self) -> None:
         pass
 
-    def _draw(self, draw: Draw, prefix: bytes, result: StepResult) -> None:
-        assert prefix_digests(draw.token_ids)[-1] == prefix, "the draw is not of what was computed"
+    def copy(self, plan: StepPlan) -> None:
+        _copy(plan.copies_out, self.device, self.host)
+        _copy(plan.copies_within, self.device, self.device)
+        _copy(plan.copies_in, self.host, self.device)
+
+    def compute(self, chunk: Chunk, result: StepResult) -> bytes:
+        """Fills the chunk's slots; returns the prefix that ends in it."""
+        prefix = self._read(chunk.block_ids, chunk.start)
+        for position, token_id in enumerate(chunk.token_ids, chunk.start):
+            parent, prefix = prefix, digest(prefix, token_id)
+            self.parents[prefix] = parent
+            self._write(chunk.block_ids, position, prefix)
+        if chunk.targets:
+            pairs = zip(chunk.targets, range(chunk.start, chunk.end), strict=False)
+            told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
+            result.prompt_logprobs[chunk.sequence_id] = told
+        return prefix
+
+    def spoil(self, chunk: Chunk) -> None:
+        """Leaves in the chunk's slots what no token is."""
+        for position in range(chunk.start, chunk.end):
+            self._write(chunk.block_ids, position, b"spoilt")
+
+    def draw(self, draw: Draw, token_ids: list[int], prefix: bytes, result: StepResult) -> None:
+        """From the sequence's tokens, and the prefix that was computed of them."""
+        assert prefix_digests(token_ids)[-1] == prefix, "the draw is not of what was computed"
         if draw.num_candidates:
             result.candidates[draw.sequence_id] = candidates(prefix, draw.num_candidates)
             return
-        token_id = next_token(prefix, draw.seed)
+        is_early = len(token_ids) - draw.num_prompt < draw.params.min_tokens
+        token_id = next_token(prefix, draw.seed, draw.stop_token_ids if is_early else ())
         result.token_ids[draw.sequence_id] = token_id
         if draw.params.wants_logprobs:
             result.logprobs[draw.sequence_id] = TokenLogprobs(logprob(prefix, token_id))

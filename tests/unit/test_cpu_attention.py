@@ -196,6 +196,20 @@ def test_the_kernel_gives_the_same_bits_however_a_prompt_is_chunked(shape, dtype
 
 
 @needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(shape=SHAPES, dtype=DTYPES, tokens=st.integers(1, 8), past=st.integers(16, 300), window=WINDOWS)
+def test_a_decode_gets_the_same_bits_as_the_rows_of_a_prefill(shape, dtype, tokens, past, window):
+    """Few rows take another way through the kernel than many."""
+    whole = random_sequence(shape, past + tokens, past + tokens, dtype, seed=past)
+    backend = CpuAttention(shape, use_kernel=True)
+    expected = place(shape, [whole], seed=1, window=window).run(backend)[past:]
+    few = Sequence(whole.query[past:], whole.keys, whole.values)
+    other = random_sequence(shape, 1, 70, dtype, seed=past + 1)
+    made = place(shape, [other, few, other], seed=2, window=window).run(backend)
+    assert torch.equal(made[1 : 1 + tokens], expected)
+
+
+@needs_kernel
 def test_the_kernel_gives_the_same_bits_on_any_number_of_threads():
     shape = shape_of(group=3, kv_heads=3, head_dim=64, block_size=16)
     sequences = [random_sequence(shape, n, n + 40, torch.bfloat16, n) for n in (1, 200, 7, 1)]
@@ -302,19 +316,19 @@ def test_a_plan_that_contradicts_itself_is_refused(field, value, complaint):
         backend.forward(*(torch.zeros(0),) * 4, None)
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda q, k, v, kv: (q[:-1], k, v, kv), "query has another shape"),
-        (lambda q, k, v, kv: (q, k[:, :1], v, kv), "key or value has another shape"),
-        (lambda q, k, v, kv: (q, k, v[:-1], kv), "key or value has another shape"),
-        (lambda q, k, v, kv: (q, k, v, kv[:2]), "has no page"),
-        (lambda q, k, v, kv: (q, k, v, kv[..., :32]), "kv has another shape"),
-        (lambda q, k, v, kv: (q, k, v, kv.transpose(3, 4).contiguous().transpose(3, 4)), "gaps in a page"),
-        (lambda q, k, v, kv: (q, k, v.bfloat16(), kv), "dtypes differ"),
-        (lambda q, k, v, kv: (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, kv), "rows have gaps"),
-    ],
-)
+MISFITS = [
+    (lambda q, k, v, kv: (q[:-1], k, v, kv), "query has another shape"),
+    (lambda q, k, v, kv: (q, k[:, :1], v, kv), "key or value has another shape"),
+    (lambda q, k, v, kv: (q, k, v[:-1], kv), "key or value has another shape"),
+    (lambda q, k, v, kv: (q, k, v, kv[:2]), "has no page"),
+    (lambda q, k, v, kv: (q, k, v, kv[..., :32]), "kv has another shape"),
+    (lambda q, k, v, kv: (q, k, v, kv.transpose(3, 4).contiguous().transpose(3, 4)), "gaps in a page"),
+    (lambda q, k, v, kv: (q, k, v.bfloat16(), kv), "dtypes differ"),
+    (lambda q, k, v, kv: (q.transpose(1, 2).contiguous().transpose(1, 2), k, v, kv), "rows have gaps"),
+]
+
+
+@pytest.mark.parametrize(("change", "complaint"), MISFITS)
 def test_tensors_that_do_not_fit_the_plan_are_refused_and_nothing_is_written(change, complaint):
     case = sound_case()
     case.batch.page_ids = torch.arange(4, dtype=torch.int32)
@@ -325,6 +339,38 @@ def test_tensors_that_do_not_fit_the_plan_are_refused_and_nothing_is_written(cha
     with pytest.raises(ValueError, match=complaint):
         backend.forward(*change(query, rows, rows, case.kv[:, 1]), None)
     assert torch.equal(case.kv.isnan(), before.isnan())
+
+
+@pytest.mark.parametrize(("change", "complaint"), MISFITS)
+def test_a_layer_that_does_not_fit_is_refused_after_others_that_did(change, complaint):
+    case = sound_case()
+    case.batch.page_ids = torch.arange(4, dtype=torch.int32)
+    backend = CpuAttention(case.shape)
+    backend.prepare(case.batch)
+    query, rows = torch.zeros(8, 4, 64), torch.zeros(8, 2, 64)
+    for layer in (0, 2):
+        backend.forward(query, rows, rows, case.kv[:, layer], None)
+    with pytest.raises(ValueError, match=complaint):
+        backend.forward(*change(query, rows, rows, case.kv[:, 1]), None)
+    with pytest.raises(ValueError, match="a window of 0"):
+        backend.forward(query, rows, rows, case.kv[:, 1], 0)
+    assert case.kv[:, 1].isnan().sum() > 0
+
+
+@needs_kernel
+def test_layers_of_different_forms_and_windows_share_a_plan():
+    shape = shape_of(group=3, kv_heads=2, head_dim=64, block_size=16)
+    sequences = [random_sequence(shape, n, n + 90, torch.float32, n) for n in (1, 20)]
+    case = place(shape, sequences, seed=3)
+    backend = CpuAttention(shape, use_kernel=True)
+    backend.prepare(case.batch)
+    query = torch.cat([s.query for s in sequences])
+    key, value = (torch.cat([getattr(s, n)[90:] for s in sequences]) for n in ("keys", "values"))
+    apart = torch.zeros(21, 12, 64)[:, ::2].copy_(query)
+    kv = case.kv[:, 1]
+    for window, rows, pages in [(None, query, kv), (7, apart, kv), (7, query, kv.clone()), (None, apart, kv)]:
+        expected = torch.cat([by_the_formula(s, shape, window) for s in sequences])
+        assert_close(backend.forward(rows, key, value, pages, window), expected)
 
 
 # The operations between the products.
@@ -345,8 +391,9 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
     cos, sin = angles[0].cos(), angles[0].sin()
 
     def results() -> list[torch.Tensor]:
-        added, turned = residual.clone(), wide.clone()
+        added, turned, normed = residual.clone(), wide.clone(), wide.clone()
         fused.rotate(turned[:, : heads - 1], cos, sin)
+        fused.norm_rotate(normed[:, 1:], fused.HeadNorms(weight, weight * 2, heads // 2, 1e-5), cos, sin)
         first = wide[:, 0]
         return [
             fused.rms_norm(first, weight, 1e-5),
@@ -355,6 +402,7 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
             added,
             fused.silu_mul(first),
             turned,
+            normed,
         ]
 
     compiled = results()
@@ -375,6 +423,21 @@ def test_a_rotation_keeps_lengths_and_the_numbers_beyond_it():
     assert not torch.equal(heads[..., :32], before[..., :32])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_normed_and_rotated_at_once_as_one_after_the_other(dtype):
+    heads = torch.randn(6, 5, 64).to(dtype)
+    weights = [torch.rand(64).to(dtype) + 0.5 for _ in range(2)]
+    angles = torch.rand(6, 32) * 6
+    cos, sin = angles.cos(), angles.sin()
+    expected = [
+        fused.rms_norm(part, weight, 1e-6) for part, weight in zip((heads[:, :3], heads[:, 3:]), weights, strict=True)
+    ]
+    for part in expected:
+        fused.rotate(part, cos, sin)
+    fused.norm_rotate(heads, fused.HeadNorms(*weights, 3, 1e-6), cos, sin)
+    assert torch.equal(heads, torch.cat(expected, dim=1))
+
+
 def test_an_operation_refuses_what_would_read_out_of_bounds():
     x = torch.randn(4, 32)
     with pytest.raises(ValueError, match="weight"):
@@ -383,6 +446,9 @@ def test_an_operation_refuses_what_would_read_out_of_bounds():
         fused.rotate(x.view(4, 1, 32), torch.ones(3, 16), torch.ones(3, 16))
     with pytest.raises(ValueError, match="cos and sin"):
         fused.rotate(x.view(4, 1, 32), torch.ones(4, 17), torch.ones(4, 17))
+    norms = fused.HeadNorms(torch.ones(31), torch.ones(31), 1, 1e-5)
+    with pytest.raises(ValueError, match="norm must be") if KERNEL_IS_THERE else pytest.raises(RuntimeError):
+        fused.norm_rotate(x.view(4, 1, 32), norms, torch.ones(4, 16), torch.ones(4, 16))
 
 
 # Building.

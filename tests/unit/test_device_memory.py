@@ -89,9 +89,10 @@ class FakeCuda:
 
     def __init__(self, total: int, others: int) -> None:
         self.total, self.others, self.allocated, self.cached, self.most = total, others, 0, 0, 0
+        self.driver = 0
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
-        return self.total - self.others - self.allocated - self.cached, self.total
+        return self.total - self.others - self.allocated - self.cached - self.driver, self.total
 
     def memory_reserved(self, device: torch.device) -> int:
         return self.allocated + self.cached
@@ -107,9 +108,12 @@ class FakeCuda:
 
     def synchronize(self, device: torch.device) -> None: ...
 
-    def compute(self, size: int) -> None:
-        """Needs ``size`` bytes for a while; torch keeps them afterwards."""
+    def compute(self, size: int, driver: int = 0) -> None:
+        """Needs ``size`` bytes for a while; torch keeps them afterwards. The driver takes some that torch knows nothing
+        of.
+        """
         self.cached += size
+        self.driver += driver
         self.most = max(self.most, self.allocated + self.cached)
 
 
@@ -126,3 +130,4 @@ def test_a_gpu_is_measured_from_what_is_free_there(monkeypatch: pytest.MonkeyPat
     gpu.cached = 7 * GIB
     assert memory.peak_during(lambda: gpu.compute(5 * GIB)) == 35 * GIB
     assert memory.available() == 50 * GIB
+    assert memory.peak_during(lambda: gpu.compute(5 * GIB, driver=GIB)) == 36 * GIB, "kernels and graphs are counted"

@@ -114,7 +114,9 @@ def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 
 def distribution_of(module: str, packages: Mapping[str, list[str]]) -> str:
-    """Which distribution a module is from; namespaces that several share are told apart by what follows."""
+    """Which distribution a module is from; namespaces that several share are told apart by what follows, and what only
+    a GPU needs is not installed.
+    """
     shared = {
         "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
         "opentelemetry.sdk": "opentelemetry-sdk",
@@ -122,6 +124,8 @@ def distribution_of(module: str, packages: Mapping[str, list[str]]) -> str:
         "google.protobuf": "protobuf",
         "quire_proto": "quire-proto",
         "quire": "quire-proto",
+        "flashinfer": "flashinfer-python",
+        "triton": "triton",
     }
     for prefix, name in shared.items():
         if module == prefix or module.startswith(f"{prefix}."):

@@ -1,19 +1,26 @@
 """Block copies happen one after the other, in the order of their list, within a pool as between the pools."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.base import CopyError
+from quire_engine.executor.torch import kv_cache
 from quire_engine.executor.torch.kv_cache import KvCache
 from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.streams import InOrder
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
+from quire_engine.models.errors import ModelError
+from torch.overrides import TorchFunctionMode
 
 LAYOUT = AttentionLayout(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=2, scale=1.0)
 BLOCK_BYTES = 2 * 2 * 1 * 4 * 2 * 4
 DEVICE, HOST = 7, 5
-MOVES = ("copy_out", "copy_within", "copy_in")
+MOVES = ("out", "within", "into")
 
 
 def numbered() -> KvCache:
@@ -34,14 +41,28 @@ def copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
     return st.lists(st.builds(BlockCopy, st.integers(0, sources - 1), st.integers(0, targets - 1)), max_size=12)
 
 
-@given(copies(DEVICE, HOST), copies(DEVICE, DEVICE), copies(HOST, DEVICE))
+def neighbours(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
+    """Lists in which runs of neighbouring blocks are frequent, overlapping ones too."""
+
+    def run(source: int, target: int, length: int) -> list[BlockCopy]:
+        count = min(length, sources - source, targets - target)
+        return [BlockCopy(source + step, target + step) for step in range(count)]
+
+    runs = st.builds(run, st.integers(0, sources - 1), st.integers(0, targets - 1), st.integers(1, 6))
+    return st.lists(runs, max_size=4).map(lambda lists: [copy for run in lists for copy in run])
+
+
+def any_copies(sources: int, targets: int) -> st.SearchStrategy[list[BlockCopy]]:
+    return copies(sources, targets) | neighbours(sources, targets)
+
+
+@given(any_copies(DEVICE, HOST), any_copies(DEVICE, DEVICE), any_copies(HOST, DEVICE))
 def test_a_block_may_be_the_target_of_one_copy_and_the_source_of_a_later_one(
     out: list[BlockCopy], within: list[BlockCopy], into: list[BlockCopy]
 ) -> None:
     cache = numbered()
     device, host = list(range(DEVICE)), [100 + number for number in range(HOST)]
-    for move, plan in zip(MOVES, (out, within, into), strict=True):
-        getattr(cache, move)(plan)
+    cache.copy(out, within, into)
     for sources, targets, plan in ((device, host, out), (device, device, within), (host, device, into)):
         for copy in plan:
             targets[copy.target] = sources[copy.source]
@@ -54,6 +75,93 @@ def test_a_block_may_be_the_target_of_one_copy_and_the_source_of_a_later_one(
 def test_a_copy_of_no_block_changes_nothing_and_is_an_error(move: str, copy: BlockCopy) -> None:
     cache = numbered()
     with pytest.raises(CopyError):
-        getattr(cache, move)([copy])
+        cache.copy(**{name: [BlockCopy(1, 2), copy] if name == move else [] for name in MOVES})
     assert contents(cache.device) == list(range(DEVICE))
     assert contents(cache._host) == [100 + number for number in range(HOST)]
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies that torch is asked for."""
+
+    number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.Tensor.copy_
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("move", "plan", "expected"),
+    [
+        ("out", [(1, 0), (2, 1), (3, 2)], 1),
+        ("out", [(1, 0), (2, 1), (4, 2), (5, 3)], 2),
+        ("into", [(0, 4), (1, 5), (2, 3)], 2),
+        ("into", [(2, 4), (1, 3)], 2),
+        ("within", [(1, 4), (2, 5), (3, 6)], 1),
+        ("within", [(1, 2), (2, 3), (3, 4)], 3),
+        ("within", [(1, 3), (2, 4), (3, 5)], 2),
+        ("within", [(1, 1), (2, 2)], 2),
+    ],
+)
+def test_neighbours_that_move_to_neighbours_are_one_copy(move: str, plan: list[tuple[int, int]], expected: int) -> None:
+    cache = numbered()
+    with Copies() as counted:
+        cache.copy(**{name: [BlockCopy(*pair) for pair in plan] if name == move else [] for name in MOVES})
+    assert counted.number == expected
+
+
+class Cudart:
+    """The two calls of the CUDA runtime that pin memory, and what is pinned."""
+
+    def __init__(self, refuses: bool = False) -> None:
+        self.pinned: dict[int, int] = {}
+        self.refuses = refuses
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - named by CUDA
+        assert flags == 0
+        self.pinned[address] = size
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - named by CUDA
+        del self.pinned[address]
+        return 0
+
+
+def check(code: int) -> None:
+    if code:
+        raise RuntimeError("out of memory (2)\n")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KvCache]:
+    """Makes the cache of a GPU whose tensors are the host's."""
+
+    def make(cudart: Cudart) -> KvCache:
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr(torch.cuda, "check_error", check)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(kv_cache, "_untouched", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+        pools = Pools(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
+        return KvCache(LAYOUT, 4, pools, torch.float32, torch.device("cuda"), order=InOrder())
+
+    return make
+
+
+def test_on_a_gpu_the_host_pool_is_pinned_as_it_is_and_let_go_at_the_end(on_cuda: Callable[[Cudart], KvCache]) -> None:
+    cudart = Cudart()
+    cache = on_cuda(cudart)
+    assert cudart.pinned == {cache._host.data_ptr(): HOST * BLOCK_BYTES}
+    cache.close()
+    assert not cudart.pinned
+    cache.close()
+    forgotten = on_cuda(cudart)
+    assert cudart.pinned
+    del forgotten
+    assert not cudart.pinned, "memory that is gone stays pinned"
+
+
+def test_a_host_pool_that_cannot_be_pinned_is_refused_in_one_sentence(on_cuda: Callable[[Cudart], KvCache]) -> None:
+    with pytest.raises(
+        ModelError, match=r"^The host pool of 640 bytes cannot be pinned \(out of memory \(2\)\); lower"
+    ):
+        on_cuda(Cudart(refuses=True))

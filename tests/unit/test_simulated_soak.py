@@ -1,7 +1,7 @@
 """A soak: very many simulated requests of every kind, aborted at every moment, on engines of every shape.
 
 Whatever happens, each choice ends once, no token is lost or repeated, and whenever an engine is idle all of its memory
-is back. `make soak` runs 100,000 requests, the usual tests a part of them.
+is back. `make soak` runs 100,000 requests step by step and as many with a step ahead, the usual tests a part of them.
 """
 
 import random
@@ -79,7 +79,7 @@ class Client:
 class Soak:
     """One engine of a random shape, its clients, and the chaos between them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, depth: int = 1) -> None:
         self.random = random.Random(seed)
         choose = self.random.choice
         size = choose((1, 4, 4, 16))
@@ -100,7 +100,7 @@ class Soak:
         self.memory = KvMemory(capacity, prefix_caching=choose((True, True, False)))
         rates = Rates(1e3, choose((1e3, 1e9, 1e9)))
         self.scheduler = Scheduler(limits, self.memory, rates=rates)
-        executor = Interrupted(self, capacity, seed)
+        executor = Interrupted(self, capacity, seed, depth)
         self.core = EngineCore(self.scheduler, executor, self.receive)
         self.clients: dict[str, Client] = {}
         self.live: dict[str, None] = {}
@@ -223,30 +223,31 @@ class Soak:
 class Interrupted(SimulatedExecutor):
     """Aborts come before a step's work and after it too: between its plan and its commit."""
 
-    def __init__(self, soak: Soak, capacity: KvCapacity, seed: int) -> None:
-        super().__init__(capacity, LATENCY, seed=seed, vocab_size=VOCAB_SIZE, sleep=lambda _: None)
+    def __init__(self, soak: Soak, capacity: KvCapacity, seed: int, depth: int) -> None:
+        super().__init__(capacity, LATENCY, seed=seed, vocab_size=VOCAB_SIZE, depth=depth, sleep=lambda _: None)
         self._soak = soak
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def answer(self, plan: StepPlan) -> StepResult:
         self._soak.abort_some(0.03)
-        result = super().run(plan)
+        result = super().answer(plan)
         self._soak.abort_some(0.03)
         self._soak.check_busy()
         return result
 
 
-def soak(requests: int) -> list[Soak]:
-    engines = [Soak(seed) for seed in range(-(-requests // REQUESTS_PER_ENGINE))]
+def soak(requests: int, depth: int) -> list[Soak]:
+    engines = [Soak(seed, depth) for seed in range(-(-requests // REQUESTS_PER_ENGINE))]
     for engine in engines:
         engine.run(REQUESTS_PER_ENGINE)
     return engines
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "requests", [5_000, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )
-def test_whatever_is_aborted_when_all_requests_end_once_and_all_memory_comes_back(requests: int) -> None:
-    engines = soak(requests)
+def test_whatever_is_aborted_when_all_requests_end_once_and_all_memory_comes_back(requests: int, depth: int) -> None:
+    engines = soak(requests, depth)
     assert sum(len(engine.clients) for engine in engines) == requests
     assert sum(engine.idles for engine in engines) > requests / 100, "the engines were hardly ever idle"
     statistics = [engine.scheduler.statistics for engine in engines]

@@ -62,3 +62,20 @@ class AttentionBackend(Protocol):
         the last ``window`` tokens, itself included. Returns [T, heads, head_dim].
         """
         ...
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be captured in CUDA graphs."""
+
+    def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        """A backend for the graph of one batch size: its ``forward`` can be captured, on memory that never moves.
+
+        ``prepare`` takes exactly ``batch_size`` chunks of one token with at most ``max_pages`` page ids in all, pads
+        included. A pad is a chunk of the null page: position 0, context 1, last_page_len 1. ``prepare`` runs outside
+        of the graph, before the capture and before every replay, on the stream that the graph runs on. ``forward`` has
+        to run once uncaptured before the capture, as every window that a layer asks for is learned there.
+
+        The backends of all graphs and this one share memory for what is planned and computed: only what was prepared
+        last may run.
+        """
+        ...

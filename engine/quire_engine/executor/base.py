@@ -6,10 +6,14 @@ from quire_engine.kv.capacity import KvCapacity
 from quire_engine.scheduling.plan import StepPlan, StepResult
 from quire_engine.scheduling.rates import Rates
 
-__all__ = ["CopyError", "Executor", "KvCapacity", "LaunchedStep", "OverlappingExecutor", "Rates"]
+__all__ = ["CopyError", "Executor", "ExecutorError", "KvCapacity", "LaunchedStep", "OverlappingExecutor", "Rates"]
 
 
-class CopyError(Exception):
+class ExecutorError(Exception):
+    """The executor cannot go on, and no single request is at fault: the engine must end."""
+
+
+class CopyError(ExecutorError):
     """A block copy failed. No single request is at fault and the pools cannot be trusted any more: the engine must
     end.
     """
@@ -30,14 +34,17 @@ class Executor(Protocol):
 
     @property
     def depth(self) -> int:
-        """Plans that may be under way at once: 1 runs step by step. What has more is an ``OverlappingExecutor``."""
+        """Plans that may be under way at once. Constant: 1 runs step by step, and what has 2 is an
+        ``OverlappingExecutor``.
+        """
         ...
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copies, computes and samples.
 
-        Raises ``CopyError`` when a copy fails. Any other exception means that the forward pass failed: the copies are
-        done, the tokens of the chunks are not, and the chunks may be run again, together or alone.
+        Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
+        forward pass failed: the copies are done, the tokens of the chunks are not, and the chunks may be run again,
+        together or alone.
         """
         ...
 
@@ -47,7 +54,13 @@ class Executor(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A plan that is under way. ``draw`` is called once, then ``result`` once."""
+    """A plan that is under way. ``draw`` is called once, then ``result`` once.
+
+    A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
+    computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
+    one has computed garbage: it is drawn and taken all the same, what it returns or raises is thrown away (but for an
+    ``ExecutorError``), and its chunks are run again. In both cases the draw's list may lack the pending token.
+    """
 
     def draw(self) -> None:
         """Has the tokens drawn. By now the lists of the plan's draws hold every token before the one to be drawn, those
@@ -63,11 +76,14 @@ class LaunchedStep(Protocol):
 
 class OverlappingExecutor(Executor, Protocol):
     """Computes a step while the next one is planned. Steps are carried out in the order of their launch: what one
-    writes, the next one reads.
+    writes, the next one reads, and what one reads or writes, copies in either direction included, only later ones
+    overwrite. The scheduler relies on it: blocks are given to others while a step under way still uses them.
 
     With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
     have this step's tokens drawn. So when a step is launched, the one before it has had its ``draw`` but not its
-    ``result``, and nothing else is under way. ``run`` may be called when nothing is.
+    ``result``, and nothing else is under way; or nothing is, and then no token is ``PENDING``. What the plan holds is
+    to be read in ``launch``, but for the token lists of its draws: block tables change afterwards. ``run`` may be
+    called when nothing is under way.
     """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

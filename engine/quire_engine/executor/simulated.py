@@ -11,7 +11,7 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.mixing import mix, uniform
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import Candidates, Chunk, Draw, StepPlan, StepResult
+from quire_engine.scheduling.plan import PENDING, Candidates, Chunk, Draw, StepPlan, StepResult
 from quire_engine.scheduling.rates import Rates
 
 VOCAB_SIZE = 32_000
@@ -24,10 +24,9 @@ class SimulatedExecutor:
 
     Next tokens depend on the last token and its position only, and unless greedy on the draw's seed: equal prompts with
     equal parameters have equal outputs, as with a model. There are no logits, so nothing that shapes them (penalties,
-    biases, bad words, grammars) has an effect; ``min_tokens`` is kept.
+    biases, bad words, grammars) has an effect; ``min_tokens`` is kept. With ``depth`` 2 it overlaps steps: the overhead
+    of one passes while another is computed.
     """
-
-    depth = 1
 
     def __init__(
         self,
@@ -36,8 +35,10 @@ class SimulatedExecutor:
         *,
         seed: int = 0,
         vocab_size: int = VOCAB_SIZE,
+        depth: int = 1,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self.depth = depth
         self._capacity = capacity
         self._latency = latency
         self._seed = seed
@@ -56,21 +57,42 @@ class SimulatedExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """See ``Executor.run``. Never fails."""
+        result = self.answer(plan)
+        self.take_time(plan, result)
+        return result
+
+    def launch(self, plan: StepPlan) -> "SimulatedStep":
+        """See ``OverlappingExecutor.launch``. Never fails."""
+        return SimulatedStep(self, plan)
+
+    def answer(self, plan: StepPlan) -> StepResult:
+        """What the step makes, in no time."""
         result = StepResult()
         for chunk in plan.chunks:
             for draw in chunk.draws:
                 self._draw(chunk, draw, result)
             if chunk.targets:
                 result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
-        self._take_time(plan, result)
         return result
+
+    def take_time(self, plan: StepPlan, result: StepResult) -> None:
+        """Lets the time of the step pass, and writes it into ``result``."""
+        timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
+        factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
+        timings.swap *= factor
+        timings.forward *= factor
+        timings.sample *= factor
+        result.timings = timings
+        device = timings.swap + timings.forward + timings.sample
+        overhead = self._latency.overhead_seconds * factor
+        self._sleep(device + overhead if self.depth == 1 else max(device, overhead))
 
     def close(self) -> None:
         """There is nothing to give back."""
 
     def _draw(self, chunk: Chunk, draw: Draw, result: StepResult) -> None:
         greedy = draw.params.greedy or draw.num_candidates > 0
-        place = mix(self._seed, chunk.end, chunk.token_ids[-1], 0 if greedy else draw.seed + 1)
+        place = mix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
         barred = _barred(draw)
         if draw.num_candidates:
             ranking = self._ranking(place, draw.num_candidates, barred)
@@ -111,15 +133,29 @@ class SimulatedExecutor:
         top = tuple(self._ranking(place, num_top, frozenset())) if num_top else ()
         return TokenLogprobs(_logprob(place, rank), top)
 
-    def _take_time(self, plan: StepPlan, result: StepResult) -> None:
-        timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
-        factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
-        timings.swap *= factor
-        timings.forward *= factor
-        timings.sample *= factor
-        result.timings = timings
-        overhead = self._latency.overhead_seconds * factor
-        self._sleep(timings.swap + timings.forward + timings.sample + overhead)
+
+class SimulatedStep:
+    """A plan under way. It is answered when its tokens are drawn, and its time passes when the result is taken."""
+
+    def __init__(self, executor: SimulatedExecutor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+        self._result = StepResult()
+
+    def draw(self) -> None:
+        """See ``LaunchedStep.draw``."""
+        self._result = self._executor.answer(self._plan)
+
+    def result(self) -> StepResult:
+        """See ``LaunchedStep.result``."""
+        self._executor.take_time(self._plan, self._result)
+        return self._result
+
+
+def _last_token(chunk: Chunk, draw: Draw) -> int:
+    """The token before the one to be drawn; any, if the sequence ended before it was drawn."""
+    last = chunk.token_ids[-1]
+    return draw.token_ids[-1] if last == PENDING else last
 
 
 def _barred(draw: Draw) -> frozenset[int]:

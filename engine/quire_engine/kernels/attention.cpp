@@ -1,15 +1,33 @@
 // Paged attention, for bf16 and fp32. Callers check shapes and bounds. Hidden scores are masked without infinities.
 
+#include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "tiles.h"
 
 namespace {
 
-constexpr int kRows = 4;        // query rows that one pass over a key tile serves from registers
-constexpr int kKeys = 64;       // keys in a tile: tiles start at multiples of this, wherever a chunk or a page starts
+#ifdef __AVX512F__
+constexpr int kRows = 6;  // query rows that one pass over a key tile serves from registers
+#else
+constexpr int kRows = 4;
+#endif
+constexpr int kMostFew = 8;     // query rows that take their keys and values straight from the pages
 constexpr int kTileRows = 128;  // query rows that share the work of rearranging a key tile
 constexpr float kHidden = -1e30f;
+
+// A product that is rounded before anything is added to it: compilers may fuse the two in one copy of a sum and not in
+// another.
+inline Floats settled(Floats f) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(f));
+#elif defined(__x86_64__)
+  asm("" : "+x"(f));
+#elif defined(__aarch64__)
+  asm("" : "+w"(f));
+#endif
+  return f;
+}
 
 // c[kRows][n vectors] = keep[row] * c + a[kRows][depth] * b[depth][n vectors], all strides in words.
 template <typename T, int n>
@@ -17,7 +35,7 @@ inline void product(const uint32_t* a, int64_t a_stride, const uint32_t* b, int6
                     float* c, int64_t c_stride, const float* keep) {
   Floats sum[kRows][n];
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < n; ++j) sum[r][j] = keep ? read(c + r * c_stride + j * kLanes) * keep[r] : Floats{};
+    for (int j = 0; j < n; ++j) sum[r][j] = keep ? settled(read(c + r * c_stride + j * kLanes) * keep[r]) : Floats{};
   for (int64_t k = 0; k < depth; ++k) {
     Words column[n];
     for (int j = 0; j < n; ++j) column[j] = load<Words>(b + k * b_stride + j * kLanes);
@@ -39,58 +57,87 @@ void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t co
   for (; j < columns; j += kLanes) product<T, 1>(a, a_stride, b + j, columns, depth, c + j, columns, keep);
 }
 
-// Keys as rows -> packed[word][key]. Pages are scattered, which hides them from the processor's own prefetching; so the
-// rows of the tile ahead are asked for here, a few at a time, as asking for all of them at once drops some.
-void pack_keys(const char* const* rows, const char* const* ahead, int64_t words, uint32_t* packed) {
-  for (int key = 0; key < kKeys; key += kLanes) {
-    int64_t w = 0;
-    for (; w + kLanes <= words; w += kLanes) {
-      Words square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load<Words>(rows[key + i] + 4 * w);
-      for (int i = 0; i < kLanes; ++i) __builtin_prefetch(ahead[key + i] + 4 * w);
-      transpose(square);
-      for (int i = 0; i < kLanes; ++i) store(packed + (w + i) * kKeys + key, square[i]);
-    }
-    for (; w < words; ++w)
-      for (int i = 0; i < kLanes; ++i) std::memcpy(packed + w * kKeys + key + i, rows[key + i] + 4 * w, 4);
-  }
-}
-
-// Values as rows -> packed[key][column] in fp32, packed[pair of keys][column] in bf16.
-void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed,
-                 float) {
-  for (int key = 0; key < kKeys; ++key) {
-    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(ahead[key] + 4 * d);
-    std::memcpy(packed + key * columns, rows[key], 4 * dim);
-  }
-}
-void pack_values(const char* const* rows, const char* const* ahead, int64_t dim, int64_t columns, uint32_t* packed,
-                 Bf16) {
-  for (int key = 0; key < kKeys; key += 2, packed += columns) {
-    int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) {
-      if (2 * d % 64 == 0) {
-        __builtin_prefetch(ahead[key] + 2 * d);
-        __builtin_prefetch(ahead[key + 1] + 2 * d);
-      }
-      const Words even = __builtin_convertvector(load<Halves>(rows[key] + 2 * d), Words);
-      const Words odd = __builtin_convertvector(load<Halves>(rows[key + 1] + 2 * d), Words);
-      store(packed + d, even | (odd << 16));
-    }
-    for (; d < dim; ++d) {
-      const uint16_t even = load<uint16_t>(rows[key] + 2 * d), odd = load<uint16_t>(rows[key + 1] + 2 * d);
-      packed[d] = even | (uint32_t(odd) << 16);
-    }
-  }
-}
-
 // Probabilities take the place of their scores, in the element type of the values.
 inline void put(float* scores, int v, Floats p, float) { write(scores + v * kLanes, p); }
 inline void put(float* scores, int v, Floats p, Bf16) { write((Bf16*)scores + v * kLanes, p); }
 
+// The products below serve few rows straight from a tile's rows. Each sum runs in the order of `product` above, over
+// words for a score and over keys for an output, so that a row gets the same bits from both.
+
+// scores[rows][kKeys] of `many` runs of the tile: so many that no sum has to wait for itself.
+template <typename T, int rows, int many>
+inline void score(const uint32_t* query, const KeyTile& tile, const KeyTile& ahead, int run, int64_t words,
+                  float* scores) {
+  constexpr int parts = kRun / kLanes, n = many * parts;
+  const int64_t row_bytes = 4 * words, step_bytes = 4 * kStep * kLanes;
+  Floats sum[rows][n] = {};
+  for (int64_t w = 0; w < words; w += kStep) {
+    for (int v = 0; v < n; ++v) {
+      const int at = run + v / parts, part = v % parts;
+      fetch(ahead.keys[at] + (part * words + w) / kStep * step_bytes, step_bytes);
+      Words column[kStep];
+      columns(tile.keys[at] + part * kLanes * row_bytes + 4 * w, row_bytes, column);
+      for (int i = 0; i < kStep; ++i)
+        for (int r = 0; r < rows; ++r) sum[r][v] = fused(sum[r][v], Words{} + query[r * words + w + i], column[i], T{});
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int v = 0; v < n; ++v) write(scores + r * kKeys + run * kRun + v * kLanes, sum[r][v]);
+}
+
+// What one step over keys takes from a run's rows: one key in fp32, two in bf16, n vectors of their columns.
+template <int n>
+inline void take(const char* row, int64_t, Words (&column)[n], float) {
+  for (int j = 0; j < n; ++j) column[j] = load<Words>(row + 4 * j * kLanes);
+}
+template <int n>
+inline void take(const char* row, int64_t row_bytes, Words (&column)[n], Bf16) {
+  for (int j = 0; j < n; j += 2, row += 4 * kLanes) pairs(row, row + row_bytes, column[j], column[j + 1]);
+}
+
+// sums[rows][n vectors] = keep[row] * sums + probabilities[rows][kKeys] * values of the tile's first `runs` runs.
+template <typename T, int rows, int n>
+inline void weigh(const uint32_t* probabilities, const KeyTile& tile, const KeyTile& ahead, int runs, int64_t from,
+                  int64_t row_bytes, const float* keep, float* sums, int64_t stride) {
+  constexpr int keys = 4 / sizeof(T);  // in a word of probabilities
+  Floats sum[rows][n];
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < n; ++j) sum[r][j] = settled(read(sums + r * stride + j * kLanes) * keep[r]);
+  for (int run = 0; run < runs; ++run) {
+    const char *row = tile.values[run] + from, *next = ahead.values[run] + from;
+    const uint32_t* p = probabilities + run * kRun / keys;
+    for (int k = 0; k < kRun / keys; ++k, row += keys * row_bytes, next += keys * row_bytes) {
+      Words column[n];
+      take(row, row_bytes, column, T{});
+      for (int i = 0; i < keys; ++i) fetch(next + i * row_bytes, n * kLanes * sizeof(T));
+      for (int r = 0; r < rows; ++r)
+        for (int j = 0; j < n; ++j) sum[r][j] = fused(sum[r][j], Words{} + p[r * kKeys + k], column[j], T{});
+    }
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int j = 0; j < n; ++j) write(sums + r * stride + j * kLanes, sum[r][j]);
+}
+
+// 2^x for x <= 0, to 2e-7. NaN stays NaN.
+inline Floats power(Floats x) {
+#ifdef __AVX512F__
+  const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Floats f = x - (Floats)whole;
+  Floats p = f * 1.5353362e-4f + 1.3398874e-3f;
+  p = p * f + 9.6184373e-3f;
+  p = p * f + 5.5503324e-2f;
+  p = p * f + 2.4022648e-1f;
+  p = p * f + 6.9314720e-1f;
+  p = p * f + 1.f;
+  return (Floats)_mm512_scalef_ps((__m512)p, whole);
+#else
+  return exp2(x);
+#endif
+}
+
 // One row of scores -> unnormalised probabilities of the keys first <= key <= last. Returns what the row's sums so far
 // are to be multiplied by. A row that sees none of the keys changes nothing, so it matters not which tiles it is shown.
-template <typename T>
+template <typename T, bool all>
 inline float soften(float* scores, float scale, int64_t first, int64_t last, float& peak, Floats& sum) {
   constexpr int n = kKeys / kLanes;
   Ints lane;
@@ -100,15 +147,17 @@ inline float soften(float* scores, float scale, int64_t first, int64_t last, flo
   for (int v = 0; v < n; ++v) {
     const Ints key = lane + v * kLanes;
     seen[v] = (key >= int32_t(first)) & (key <= int32_t(last));
-    s[v] = seen[v] ? read(scores + v * kLanes) * scale : Floats{} + kHidden;
+    s[v] = settled(read(scores + v * kLanes) * scale);
+    if (!all) s[v] = seen[v] ? s[v] : Floats{} + kHidden;
     highest = larger(highest, s[v]);
   }
   const float top = largest(highest, Lanes{});
-  const float keep = exp2(Floats{} + (peak - top))[0];
+  const float keep = power(Floats{} + (peak - top))[0];
   peak = top;
   Floats fresh{};
   for (int v = 0; v < n; ++v) {
-    const Floats p = seen[v] ? exp2(s[v] - top) : Floats{};
+    Floats p = power(s[v] - top);
+    if (!all) p = seen[v] ? p : Floats{};
     fresh = fresh + p;
     put(scores, v, p, T{});
   }
@@ -116,13 +165,19 @@ inline float soften(float* scores, float scale, int64_t first, int64_t last, flo
   return keep;
 }
 
+// The ragged batch of one step.
+struct AttentionPlan {
+  const int32_t *query_indptr, *page_indptr, *page_ids, *context_lens;
+  int64_t chunks;
+};
+
 // One layer of one step. Strides are in elements; a row is contiguous, and so are a head's rows in a page.
 struct AttentionCall {
   const char *query, *key, *value;
   char *kv, *out;
   int64_t query_token, query_head, key_token, key_head, value_token, value_head, kv_page, kv_plane, kv_head;
-  const int32_t *query_indptr, *page_indptr, *page_ids, *context_lens;
-  int64_t chunks, heads, kv_heads, head_dim, block_size, window, bf16, threads;
+  const AttentionPlan* plan;
+  int64_t heads, kv_heads, head_dim, block_size, window, bf16, threads;
   double scale;
 };
 
@@ -140,20 +195,20 @@ struct Attention {
   const int64_t plane = call.kv_plane * int64_t(sizeof(T));  // from a key to its value
 
   int64_t past(int64_t chunk) const {  // tokens of the chunk's sequence before the chunk
-    return call.context_lens[chunk] - (call.query_indptr[chunk + 1] - call.query_indptr[chunk]);
+    return call.plan->context_lens[chunk] - (call.plan->query_indptr[chunk + 1] - call.plan->query_indptr[chunk]);
   }
 
   int64_t first_seen(int64_t position) const { return position + 1 > call.window ? position + 1 - call.window : 0; }
 
   char* slot(const Item& item, int64_t position) const {
-    const int64_t page = call.page_ids[call.page_indptr[item.chunk] + position / call.block_size];
+    const int64_t page = call.plan->page_ids[call.plan->page_indptr[item.chunk] + position / call.block_size];
     const int64_t row = position % call.block_size * call.head_dim;
     return call.kv + (page * call.kv_page + item.head * call.kv_head + row) * int64_t(sizeof(T));
   }
 
   void store_rows(const Item& item) const {
     for (int64_t i = item.token; i < item.token + item.tokens; ++i) {
-      const int64_t token = call.query_indptr[item.chunk] + i;
+      const int64_t token = call.plan->query_indptr[item.chunk] + i;
       const int64_t key = token * call.key_token + item.head * call.key_head;
       const int64_t value = token * call.value_token + item.head * call.value_head;
       char* to = slot(item, past(item.chunk) + i);
@@ -162,100 +217,172 @@ struct Attention {
     }
   }
 
-  struct KeyTile {
-    int64_t begin;
-    const char *keys[kKeys], *values[kKeys];
+  int64_t end(const Item& item) const { return past(item.chunk) + item.token + item.tokens; }
+
+  int64_t first_tile(const Item& item) const { return first_seen(past(item.chunk) + item.token) / kKeys * kKeys; }
+
+  // Where the runs of a key tile lie: in a page, or in `copies`.
+  void locate(const Item& item, int64_t begin, char* copies, KeyTile& tile) const {
+    const int64_t run_bytes = kRun * row_bytes;
+    for (int run = 0; run < kRuns; ++run, begin += kRun, copies += 2 * run_bytes) {
+      const bool in_page = begin < end(item) && begin % call.block_size + kRun <= call.block_size;
+      const char* rows = in_page ? slot(item, begin) : nullptr;
+      tile.keys[run] = in_page ? rows : copies;
+      tile.values[run] = in_page && begin + kRun <= end(item) ? rows + plane : copies + run_bytes;
+      if (tile.keys[run] == copies) copy(item, begin, 0, copies);
+      if (tile.values[run] != rows + plane) copy(item, begin, plane, copies + run_bytes);
+    }
+  }
+
+  // The rows of a run, in pieces that lie in one page. Past the end lie zeros: the unused slots of a page hold
+  // anything, NaN too. A key may be that, as its score is hidden; a value not, as nothing times NaN is NaN.
+  void copy(const Item& item, int64_t begin, int64_t from, char* to) const {
+    const int64_t last = std::min(end(item), begin + kRun);
+    char* const stop = to + kRun * row_bytes;
+    for (int64_t rows; begin < last; begin += rows, to += rows * row_bytes) {
+      rows = std::min(last - begin, call.block_size - begin % call.block_size);
+      std::memcpy(to, slot(item, begin) + from, rows * row_bytes);
+    }
+    std::memset(to, 0, stop - to);
+  }
+
+  // The runs as far ahead of the tile's as a tile is long, in this item or the next: what is fetched during this tile.
+  void foresee(const Item& item, const Item& after, int64_t begin, KeyTile& tile) const {
+    const int64_t over = first_tile(after) - (end(item) + kRun - 1) / kRun * kRun;
+    const char* row = call.kv;
+    for (int run = 0; run < kRuns; ++run) {
+      const int64_t position = begin + kKeys + run * kRun;
+      if (position < end(item)) row = slot(item, position);
+      else if (position + over < end(after)) row = slot(after, position + over);
+      tile.keys[run] = row;
+      tile.values[run] = row + plane;
+    }
+  }
+
+  // What an item is computed in, all of it starting at cache lines: a load that straddles two costs as much as both.
+  struct Scratch {
+    uint32_t *query, *keys, *values;
+    float *sums, *scores, *masses, *peaks;
+    int32_t* positions;
+    char* copies;
   };
 
-  // Where the rows of a key tile lie. Past the end lie zeros: the unused slots of a page hold anything, NaN too.
-  void locate(const Item& item, int64_t begin, const char* zeros, KeyTile& tile) const {
-    const int64_t end = past(item.chunk) + item.token + item.tokens;
-    const char* row = nullptr;
-    tile.begin = begin;
-    for (int64_t i = 0, left = 0; i < kKeys; ++i, --left, row += row_bytes) {
-      const bool exists = begin + i < end;
-      if (exists && left == 0) {
-        row = slot(item, begin + i);
-        left = call.block_size - (begin + i) % call.block_size;
-      }
-      tile.keys[i] = exists ? row : zeros;
-      tile.values[i] = exists ? row + plane : zeros;
-    }
+  Scratch scratch(int64_t rows) const {
+    const int64_t sizes[] = {words * rows,     words * kKeys, columns * kKeys, columns * rows,   kKeys * kMostFew,
+                             kLanes * rows, rows,          rows,            2 * words * kKeys};
+    thread_local std::vector<uint32_t> memory;
+    uint32_t* parts[9];
+    int64_t need = 16;
+    for (const int64_t size : sizes) need += (size + 15) / 16 * 16;
+    if (int64_t(memory.size()) < need) memory.resize(need);
+    uint32_t* next = reinterpret_cast<uint32_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    for (int i = 0; i < 9; next += (sizes[i++] + 15) / 16 * 16) parts[i] = next;
+    return {parts[0],         parts[1],         parts[2],           (float*)parts[3],  (float*)parts[4],
+            (float*)parts[5], (float*)parts[6], (int32_t*)parts[7], (char*)parts[8]};
   }
 
-  void locate_first(const Item& item, const char* zeros, KeyTile& tile) const {
-    locate(item, first_seen(past(item.chunk) + item.token) / kKeys * kKeys, zeros, tile);
-  }
-
-  // `after` is what this thread will most likely do next; its first keys are fetched during the last tile of this item.
-  void attend(const Item& item, const Item& after) const {
-    const int64_t rows = item.tokens * group, padded = (rows + kRows - 1) / kRows * kRows;
-    thread_local std::vector<uint32_t> scratch;
-    const int64_t need = words * (padded + kKeys + 1) + columns * (padded + kKeys) + kKeys * kRows +
-                         padded * (kLanes + 1) + 8 * 16;  // up to a cache line before each of the eight parts
-    if (int64_t(scratch.size()) < need) scratch.resize(need);
-    // Each part starts at a cache line: a load that straddles two costs as much as both.
-    uintptr_t next = reinterpret_cast<uintptr_t>(scratch.data());
-    const auto take = [&next](int64_t n) {
-      const uintptr_t start = (next + 63) / 64 * 64;
-      next = start + 4 * n;
-      return reinterpret_cast<uint32_t*>(start);
-    };
-    uint32_t *query = take(words * padded), *packed_keys = take(words * kKeys), *packed_values = take(columns * kKeys);
-    float *sums = (float*)take(columns * padded), *scores = (float*)take(kKeys * kRows);
-    float *masses = (float*)take(padded * kLanes), *peaks = (float*)take(padded);
-    const char* zeros = (char*)std::memset(take(words), 0, row_bytes);
-
-    const int64_t token = call.query_indptr[item.chunk] + item.token;
+  // Rows of queries, and nothing seen yet.
+  void begin(const Item& item, int64_t rows, int64_t padded, const Scratch& at) const {
+    const int64_t token = call.plan->query_indptr[item.chunk] + item.token;
     for (int64_t r = 0; r < padded; ++r) {
       const int64_t from = (token + r / group) * call.query_token + (item.head * group + r % group) * call.query_head;
-      if (r < rows) std::memcpy(query + r * words, call.query + from * int64_t(sizeof(T)), row_bytes);
-      else std::memset(query + r * words, 0, row_bytes);
-      peaks[r] = kHidden;
+      if (r < rows) std::memcpy(at.query + r * words, call.query + from * int64_t(sizeof(T)), row_bytes);
+      else std::memset(at.query + r * words, 0, row_bytes);
+      at.peaks[r] = kHidden;
+      at.positions[r] = int32_t(past(item.chunk) + item.token + r / group);
     }
-    std::memset(sums, 0, 4 * columns * padded);
-    std::memset(masses, 0, 4 * padded * kLanes);
+    std::memset(at.sums, 0, 4 * columns * padded);
+    std::memset(at.masses, 0, 4 * padded * kLanes);
+  }
 
-    const float scale = float(call.scale * 1.4426950408889634);  // softmax in powers of two
-    const int64_t position = past(item.chunk) + item.token, end = position + item.tokens;
-    KeyTile tiles[2];
-    locate_first(item, zeros, tiles[0]);
-    for (int now = 0, last = 0; !last; now ^= 1) {
-      const KeyTile &tile = tiles[now], &ahead = tiles[now ^ 1];
-      const int64_t begin = tile.begin;
-      last = begin + kKeys >= end;
-      if (last) locate_first(after, zeros, tiles[now ^ 1]);
-      else locate(item, begin + kKeys, zeros, tiles[now ^ 1]);
-      pack_keys(tile.keys, ahead.keys, words, packed_keys);
-      pack_values(tile.values, ahead.values, call.head_dim, columns, packed_values, T{});
-      for (int64_t r = 0; r < padded; r += kRows) {
-        const int64_t newest = position + (r + kRows - 1) / group;
-        if (newest < begin || first_seen(position + r / group) >= begin + kKeys) continue;
-        multiply<T>(query + r * words, words, packed_keys, kKeys, words, scores, nullptr);
-        float keep[kRows];
-        for (int i = 0; i < kRows; ++i) {
-          const int64_t p = position + (r + i) / group;
-          Floats mass = read(masses + (r + i) * kLanes);
-          keep[i] = soften<T>(scores + i * kKeys, scale, first_seen(p) - begin, p - begin, peaks[r + i], mass);
-          write(masses + (r + i) * kLanes, mass);
-        }
-        multiply<T>((uint32_t*)scores, kKeys, packed_values, columns, kKeys * sizeof(T) / 4, sums + r * columns, keep);
-      }
-    }
+  void finish(const Item& item, int64_t rows, const Scratch& at) const {
+    const int64_t token = call.plan->query_indptr[item.chunk] + item.token;
     for (int64_t r = 0; r < rows; ++r) {
-      const float share = 1.f / total(read(masses + r * kLanes));
+      const float share = 1.f / total(read(at.masses + r * kLanes));
       const int64_t row = (token + r / group) * call.heads + item.head * group + r % group;
       T* to = (T*)call.out + row * call.head_dim;
       for (int64_t d = 0; d < call.head_dim; d += kLanes)
-        write_some(to + d, read(sums + r * columns + d) * share, call.head_dim - d);
+        write_some(to + d, read(at.sums + r * columns + d) * share, call.head_dim - d);
     }
+  }
+
+  // Scores of row r in the tile at `begin` -> probabilities. Returns what its sums so far are to be multiplied by.
+  __attribute__((noinline)) float soften_row(int64_t r, int64_t begin, float* scores, const Scratch& at) const {
+    const int64_t position = at.positions[r];
+    const int64_t first = first_seen(position) - begin, last = position - begin;
+    const bool all = first <= 0 && last >= kKeys - 1;
+    const float scale = float(call.scale * 1.4426950408889634);  // softmax in powers of two
+    Floats mass = read(at.masses + r * kLanes);
+    const float keep = all ? soften<T, true>(scores, scale, first, last, at.peaks[r], mass)
+                           : soften<T, false>(scores, scale, first, last, at.peaks[r], mass);
+    write(at.masses + r * kLanes, mass);
+    return keep;
+  }
+
+  // Calls work(begin, tile, ahead, runs) for each key tile of the item, of which `runs` runs have keys. `after` is what
+  // this thread will most likely do next; its first keys are fetched during the last tile of this item.
+  template <typename Work>
+  void each_tile(const Item& item, const Item& after, char* copies, const Work& work) const {
+    KeyTile tile, ahead;
+    for (int64_t begin = first_tile(item); begin < end(item); begin += kKeys) {
+      foresee(item, after, begin, ahead);
+      locate(item, begin, copies, tile);
+      work(begin, tile, ahead, int((std::min<int64_t>(end(item) - begin, kKeys) + kRun - 1) / kRun));
+    }
+  }
+
+  void attend_many(const Item& item, const Item& after) const {
+    const int64_t rows = item.tokens * group, padded = (rows + kRows - 1) / kRows * kRows;
+    const Scratch at = scratch(padded);
+    begin(item, rows, padded, at);
+    each_tile(item, after, at.copies, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int) {
+      const uint32_t* probabilities = (uint32_t*)at.scores;
+      pack_keys(tile, ahead, words, at.keys);
+      pack_values(tile, ahead, call.head_dim, columns, at.values, T{});
+      for (int64_t r = 0; r < padded; r += kRows) {
+        if (at.positions[r + kRows - 1] < begin || first_seen(at.positions[r]) >= begin + kKeys) continue;
+        multiply<T>(at.query + r * words, words, at.keys, kKeys, words, at.scores, nullptr);
+        float keep[kRows];
+        for (int i = 0; i < kRows; ++i) keep[i] = soften_row(r + i, begin, at.scores + i * kKeys, at);
+        multiply<T>(probabilities, kKeys, at.values, columns, kKeys * sizeof(T) / 4, at.sums + r * columns, keep);
+      }
+    });
+    finish(item, rows, at);
+  }
+
+  template <int rows>
+  void attend_few(const Item& item, const Item& after) const {
+    constexpr int n = rows <= 4 ? 4 : 2, many = rows <= 4 ? 2 : 1;  // vectors of outputs and runs of keys at once
+    const Scratch at = scratch(rows);
+    begin(item, rows, rows, at);
+    each_tile(item, after, at.copies, [&](int64_t begin, const KeyTile& tile, const KeyTile& ahead, int runs) {
+      int run = 0;
+      for (; run + many <= runs; run += many) score<T, rows, many>(at.query, tile, ahead, run, words, at.scores);
+      for (; run < runs; ++run) score<T, rows, 1>(at.query, tile, ahead, run, words, at.scores);
+      float keep[rows];
+      for (int r = 0; r < rows; ++r) keep[r] = soften_row(r, begin, at.scores + r * kKeys, at);
+      const uint32_t* p = (uint32_t*)at.scores;
+      int64_t d = 0;
+      for (; d + n * kLanes <= columns; d += n * kLanes)
+        weigh<T, rows, n>(p, tile, ahead, runs, d * sizeof(T), row_bytes, keep, at.sums + d, columns);
+      for (; d < columns; d += 2 * kLanes)
+        weigh<T, rows, 2>(p, tile, ahead, runs, d * sizeof(T), row_bytes, keep, at.sums + d, columns);
+    });
+    finish(item, rows, at);
+  }
+
+  template <int rows = 1>
+  void attend(const Item& item, const Item& after) const {
+    if constexpr (rows > kMostFew) attend_many(item, after);
+    else if (item.tokens * group == rows && call.head_dim % (2 * kLanes) == 0) attend_few<rows>(item, after);
+    else attend<rows + 1>(item, after);
   }
 
   std::vector<Item> items() const {
     std::vector<Item> items;
     const int32_t limit = group < kTileRows ? int32_t(kTileRows / group) : 1;
-    for (int32_t chunk = 0; chunk < call.chunks; ++chunk) {
-      const int32_t tokens = call.query_indptr[chunk + 1] - call.query_indptr[chunk];
+    for (int32_t chunk = 0; chunk < call.plan->chunks; ++chunk) {
+      const int32_t tokens = call.plan->query_indptr[chunk + 1] - call.plan->query_indptr[chunk];
       for (int32_t token = 0; token < tokens; token += limit)
         for (int32_t head = 0; head < call.kv_heads; ++head)
           items.push_back({chunk, token, tokens - token < limit ? tokens - token : limit, head});

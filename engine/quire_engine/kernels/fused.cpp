@@ -27,9 +27,8 @@ void norm_row(const T* x, T* residual, const T* weight, T* out, int64_t dim, flo
 template <typename T>
 void silu_row(const T* gate, const T* up, T* out, int64_t dim) {
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const Floats g = read_some(gate + d, dim - d), power = g * -1.44269504f;
-    const Floats silu = g / (1.f + exp2(power > 126.f ? Floats{} + 126.f : power));
-    write_some(out + d, rounded(silu, T{}) * read_some(up + d, dim - d), dim - d);
+    const Floats activated = rounded(silu(read_some(gate + d, dim - d)), T{});
+    write_some(out + d, activated * read_some(up + d, dim - d), dim - d);
   }
 }
 
@@ -78,14 +77,20 @@ void quire_silu_mul(const void* gate_up, int64_t row, void* out, int64_t rows, i
   bf16 ? run(Bf16{}) : run(float{});
 }
 
-void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, int64_t tokens,
-                  int64_t heads, int64_t half, int64_t bf16, int64_t threads) {
+// With `query_norm`, the first `queries` heads are normed by it before, and the others by `key_norm`.
+void quire_rotate(void* x, int64_t token, int64_t head, const float* cos, const float* sin, const void* query_norm,
+                  const void* key_norm, int64_t tokens, int64_t heads, int64_t queries, int64_t dim, int64_t half,
+                  float eps, int64_t bf16, int64_t threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
 #pragma omp parallel for num_threads(int(threads)) if (tokens * heads * half > kWorthSharing)
     for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t h = 0; h < heads; ++h)
-        rotate_row((T*)x + t * token + h * head, cos + t * half, sin + t * half, half);
+      for (int64_t h = 0; h < heads; ++h) {
+        T* row = (T*)x + t * token + h * head;
+        const T* norm = (const T*)(h < queries ? query_norm : key_norm);
+        if (norm) norm_row<T>(row, nullptr, norm, row, dim, eps);
+        rotate_row(row, cos + t * half, sin + t * half, half);
+      }
   };
   bf16 ? run(Bf16{}) : run(float{});
 }

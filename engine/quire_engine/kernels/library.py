@@ -18,6 +18,15 @@ _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 logger = logging.getLogger(__name__)
 
 
+class AttentionPlan(ctypes.Structure):
+    """The ragged batch that an ``AttentionCall`` computes: field by field the struct in ``attention.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("query_indptr", "page_indptr", "page_ids", "context_lens")),
+        ("chunks", _INTEGER),
+    )
+
+
 class AttentionCall(ctypes.Structure):
     """The argument of ``quire_attention``: field by field the struct of that name in ``attention.cpp``."""
 
@@ -25,10 +34,30 @@ class AttentionCall(ctypes.Structure):
         *((name, _POINTER) for name in ("query", "key", "value", "kv", "out")),
         *((name, _INTEGER) for name in ("query_token", "query_head", "key_token", "key_head")),
         *((name, _INTEGER) for name in ("value_token", "value_head", "kv_page", "kv_plane", "kv_head")),
-        *((name, _POINTER) for name in ("query_indptr", "page_indptr", "page_ids", "context_lens")),
-        *((name, _INTEGER) for name in ("chunks", "heads", "kv_heads", "head_dim", "block_size")),
+        ("plan", _POINTER),
+        *((name, _INTEGER) for name in ("heads", "kv_heads", "head_dim", "block_size")),
         *((name, _INTEGER) for name in ("window", "bf16", "threads")),
         ("scale", ctypes.c_double),
+    )
+
+
+class Int8Call(ctypes.Structure):
+    """The argument of ``quire_int8_linear``: field by field the struct of that name in ``int8.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("panels", "scales", "bias", "x", "out")),
+        *((name, _INTEGER) for name in ("inputs", "outputs", "stride", "rows", "gated", "bf16", "threads")),
+    )
+
+
+class LinearLayer(ctypes.Structure):
+    """A packed weight and a call with it: field by field the struct of that name in ``linear.cpp``."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("weight", "bias")),
+        *((name, _INTEGER) for name in ("inputs", "outputs", "bf16", "bytes", "paired", "fast")),
+        *((name, _POINTER) for name in ("x", "out")),
+        *((name, _INTEGER) for name in ("stride", "rows", "gated", "threads")),
     )
 
 
@@ -39,7 +68,15 @@ _SIGNATURES = {
         *(_INTEGER, _INTEGER, _INTEGER, ctypes.c_float, _INTEGER, _INTEGER),
     ),
     "quire_silu_mul": (_POINTER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _INTEGER, _INTEGER),
-    "quire_rotate": (_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, *(_INTEGER,) * 5),
+    "quire_int8_linear": (ctypes.POINTER(Int8Call),),
+    "quire_linear_describe": (ctypes.POINTER(LinearLayer),),
+    "quire_linear_pack": (ctypes.POINTER(LinearLayer), _POINTER, _INTEGER),
+    "quire_linear": (ctypes.POINTER(LinearLayer),),
+    "quire_rotate": (
+        *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),
+    ),
+    "quire_replay": (_POINTER, _INTEGER),
 }
 
 
@@ -60,4 +97,5 @@ def library() -> ctypes.CDLL | None:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
+    loaded.quire_player.argtypes, loaded.quire_player.restype = (ctypes.c_char_p,), _POINTER
     return loaded

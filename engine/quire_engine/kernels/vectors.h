@@ -97,6 +97,11 @@ inline Floats exp2(Floats x) {
   return (Floats)((Words)p + ((Words)shifted << 23));
 }
 
+inline Floats silu(Floats x) {
+  const Floats power = x * -1.44269504f;
+  return x / (1.f + exp2(power > 126.f ? Floats{} + 126.f : power));
+}
+
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else

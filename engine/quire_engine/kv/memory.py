@@ -6,7 +6,8 @@ Bookkeeping runs ahead of the contents: what it decides during a plan is collect
 out before it computes, first those to the host, then those within the device, then those from the host. So that this
 order is right whatever was decided when, a host block that is to be read is held until the plan is complete
 (``take_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only sequences that
-the plan has not reached yet give way, so no block that the plan writes is freed by it.
+the plan has not reached yet give way, so no block that the plan writes is freed by it. Nor is anything held for a step
+that is under way while the next one is planned: it is carried out first, copies and all.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@ architecture.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,6 +36,16 @@ class AttentionLayout:
     scale: float
 
 
+class Inputs(NamedTuple):
+    """What the layers of a decoder begin with, for T tokens: ``states`` [T, hidden] of the model's dtype, which they
+    use up, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
+    """
+
+    states: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
 class Model(Protocol):
     """A decoder with its weights, of one dtype on one device."""
 
@@ -47,6 +57,13 @@ class Model(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """What it computes in; its KV memory is of the same. Constant."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Whether ``forward`` can be captured in a CUDA graph: the host decides nothing by what the device computed.
+        Constant.
+        """
         ...
 
     def forward(
@@ -61,4 +78,19 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary] of hidden states [R, hidden]: ask only for the rows that sample."""
+        ...
+
+
+class LayeredModel(Model, Protocol):
+    """A model whose ``forward`` is ``layers`` of ``inputs``. Where it is ``capturable`` and on the CPU, its layers ask
+    torch for nothing but memory and views: all that they compute is done by compiled kernels, as far as those can be
+    had.
+    """
+
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Inputs:
+        """Of tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
+        ...
+
+    def layers(self, inputs: Inputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """Hidden states [T, hidden], as of ``forward``."""
         ...

@@ -130,6 +130,17 @@ class DecoderConfig(ModelConfig):
         return config
 
 
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
+        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""
+        experts = values["experts"]
+        return cls(**{**_with_tuples(values), "experts": experts and ExpertsConfig(**_with_tuples(experts))})
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
 def covers(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for what a ``config.json`` describes: some models carry the architecture of another
     with a type of their own.

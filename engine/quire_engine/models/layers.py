@@ -10,12 +10,16 @@ import torch
 from quire_engine.kernels.fused import add_rms_norm, rms_norm
 from quire_engine.models.linear import Linear, make_linear
 from quire_engine.models.options import LoadOptions
+from quire_engine.models.parallel import JoinedLinear, SummedLinear
+from quire_engine.models.ranks import ALONE, Ranks, largest_share, share
 from quire_engine.models.weights import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A checkpoint, read as tensors and layers of one dtype, as ``options`` say."""
+    """A checkpoint, read as tensors and layers of one dtype, as ``options`` say: those that ranks share are read as far
+    as they are this rank's.
+    """
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -26,8 +30,13 @@ class Weights:
         """Where the tensors lie."""
         return self.options.device
 
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that share the model."""
+        return self.options.ranks
+
     def fused(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> torch.Tensor:
-        """Tensors under each other, as one."""
+        """Whole tensors under each other, as one."""
         return self.checkpoint.fused(names, shapes, self.dtype, self.device)
 
     def one_of(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
@@ -35,10 +44,43 @@ class Weights:
         return self.checkpoint.one_of(name, shape, index, self.dtype, self.device)
 
     def linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
-        """Linear layers of the same input as one, whose outputs lie beside each other."""
-        weight = self.fused([f"{name}.weight" for name in names], [(size, inputs) for size in outputs])
-        added = self.fused([f"{name}.bias" for name in names], [(size,) for size in outputs]) if bias else None
+        """Whole linear layers of the same input as one, whose outputs lie beside each other."""
+        return self._linear(names, outputs, inputs, ALONE, bias=bias)
+
+    def divided_linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool) -> Linear:
+        """Linear layers of the same input as one: of the outputs of each this rank's share, beside each other."""
+        return self._linear(names, outputs, inputs, self.ranks, bias=bias)
+
+    def summed_linear(self, name: str, outputs: int, inputs: int, *, bias: bool) -> Linear:
+        """A linear layer that takes this rank's share of the inputs. All ranks get the whole output."""
+        weight = self._shared([f"{name}.weight"], [(outputs, inputs)], self.ranks, divided=1)
+        added = self.fused([f"{name}.bias"], [(outputs,)]) if bias and self.ranks.rank == 0 else None
+        part = make_linear(weight, added, self.options)
+        return part if self.ranks.size == 1 else SummedLinear(part, self.ranks)
+
+    def head(self, name: str, outputs: int, inputs: int, held: torch.Tensor | None) -> Linear:
+        """The layer without bias that makes logits, of which each rank makes a share; rank 0 gets all of them. Its
+        whole weight is ``held`` already, or is stored as ``name``.
+        """
+        if held is None:
+            weight = self._shared([f"{name}.weight"], [(outputs, inputs)], self.ranks)
+        else:
+            weight = held[share(outputs, self.ranks)]
+        if self.ranks.size == 1:
+            return make_linear(weight, None, self.options)
+        missing = largest_share(outputs, self.ranks) - len(weight)
+        padded = torch.cat((weight, weight.new_zeros(missing, inputs))) if missing else weight
+        return JoinedLinear(make_linear(padded, None, self.options), outputs, self.ranks)
+
+    def _linear(self, names: Sequence[str], outputs: Sequence[int], inputs: int, ranks: Ranks, *, bias: bool) -> Linear:
+        weight = self._shared([f"{name}.weight" for name in names], [(size, inputs) for size in outputs], ranks)
+        added = self._shared([f"{name}.bias" for name in names], [(size,) for size in outputs], ranks) if bias else None
         return make_linear(weight, added, self.options)
+
+    def _shared(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], ranks: Ranks, divided: int = 0
+    ) -> torch.Tensor:
+        return self.checkpoint.fused(names, shapes, self.dtype, self.device, ranks=ranks, divided=divided)
 
 
 class Norm:
@@ -64,10 +106,12 @@ class FeedForward:
 
     @classmethod
     def read(cls, weights: Weights, name: str, hidden: int, inner: int, *, bias: bool) -> "FeedForward":
-        """The part called ``name``, of ``hidden`` inputs and outputs and ``inner`` numbers between."""
+        """The part called ``name``, of ``hidden`` inputs and outputs and ``inner`` numbers between, which the ranks
+        share.
+        """
         inputs = [f"{name}.gate_proj", f"{name}.up_proj"]
-        gate_up = weights.linear(inputs, [inner, inner], hidden, bias=bias)
-        return cls(gate_up, weights.linear([f"{name}.down_proj"], [hidden], inner, bias=bias))
+        gate_up = weights.divided_linear(inputs, [inner, inner], hidden, bias=bias)
+        return cls(gate_up, weights.summed_linear(f"{name}.down_proj", hidden, inner, bias=bias))
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden]."""

@@ -1,23 +1,31 @@
 """A linear layer whose weight is packed once for the processor. It knows nothing of models and of how weights
 are named.
 
-On the CPU torch's ``F.linear`` lets oneDNN (bf16) or MKL (fp32) rearrange the weight in every call. Here
-oneDNN rearranges it once, and the plain copy is let go. Measured on two cores (AVX-512 with
-bf16 products), torch 2.13, medians of calls in alternation, as time of ``F.linear`` over time packed:
+Left alone, torch lets oneDNN or MKL rearrange the weight in every call. Here it is rearranged once, and the plain copy
+is let go. Who multiplies depends on the processor and the dtype:
 
-    ===============  =====  =====  =====  ======  ========
-    [out, in] dtype  M = 1  M = 8  M = 32  M = 64  M = 2048
-    ===============  =====  =====  =====  ======  ========
-    3072, 576 bf16     2.2    1.7     1.4     1.3       1.05
-    49152, 576 bf16    1.4    1.5     1.4     1.2
-    3072, 576 fp32     3.0    2.7     2.9     3.0       2.3
-    49152, 576 fp32    3.7    4.6     3.3     3.5
-    ===============  =====  =====  =====  ======  ========
+* ``kernels.linear``, where it uses the best instructions that there are: fp32 with AVX-512, and bf16 with its bf16
+  products unless there are matrix registers (AMX). One packing serves any number of rows, and a row's result is the
+  same bits whatever else is in the batch.
+* oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It takes other orders of summation for
+  other numbers of rows. MKL's own packing was slower.
+* ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.
 
-MKL's own packing (``mkl._mkl_reorder_linear_weight``) gained only at M = 1, where oneDNN was still 1.8 times
-as fast, so both dtypes go through oneDNN. The number of rows given as a hint made no difference from 1 to
-2048; one packing serves decode and prefill. fp16 has no good product on most processors and is left to
-``F.linear``, as is everything that is not on a CPU.
+``deterministic`` asks for the kernel on every processor, and without one multiplies row by row.
+
+Time of oneDNN (packed) and of ``F.linear`` over the kernel's, for M rows on one core with AVX-512 and bf16 products,
+torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` measures it again:
+
+    ===============  =========  =========  =========  =========  =========
+    [out, in] dtype  M = 1      M = 8      M = 32     M = 128    M = 2048
+    ===============  =========  =========  =========  =========  =========
+    3072, 576 bf16   1.26 2.4   1.66 2.5   1.47 1.8   1.12 1.2   1.02 1.1
+    576, 1536 bf16   1.14 2.3   1.51 2.1   1.33 1.7   1.13 1.2   1.03 1.1
+    49152, 576 bf16  1.18 2.3   1.39 2.2   1.21 1.5   1.04 1.1
+    2048, 2048 bf16  1.20 2.3   1.53 2.4   1.38 1.7   1.05 1.1   0.97 1.0
+    3072, 576 fp32   1.17 2.3   1.57 3.4   1.36 3.1   1.05 2.5   0.99 2.3
+    2048, 2048 fp32  0.98 1.5   1.46 3.2   1.17 2.7   0.97 2.2   0.95 2.2
+    ===============  =========  =========  =========  =========  =========
 """
 
 from collections.abc import Callable
@@ -27,7 +35,10 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.kernels.fused import silu_mul
+from quire_engine.kernels.linear import is_fast, pack
+from quire_engine.models.invariant import InvariantLinear
 from quire_engine.models.options import LoadOptions
+from quire_engine.models.quantized import Int8Linear
 
 _HINTED_ROWS = 32
 # What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
@@ -61,8 +72,11 @@ class Linear(Protocol):
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
     """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
-    del options
-    return PackedLinear(weight, bias)
+    if options.quantization == "int8":
+        return Int8Linear(weight, bias)
+    if options.deterministic and weight.is_cuda:
+        return InvariantLinear(weight, bias)
+    return PackedLinear(weight, bias, deterministic=options.deterministic)
 
 
 class PackedLinear:
@@ -70,16 +84,25 @@ class PackedLinear:
 
     Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
     reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
-    (a tied embedding) holds both copies.
+    (a tied embedding) holds both copies. With ``deterministic`` a row of a result depends on that row of ``x``
+    alone, bit for bit. One thread calls at a time.
     """
 
-    __slots__ = ("_product", "in_features", "out_features", "packed")
+    __slots__ = ("_gated", "_product", "in_features", "out_features", "packed")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, deterministic: bool = False) -> None:
+        self._product: Product
+        self._gated: Product
         self.out_features, self.in_features = weight.shape
-        packed = _packed_product(weight, bias)
+        own = pack(weight, bias) if deterministic or is_fast(weight.dtype) else None
+        if own is not None:
+            self.packed, self._product, self._gated = True, own.product, own.gated
+            return
+        packed = None if deterministic else _packed_product(weight, bias)
         self.packed = packed is not None
-        self._product = packed or _plain_product(weight, bias)
+        product = packed or _plain_product(weight, bias)
+        product = self._product = _row_by_row(product) if deterministic else product
+        self._gated = lambda x: silu_mul(product(x))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
@@ -87,11 +110,18 @@ class PackedLinear:
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.gated``."""
-        return silu_mul(self(x))
+        return self._gated(x)
 
 
 def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     return lambda x: F.linear(x, weight, bias)
+
+
+def _row_by_row(product: Product) -> Product:
+    """The same with each row on its own, as fresh memory: libraries choose an order of summation by the number of rows
+    and by where they lie.
+    """
+    return lambda x: torch.cat([product(row.clone()) for row in x.split(1)]) if len(x) else product(x)
 
 
 def _packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:

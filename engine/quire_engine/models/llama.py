@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
-from quire_engine.kernels.fused import rotate
-from quire_engine.models.base import AttentionLayout
+from quire_engine.kernels.fused import HeadNorms, norm_rotate, rotate
+from quire_engine.models.base import AttentionLayout, Inputs
 from quire_engine.models.config import DecoderConfig
 from quire_engine.models.layers import FeedForward, Norm, Weights
-from quire_engine.models.linear import make_linear
 from quire_engine.models.moe import SparseFeedForward
 from quire_engine.models.rope import RotaryEmbedding
 
@@ -22,27 +21,36 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class Llama:
-    """A decoder with its weights. A ``Model``."""
+    """A decoder with its weights, or a rank's part of it. A ``LayeredModel``."""
 
     def __init__(self, config: DecoderConfig, weights: Weights) -> None:
         self.dtype = weights.dtype
-        self.layout = AttentionLayout(
-            config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5
-        )
+        # How many tokens each expert gets is known on the host before the experts compute, and on the CPU what ranks
+        # exchange is no call of a kernel.
+        alone = weights.ranks.size == 1 or weights.device.type == "cuda"
+        self.capturable = config.experts is None and alone
+        heads, kv_heads = (count // weights.ranks.size for count in (config.num_heads, config.num_kv_heads))
+        self.layout = AttentionLayout(config.num_layers, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
         table = (config.vocab_size, config.hidden_size)
         self._embedding = weights.fused(["model.embed_tokens.weight"], [table])
         self._rope = RotaryEmbedding(config, weights.device)
         self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
         self._norm = Norm(weights, "model.norm", config.hidden_size, config.norm_eps)
-        head = self._embedding if config.tied_head else weights.fused(["lm_head.weight"], [table])
-        self._head = make_linear(head, None, weights.options)
+        self._head = weights.head("lm_head", *table, self._embedding if config.tied_head else None)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """See ``Model.forward``."""
-        residual, update = F.embedding(token_ids, self._embedding), None
-        angles = self._rope.angles(positions)
+        return self.layers(self.inputs(token_ids, positions), kv, attention)
+
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Inputs:
+        """See ``LayeredModel.inputs``."""
+        return Inputs(F.embedding(token_ids, self._embedding), *self._rope.angles(positions))
+
+    def layers(self, inputs: Inputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """See ``LayeredModel.layers``."""
+        residual, update, angles = inputs.states, None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         return self._norm(residual, update)
@@ -59,25 +67,30 @@ class _Attention:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
-        self._heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self._heads = tuple(heads // weights.ranks.size for heads in (config.num_heads, *[config.num_kv_heads] * 2))
         self._head_dim, self._window = config.head_dim, config.windows[index]
-        self._qkv = weights.linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
-        self._output = weights.linear([f"{name}.o_proj"], [hidden], queries, bias=config.attention_output_bias)
-        self._norms = [
-            Norm(weights, f"{name}.{part}_norm", config.head_dim, config.norm_eps) for part in "qk" if config.qk_norm
-        ]
+        self._qkv = weights.divided_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
+        self._output = weights.summed_linear(f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias)
+        self._norms = _head_norms(config, weights, name, self._heads[0]) if config.qk_norm else None
 
     def __call__(
         self, states: torch.Tensor, angles: Angles, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        heads = self._qkv(states).view(len(states), -1, self._head_dim)
-        query, key, value = heads.split(self._heads, dim=1)
-        if self._norms:
-            query, key = (norm(part) for norm, part in zip(self._norms, (query, key), strict=True))
-        rotate(query, *angles)
-        rotate(key, *angles)
+        tokens = states.shape[0]
+        heads = self._qkv(states).view(tokens, -1, self._head_dim)
+        queries, keys, _ = self._heads
+        if self._norms is None:
+            rotate(heads[:, : queries + keys], *angles)
+        else:
+            norm_rotate(heads[:, : queries + keys], self._norms, *angles)
+        query, key, value = heads.split_with_sizes(self._heads, dim=1)
         mixed = attention.forward(query, key, value, kv, self._window)
-        return self._output(mixed.reshape(len(states), -1))
+        return self._output(mixed.reshape(tokens, -1))
+
+
+def _head_norms(config: DecoderConfig, weights: Weights, name: str, queries: int) -> HeadNorms:
+    query, key = (weights.fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
+    return HeadNorms(query, key, queries, config.norm_eps)
 
 
 class _Layer:

@@ -6,6 +6,7 @@ import torch
 
 from quire_engine.models.base import Model, ModelConfig
 from quire_engine.models.config import DecoderConfig, covers
+from quire_engine.models.errors import ModelError
 from quire_engine.models.fallback.config import FallbackConfig
 from quire_engine.models.fallback.loading import load_fallback
 from quire_engine.models.folder import architecture_of, read_config
@@ -30,6 +31,7 @@ def load_model(config: ModelConfig, folder: Path, options: LoadOptions) -> Model
 
     ``config`` is what ``read_model_config`` made of the same folder. Raises ``ModelError``.
     """
+    _check_quantization(config, options)
     checkpoint, device = Checkpoint(folder), options.device
     if isinstance(config, FallbackConfig):
         return load_fallback(config, folder, resolve_dtype(options.dtype, checkpoint.main_dtype(), device), device)
@@ -37,5 +39,19 @@ def load_model(config: ModelConfig, folder: Path, options: LoadOptions) -> Model
     dtype = resolve_dtype(options.dtype, checkpoint.dtype(EMBEDDING), device)
     with torch.inference_mode():
         model = Llama(config, Weights(checkpoint, dtype, options))
-    checkpoint.log_unread()
+    if options.ranks.rank == 0:
+        checkpoint.log_unread()
     return model
+
+
+def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` where the weights cannot be held in what ``options`` ask for."""
+    if options.quantization is None:
+        return
+    if options.device.type != "cpu":
+        raise ModelError(f"The quantization {options.quantization} is for the CPU, and the device is {options.device}.")
+    if isinstance(config, FallbackConfig):
+        raise ModelError(
+            f"The quantization {options.quantization} is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )

@@ -2,12 +2,14 @@
 each token takes a few. Knows neither attention nor the batch's sequences.
 """
 
+from dataclasses import replace
+
 import torch
-from torch.nn import functional as F
 
 from quire_engine.models.config import DecoderConfig, ExpertsConfig
 from quire_engine.models.layers import FeedForward, Weights
-from quire_engine.models.linear import make_linear
+from quire_engine.models.linear import Linear, make_linear
+from quire_engine.models.ranks import ALONE, Ranks, share
 
 # How published checkpoints call the block, and an expert's gate, up and down projections.
 NAMES = {
@@ -19,13 +21,17 @@ NAMES = {
 class SparseFeedForward:
     """A feed-forward part made of experts.
 
-    ``router`` [count, hidden] and all the ``parts`` are of one dtype and device.
+    ``router`` (hidden to count) and all the ``parts`` are of one dtype and device. Where ``ranks`` share the experts
+    (expert parallelism, GShard, Lepikhin et al. 2020), ``parts`` are this one's: each rank knows all tokens and routes
+    them in the same way, computes what its own experts make, and the ranks add that up.
     """
 
-    def __init__(self, config: ExpertsConfig, router: torch.Tensor, parts: list[FeedForward]) -> None:
+    def __init__(self, config: ExpertsConfig, router: Linear, parts: list[FeedForward], ranks: Ranks = ALONE) -> None:
         self._config = config
         self._router = router
         self._parts = parts
+        self._ranks = ranks
+        self._own = share(config.count, ranks)
 
     @classmethod
     def read(cls, config: DecoderConfig, experts: ExpertsConfig, weights: Weights, index: int) -> "SparseFeedForward":
@@ -35,14 +41,17 @@ class SparseFeedForward:
         layer, hidden = f"model.layers.{index}", config.hidden_size
         stacked = f"{layer}.mlp.experts.gate_up_proj" in weights.checkpoint
         block, projections = ("mlp", ()) if stacked else NAMES[config.architecture]
-        router = weights.fused([f"{layer}.{block}.gate.weight"], [(experts.count, hidden)])
+        gate = weights.fused([f"{layer}.{block}.gate.weight"], [(experts.count, hidden)])
+        router = make_linear(gate, None, replace(weights.options, quantization=None))  # small, and it decides
+        names = [[f"{layer}.{block}.experts.{each}.{name}" for name in projections] for each in range(experts.count)]
+        weights.checkpoint.leave(f"{name}.weight" for each in names for name in each)
         parts = [
             _stacked_part(weights, f"{layer}.{block}.experts", hidden, experts, each)
             if stacked
-            else _part(weights, [f"{layer}.{block}.experts.{each}.{name}" for name in projections], hidden, experts)
-            for each in range(experts.count)
+            else _part(weights, names[each], hidden, experts)
+            for each in range(experts.count)[share(experts.count, weights.ranks)]
         ]
-        return cls(experts, router, parts)
+        return cls(experts, router, parts, weights.ranks)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """``states`` [T, hidden] -> [T, hidden].
@@ -53,17 +62,20 @@ class SparseFeedForward:
         weights, chosen = self._route(states)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self._config.count).tolist()
+        first = sum(counts[: self._own.start])
+        counts = counts[self._own]
+        order = order[first : first + sum(counts)]
         outputs = states[order // self._config.per_token]
         for part, rows in zip(self._parts, outputs.split(counts), strict=True):
             if len(rows):
                 rows.copy_(part(rows))
-        weighted = torch.empty(outputs.shape, dtype=weights.dtype, device=outputs.device)
+        weighted = weights.new_zeros(chosen.numel(), states.shape[1])
         weighted[order] = outputs * weights.flatten()[order, None]
-        return weighted.view(*chosen.shape, -1).sum(1).to(states.dtype)
+        return self._ranks.sum(weighted.view(*chosen.shape, -1).sum(1).to(states.dtype))
 
     def _route(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and ids of the experts of each token, both [T, per_token], the heaviest first."""
-        logits = F.linear(states, self._router)
+        logits = self._router(states)
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self._config.per_token, dim=-1)
         if self._config.normalized:
             weights /= weights.sum(-1, keepdim=True)

@@ -26,7 +26,9 @@ class Ranks(Protocol):
         ...
 
     def join(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts beside each other in the last dimension, in the order of the ranks."""
+        """All ranks' parts beside each other in the last dimension, in the order of the ranks, for rank 0. The others
+        get their own part back.
+        """
         ...
 
 
@@ -46,3 +48,16 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def share(total: int, ranks: Ranks) -> slice:
+    """Which of ``total`` things are this rank's: as many for each, in the order of the ranks, and for the last ones
+    what is left, which may be nothing.
+    """
+    each = largest_share(total, ranks)
+    return slice(min(total, ranks.rank * each), min(total, (ranks.rank + 1) * each))
+
+
+def largest_share(total: int, ranks: Ranks) -> int:
+    """How many of ``total`` things rank 0 has; no other rank has more."""
+    return -(-total // ranks.size)

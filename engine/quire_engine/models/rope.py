@@ -17,6 +17,11 @@ class RotaryEmbedding:
         self._scale = config.rope_scale
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [T, head_dim / 2] float32 for positions [T]."""
+        """Cosines and sines [T, head_dim / 2] float32 for positions [T]; on a GPU they are halves of one tensor, as its
+        kernel reads them.
+        """
         angles = torch.outer(positions.float(), self._frequencies)
+        if angles.is_cuda:
+            cos, sin = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(self._scale).chunk(2, dim=1)
+            return cos, sin
         return angles.cos().mul_(self._scale), angles.sin().mul_(self._scale)

@@ -6,7 +6,7 @@ of the weights and of one tensor. Nothing is read with pickle.
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import read_json
+from quire_engine.models.ranks import ALONE, Ranks, share
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,15 +58,26 @@ class Checkpoint:
         return self.dtype(max(sorted(self._entries), key=lambda name: math.prod(self._entries[name].shape)))
 
     def fused(
-        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        ranks: Ranks = ALONE,
+        divided: int = 0,
     ) -> torch.Tensor:
-        """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``."""
+        """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``. Of each only this
+        rank's share of the dimension ``divided`` is read.
+        """
         for name, shape in zip(names, shapes, strict=True):
             self._check_shape(name, shape)
-        rows = [shape[0] for shape in shapes]
-        target = torch.empty((sum(rows), *shapes[0][1:]), dtype=dtype, device=device)
-        for name, part in zip(names, target.split(rows), strict=True):
-            self._copy(name, part)
+        cuts = [_cut(shape, divided, ranks) for shape in shapes]
+        sizes = [[part.stop - part.start for part in cut] for cut in cuts]
+        rows = [size[0] for size in sizes]
+        target = torch.empty((sum(rows), *sizes[0][1:]), dtype=dtype, device=device)
+        for name, cut, part in zip(names, cuts, target.split(rows), strict=True):
+            self._copy(name, cut, part)
         return target
 
     def one_of(
@@ -77,6 +89,10 @@ class Checkpoint:
             part = torch.empty(shape[1:], dtype=dtype, device=device).copy_(file.get_slice(name)[index])
         self._unread.discard(name)
         return part
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Says that these tensors, where they exist, are for other ranks to read."""
+        self._unread.difference_update(names)
 
     def log_unread(self) -> None:
         """Says in the log which tensors the model had no use for."""
@@ -100,17 +116,27 @@ class Checkpoint:
                 f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."
             )
 
-    def _copy(self, name: str, target: torch.Tensor) -> None:
-        with _opened(self._entry(name).path) as file:
-            target.copy_(file.get_tensor(name))
+    def _copy(self, name: str, cut: tuple[slice, ...], target: torch.Tensor) -> None:
+        entry = self._entry(name)
+        with _opened(entry.path) as file:
+            whole = tuple(target.shape) == entry.shape
+            target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[cut])
         self._unread.discard(name)
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype to compute in: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's own.
 
-    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path.
+    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path. Raises ``ModelError`` for a name
+    that is none, and for bfloat16 on a GPU that has no products of it.
     """
+    dtype = _dtype(name, stored, device)
+    if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ModelError("This GPU cannot compute in bfloat16; use --dtype float16 or float32.")
+    return dtype
+
+
+def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     if name in DTYPES:
         return DTYPES[name]
     if name not in ("auto", "float16"):
@@ -120,6 +146,13 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
         log.warning("float16 is slow on a CPU: the model runs in bfloat16 instead")
         return torch.bfloat16
     return torch.float32 if wanted == torch.float64 else wanted
+
+
+def _cut(shape: tuple[int, ...], divided: int, ranks: Ranks) -> tuple[slice, ...]:
+    """This rank's share of the dimension ``divided``, and all of the others."""
+    parts = [slice(0, size) for size in shape]
+    parts[divided] = share(shape[divided], ranks)
+    return tuple(parts)
 
 
 def _index(listing: Path) -> dict[str, Entry]:

@@ -8,6 +8,7 @@ import torch
 from quire_proto.sampling import SamplingParams
 
 from quire_engine.sampling.cells import FloatArray, TokenArray, cells
+from quire_engine.sampling.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +32,5 @@ def add_bias(scores: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
     """Adds to ``scores`` [R, V] float32, in place, the bias of each row named."""
     if biased:
         places = cells(scores, [row for row, _ in biased], [bias.token_ids for _, bias in biased])
-        values = torch.from_numpy(np.concatenate([bias.values for _, bias in biased])).to(scores.device)
-        scores.view(-1).index_add_(0, places, values)
+        values = np.concatenate([bias.values for _, bias in biased])
+        scores.view(-1).index_add_(0, *upload((places, values), scores.device))

@@ -16,12 +16,13 @@ def token_array(token_ids: Sequence[int], vocab_size: int) -> TokenArray:
     return array[(array >= 0) & (array < vocab_size)]
 
 
-def cells(scores: torch.Tensor, rows: Sequence[int], token_ids: Sequence[TokenArray]) -> torch.Tensor:
-    """Where the tokens of each of ``rows`` lie in ``scores`` [R, V], flat: row after row, [N] int64."""
+def cells(scores: torch.Tensor, rows: Sequence[int], token_ids: Sequence[TokenArray]) -> TokenArray:
+    """Where the tokens of each of ``rows`` lie in ``scores`` [R, V], flat: row after row, [N]."""
     starts = np.repeat(np.array(rows, dtype=np.int64) * scores.shape[1], [len(ids) for ids in token_ids])
-    return torch.from_numpy(np.concatenate(token_ids) + starts).to(scores.device)
+    places: TokenArray = np.concatenate(token_ids) + starts
+    return places
 
 
-def per_cell(scores: torch.Tensor, values: Sequence[float], lengths: Sequence[int]) -> torch.Tensor:
-    """One value of each row as one of each of its cells, [N] float32."""
-    return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), lengths)).to(scores.device)
+def per_cell(values: Sequence[float], lengths: Sequence[int]) -> FloatArray:
+    """One value of each row as one of each of its cells, [N]."""
+    return np.repeat(np.array(values, dtype=np.float32), lengths)

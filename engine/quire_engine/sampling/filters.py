@@ -28,19 +28,25 @@ class Top:
 
 
 def lowest_kept(
-    scores: torch.Tensor, top: Top, top_k: torch.Tensor, top_p: torch.Tensor, floor: torch.Tensor
+    scores: torch.Tensor,
+    top: Top,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    floor: torch.Tensor,
+    *,
+    has_nucleus: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
 
     ``scores`` [R, V] are finite or -inf, and relative to the row's highest, which is 0; ``top_k`` [R] int64, 0 for all;
     ``top_p`` [R] float64; ``floor`` [R] float32, the logarithm of min-p. A ``top`` that holds every score above -inf
-    always is wide enough.
+    always is wide enough. Without ``has_nucleus`` no row has a ``top_p`` below 1, and none is looked at.
     """
     vocab_size, width = scores.shape[1], top.scores.shape[1]
     last = top.scores[:, -1]
     unlimited = (top_k == 0) | (top_k >= vocab_size)
     kth = top.scores.gather(1, top_k.clamp(1, width)[:, None] - 1).masked_fill(unlimited[:, None], -torch.inf)
-    nucleus, reached = _nucleus(scores, kth, top, top_p)
+    nucleus, reached = _nucleus(scores, kth, top, top_p) if has_nucleus else (floor[:, None], top_p >= 1)
     above = floor >= last
     # The mass that top-p counts is of what top-k kept, so the floor makes top-k's own border needless only without it.
     kth_known = unlimited | (top_k <= width) | (above & (top_p >= 1))
@@ -54,8 +60,6 @@ def _nucleus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The lowest score [R, 1] in the nucleus of what is not below ``kth``, and whether it ends within ``top``, [R]."""
     everything = top_p >= 1
-    if bool(everything.all()):
-        return torch.full_like(kth, -torch.inf), everything
     # Over the whole row whatever the width of ``top``, so that a probability has the same bits for any width.
     probabilities = scores.masked_fill(scores < kth, -torch.inf).softmax(-1).gather(1, top.token_ids)
     mass = probabilities.double().cumsum(-1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from quire_engine.sampling.cells import cells, token_array
+from quire_engine.sampling.uploads import upload
 from quire_engine.scheduling.plan import Draw
 
 
@@ -52,5 +53,5 @@ def forbid(scores: torch.Tensor, forbidden: Sequence[tuple[int, Forbidden]]) -> 
     """Sets in ``scores`` [R, V], in place, what each row named may not draw to -inf."""
     if forbidden:
         token_ids = [token_array(one.token_ids(), scores.shape[1]) for _, one in forbidden]
-        places = cells(scores, [row for row, _ in forbidden], token_ids)
-        scores.view(-1)[places] = -torch.inf
+        (places,) = upload((cells(scores, [row for row, _ in forbidden], token_ids),), scores.device)
+        scores.view(-1).index_fill_(0, places, -torch.inf)

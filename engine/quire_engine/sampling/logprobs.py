@@ -5,10 +5,12 @@ Worked out for a bounded piece of rows at a time, so that long prompts and wide 
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from quire_proto.logprobs import TokenLogprobs
 
 from quire_engine.sampling.ranking import best
+from quire_engine.sampling.uploads import upload
 
 MAX_ROWS, MAX_VALUES = 256, 1 << 24
 
@@ -20,20 +22,36 @@ def rows_at_once(vocab_size: int) -> int:
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """Of each row of ``logits`` [R, V], any float dtype and finite: the log-probability of that row's token, and of its
-    so many most probable tokens, best first, equal ones in the order of their ids.
+    so many most probable tokens, best first, equal ones in the order of their ids. Waits for the device.
     """
-    size, made = rows_at_once(logits.shape[1]), []
+    (places,) = upload((np.array(token_ids, dtype=np.int64),), logits.device)
+    return as_logprobs(measure_logprobs(logits, places, max(num_top, default=0)), num_top)
+
+
+def measure_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, may_wait: bool = True
+) -> list[torch.Tensor]:
+    """The log-probability of the token of each row [R] float32, and with ``num_top`` above 0 those of the most probable
+    tokens and their ids, both [R, num_top] at the most.
+    """
+    size, pieces = rows_at_once(logits.shape[1]), []
     for start in range(0, len(token_ids), size):
         part = slice(start, start + size)
-        made += _piece(logits[part].float().log_softmax(-1), token_ids[part], num_top[part])
-    return made
+        logprobs = logits[part].float().log_softmax(-1)
+        own = logprobs.gather(1, token_ids[part][:, None]).squeeze(1)
+        pieces.append((own, *best(logprobs, num_top, may_wait=may_wait)) if num_top else (own,))
+    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
 
 
-def _piece(logprobs: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    places = torch.tensor(token_ids, dtype=torch.int64, device=logprobs.device)
-    own = logprobs.gather(1, places[:, None]).squeeze(1).tolist()
-    if not any(num_top):
+def as_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """What ``measure_logprobs`` made, row by row, each with its own number of most probable tokens. Waits for the
+    device.
+    """
+    if not num_top:
+        return []
+    own = measured[0].tolist()
+    if len(measured) == 1:
         return [TokenLogprobs(logprob) for logprob in own]
-    values, ids = best(logprobs, max(num_top))
+    values, ids = measured[1:]
     tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True))
     return [TokenLogprobs(logprob, top[:count]) for logprob, top, count in zip(own, tops, num_top, strict=True)]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from quire_engine.sampling.cells import FloatArray, TokenArray, cells, per_cell
+from quire_engine.sampling.uploads import upload
 from quire_engine.scheduling.plan import Draw
 
 _LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
@@ -102,20 +103,23 @@ def _penalise_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Pe
         return
     places = cells(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
     lengths = [len(tokens) for _, _, tokens in penalised]
-    factors = per_cell(scores, [one.repetition for _, one, _ in penalised], lengths)
-    old = scores.view(-1)[places]
+    factors_of = per_cell([one.repetition for _, one, _ in penalised], lengths)
+    at, factors = upload((places, factors_of), scores.device)
+    old = scores.view(-1).index_select(0, at)
     # A token that is there twice is read and written twice, with the same value.
     new = torch.where(old < 0, old * factors, old / factors).clamp_(_LEAST, _MOST)
-    scores.view(-1)[places] = new
+    scores.view(-1).index_copy_(0, at, new)
 
 
 def _penalise_count(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
     if not penalised:
         return
-    places = cells(scores, [row for row, _ in penalised], [one.output for _, one in penalised])
     lengths = [len(one.output) for _, one in penalised]
-    counts = torch.from_numpy(np.concatenate([one.counts for _, one in penalised])).to(scores.device)
-    values = scores.view(-1)[places]
-    values -= per_cell(scores, [one.frequency for _, one in penalised], lengths) * counts
-    values -= per_cell(scores, [one.presence for _, one in penalised], lengths)
-    scores.view(-1)[places] = values
+    places = cells(scores, [row for row, _ in penalised], [one.output for _, one in penalised])
+    counts = np.concatenate([one.counts for _, one in penalised])
+    each = [per_cell(of, lengths) for of in zip(*((one.frequency, one.presence) for _, one in penalised), strict=True)]
+    at, times, frequency, presence = upload((places, counts, *each), scores.device)
+    values = scores.view(-1).index_select(0, at)
+    values -= frequency * times
+    values -= presence
+    scores.view(-1).index_copy_(0, at, values)

@@ -6,9 +6,9 @@ from itertools import islice
 import torch
 from quire_proto.logprobs import TokenLogprobs
 
+from quire_engine.sampling.drawn import not_finite
 from quire_engine.sampling.logprobs import rows_at_once, token_logprobs
 from quire_engine.sampling.sampler import finite_rows
-from quire_engine.sampling.step import not_finite
 from quire_engine.scheduling.plan import Chunk, StepResult
 
 
@@ -21,7 +21,8 @@ def score_prompts(
 ) -> None:
     """Writes ``result.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the places in
     the batch of the tokens that the targets follow, chunk after chunk, and ``logits_of`` makes logits [R, V] of some of
-    them. A chunk with logits that are not finite ends its sequence, and those that would be drawn from it.
+    them. A chunk with logits that are not finite ends its sequence, and those that would be drawn from it. Waits for
+    the device after each piece, so that no more than one is in memory.
     """
     targets = [target for chunk in chunks for target in chunk.targets]
     num_top = [chunk.num_top for chunk in chunks for _ in chunk.targets]

@@ -2,12 +2,29 @@
 
 import torch
 
+_LOW_BITS = (1 << 32) - 1
 
-def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``count`` highest of ``scores`` [R, V], no NaN, and their token ids, both [R, count], on the host; all V of
-    them where there are no more.
+
+def best(scores: torch.Tensor, count: int, *, may_wait: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` highest of ``scores`` [R, V] float32, no NaN, and their token ids, both [R, count]; all V of them
+    where there are no more. On the host where it ``may_wait``, and on the device of ``scores`` otherwise, not waited
+    for. The ids of scores of -inf are any.
     """
     count = min(count, scores.shape[1])
+    return _by_ties(scores, count) if may_wait else _by_keys(scores, count)
+
+
+def _by_keys(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts integers that are unique: above, the bits of the score in an order that is the scores'; below, the id."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(_LOW_BITS, _LOW_BITS - scores.shape[1], -1, device=scores.device)
+    places = (ordered.long() << 32).bitwise_or_(ids).topk(count, dim=-1).indices
+    return scores.gather(1, places), places
+
+
+def _by_ties(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Looks for equal scores only in rows where it matters which of them were chosen."""
     # One more than asked for: only where it equals the last does it matter which of the equal ones were chosen.
     values, ids = (part.cpu() for part in scores.topk(min(count + 1, scores.shape[1]), dim=-1))
     border = values[:, count - 1]

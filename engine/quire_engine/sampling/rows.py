@@ -1,13 +1,37 @@
-"""The sampling parameters of the rows of one draw, as columns. Lives on the host."""
+"""The sampling parameters of the rows of one draw, as columns. Lives on the host, where what each row asks for can be
+asked without waiting for a device.
+"""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from quire_proto.sampling import SamplingParams
 
-from quire_engine.sampling.noise import row_keys
+from quire_engine.sampling.cells import FloatArray, TokenArray
+from quire_engine.sampling.noise import key_halves
+from quire_engine.sampling.uploads import upload
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the arithmetic of B rows reads, on its device; the fields are those of ``SamplingRows``."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    floor: torch.Tensor
+    keys: torch.Tensor
+
+    def take(self, indices: torch.Tensor) -> "Columns":
+        """The rows at ``indices``."""
+        columns = (self.temperature, self.top_k, self.top_p, self.floor, self.keys)
+        return Columns(*(column[indices] for column in columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,42 +40,52 @@ class SamplingRows:
     float32 (the logarithm of min-p, -inf is off), ``keys`` [B, 2] int32.
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    floor: torch.Tensor
-    keys: torch.Tensor
+    temperature: FloatArray
+    top_k: TokenArray
+    top_p: npt.NDArray[np.float64]
+    floor: FloatArray
+    keys: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> "SamplingRows":
         """Rows for drawing the tokens at ``positions`` with ``seeds``; the seeds in ``params`` are not read."""
         return cls(
-            temperature=torch.tensor([one.temperature for one in params], dtype=torch.float32),
-            top_k=torch.tensor([one.top_k for one in params], dtype=torch.int64),
-            top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64),
-            floor=torch.tensor([log(one.min_p) if one.min_p else -inf for one in params], dtype=torch.float32),
-            keys=row_keys(seeds, positions),
+            temperature=np.array([one.temperature for one in params], dtype=np.float32),
+            top_k=np.array([one.top_k for one in params], dtype=np.int64),
+            top_p=np.array([one.top_p for one in params], dtype=np.float64),
+            floor=np.array([log(one.min_p) if one.min_p else -inf for one in params], dtype=np.float32),
+            keys=key_halves(seeds, positions),
         )
 
     def __len__(self) -> int:
         return len(self.temperature)
 
-    def take(self, indices: torch.Tensor) -> "SamplingRows":
+    @property
+    def has_nucleus(self) -> bool:
+        """Whether any row has a top-p."""
+        return bool((self.top_p < 1).any())
+
+    def take(self, indices: TokenArray) -> "SamplingRows":
         """The rows at ``indices``."""
-        return self._map(lambda column: column[indices])
+        return SamplingRows(
+            self.temperature[indices], self.top_k[indices], self.top_p[indices], self.floor[indices], self.keys[indices]
+        )
 
-    def to(self, device: torch.device) -> "SamplingRows":
-        """The same rows on another device."""
-        return self._map(lambda column: column.to(device))
+    def to(self, device: torch.device) -> Columns:
+        """The same rows on a device."""
+        return Columns(*upload((self.temperature, self.top_k, self.top_p, self.floor, self.keys), device))
 
-    def greedy(self) -> torch.Tensor:
-        """Which rows take the most probable token, [B] bool."""
-        return self.temperature == 0
+    def greedy(self) -> BoolArray:
+        """Which rows take the most probable token, [B]."""
+        return np.equal(self.temperature, 0)
 
-    def filtered(self, vocab_size: int) -> torch.Tensor:
-        """Which rows have a top-k, top-p or min-p that can leave tokens out, [B] bool."""
-        return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.floor > -inf)
+    def filtered(self, vocab_size: int) -> BoolArray:
+        """Which rows have a top-k, top-p or min-p that can leave tokens out, [B]."""
+        filtered: BoolArray = ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.floor > -inf)
+        return filtered
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SamplingRows":
-        columns = (self.temperature, self.top_k, self.top_p, self.floor, self.keys)
-        return SamplingRows(*map(change, columns))
+    def bordered(self, width: int, vocab_size: int) -> BoolArray:
+        """Which rows' ``width`` highest scores are certain to tell the lowest score that is kept, [B]."""
+        unlimited = (self.top_k == 0) | (self.top_k >= vocab_size)
+        within: BoolArray = ((self.top_k > 0) & (self.top_k <= width)) | (unlimited & (self.top_p >= 1))
+        return within | (width >= vocab_size)

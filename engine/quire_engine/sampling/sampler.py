@@ -9,104 +9,136 @@ without noise. Equal scores go to the lowest token id. A row's draw depends on t
 parameters alone, whatever else is in the batch.
 
 Filters look at the 1,024 highest scores first, and noise is then made for those only. A row that keeps more is sorted
-whole, unless its border is known already, and gets noise for all tokens.
+whole, unless its border is known already, and gets noise for all tokens. Which rows these are is known to the device
+alone. Where the host must not wait for that, every row gets noise for all tokens, and those that have a top-p without
+a top-k, or a top-k above 1,024, are sorted whole: more work, but the same draws.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
+from quire_engine.sampling.argmax import lowest_argmax
+from quire_engine.sampling.cells import TokenArray
 from quire_engine.sampling.filters import Top, lowest_kept
 from quire_engine.sampling.noise import gumbel
-from quire_engine.sampling.rows import SamplingRows
+from quire_engine.sampling.rows import BoolArray, Columns, SamplingRows
+from quire_engine.sampling.uploads import upload
 
 TOP_WIDTH = 1024
-# Noise is made for so many tokens at a time: a dozen passes over them then stay in the processor's cache.
-NOISE_TOKENS = 1 << 16
+# Noise is made for so many tokens at a time. A dozen passes over them stay in a processor's cache; on other devices a
+# pass costs a launch, and the number only bounds their memory.
+NOISE_TOKENS, DEVICE_NOISE_TOKENS = 1 << 16, 1 << 22
 # Dividing by less would overflow even for neighbouring float32 logits; such a row is greedy up to exact ties.
 MIN_TEMPERATURE = 1e-30
 
+_Draw = Callable[[torch.Tensor, SamplingRows, bool], torch.Tensor]
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [B] int64, on the host, for ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
-    of them -inf. They are used up.
+
+def sample(logits: torch.Tensor, rows: SamplingRows, *, may_wait: bool = True) -> torch.Tensor:
+    """Token ids [B] int64, on the device of ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
+    of them -inf; a row that is otherwise gets any valid id. They are used up. Nothing is read from the device unless
+    it ``may_wait``, which makes no difference to the ids.
     """
-    token_ids = torch.empty(len(rows), dtype=torch.int64)
-    greedy = rows.greedy()
-    if bool(greedy.any()):
-        token_ids[greedy] = most_probable(_take(logits, greedy))
-    if not bool(greedy.all()):
-        token_ids[~greedy] = _draw(_take(logits, ~greedy), _rows(rows, ~greedy))
+    kinds = _kinds(rows, logits.shape[1])
+    if len(kinds) == 1:
+        return kinds[0][0](logits, rows, may_wait)
+    token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    indices = upload([places for _, places in kinds], logits.device)
+    for (draw, places), index in zip(kinds, indices, strict=True):
+        token_ids.index_copy_(0, index, draw(logits.index_select(0, index), rows.take(places), may_wait))
     return token_ids
 
 
-def most_probable(logits: torch.Tensor) -> torch.Tensor:
-    """The lowest token id with the highest of ``logits`` [B, V] in each row: [B] int64, on the host."""
-    return logits.max(-1).indices.cpu()
-
-
-def finite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows hold only finite numbers, [B] bool. A sum that is finite proves it, at a fraction of the cost."""
+def finite_rows(logits: torch.Tensor, *, may_wait: bool = True) -> torch.Tensor:
+    """Which rows hold only finite numbers, [B] bool. A sum that is finite proves it, at a fraction of the cost, but
+    must be read.
+    """
+    if not may_wait:
+        return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
     finite = logits.sum(-1).isfinite()
     return finite if bool(finite.all()) else logits.isfinite().all(-1)
 
 
-def _take(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The rows under ``mask`` [B] bool, without a copy where that is all of them."""
-    return logits if bool(mask.all()) else logits[mask.nonzero().squeeze(1).to(logits.device)]
+def _kinds(rows: SamplingRows, vocab_size: int) -> list[tuple[_Draw, TokenArray]]:
+    """The ways in which rows are drawn, and which of the rows each is for."""
+    greedy, filtered = rows.greedy(), rows.filtered(vocab_size)
+    bordered = rows.bordered(TOP_WIDTH, vocab_size)
+    ways: list[tuple[_Draw, BoolArray]] = [
+        (_draw_greedy, greedy),
+        (_draw_plain, ~greedy & ~filtered),
+        (_draw_filtered, ~greedy & filtered & bordered),
+        (_draw_filtered, ~greedy & filtered & ~bordered),
+    ]
+    return [(draw, np.flatnonzero(mask)) for draw, mask in ways if mask.any()]
 
 
-def _rows(rows: SamplingRows, mask: torch.Tensor) -> SamplingRows:
-    return rows.take(mask.nonzero().squeeze(1))
+def _draw_greedy(logits: torch.Tensor, rows: SamplingRows, may_wait: bool) -> torch.Tensor:
+    del rows
+    return lowest_argmax(logits, may_wait=may_wait)
 
 
-def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [R], on the host, of rows with a temperature above 0; ``logits`` [R, V] float32 are used up."""
-    token_ids = torch.empty(len(rows), dtype=torch.int64)
-    temperature = rows.temperature.clamp(min=MIN_TEMPERATURE).to(logits.device)
-    scores = logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    filtered = rows.filtered(logits.shape[1])
-    for mask, draw in ((~filtered, _draw_from_all), (filtered, _draw_from_top)):
-        if bool(mask.any()):
-            token_ids[mask] = draw(_take(scores, mask), _rows(rows, mask).to(logits.device)).cpu()
+def _draw_plain(logits: torch.Tensor, rows: SamplingRows, may_wait: bool) -> torch.Tensor:
+    columns = rows.to(logits.device)
+    return _draw_from_all(_scaled(logits, columns), columns.keys, may_wait)
+
+
+def _draw_filtered(logits: torch.Tensor, rows: SamplingRows, may_wait: bool) -> torch.Tensor:
+    columns, vocab_size = rows.to(logits.device), logits.shape[1]
+    scores, width = _scaled(logits, columns), _top_width(rows, vocab_size)
+    if may_wait:
+        return _draw_from_top(scores, Top.of(scores, width), columns, rows.has_nucleus)
+    top = Top.of(scores, width if rows.bordered(width, vocab_size).all() else vocab_size)
+    lowest, _ = _border(scores, top, columns, rows.has_nucleus)
+    return _draw_from_all(scores.masked_fill_(scores < lowest, -torch.inf), columns.keys, may_wait)
+
+
+def _draw_from_top(scores: torch.Tensor, top: Top, columns: Columns, has_nucleus: bool) -> torch.Tensor:
+    """From the highest scores alone, but for rows that may keep others too, which must be read."""
+    lowest, known = _border(scores, top, columns, has_nucleus)
+    token_ids = _draw_from_candidates(top, lowest, columns.keys)
+    # Where the border is the last score looked at, tokens that tie with it may lie outside; -inf is not drawn anyway.
+    last = top.scores[:, -1]
+    wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
+    if len(wide) and top.scores.shape[1] < scores.shape[1]:
+        scores, columns, lowest = scores[wide], columns.take(wide), lowest[wide]
+        if not bool(known.all()):
+            lowest, _ = _border(scores, Top.of(scores, scores.shape[1]), columns, has_nucleus)
+        token_ids[wide] = _draw_from_all(scores.masked_fill(scores < lowest, -torch.inf), columns.keys, may_wait=True)
     return token_ids
 
 
-def _draw_from_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def _scaled(logits: torch.Tensor, columns: Columns) -> torch.Tensor:
+    """Scores, 0 for the highest of each row; ``logits`` are used up."""
+    temperature = columns.temperature.clamp(min=MIN_TEMPERATURE)
+    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+
+
+def _border(scores: torch.Tensor, top: Top, columns: Columns, has_nucleus: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return lowest_kept(scores, top, columns.top_k, columns.top_p, columns.floor, has_nucleus=has_nucleus)
+
+
+def _draw_from_all(scores: torch.Tensor, keys: torch.Tensor, may_wait: bool) -> torch.Tensor:
     """Token ids [R] drawn from every token with a score above -inf."""
-    width = max(1, NOISE_TOKENS // len(rows))
-    best = torch.full((len(rows),), -torch.inf, device=scores.device)
-    token_ids = torch.zeros(len(rows), dtype=torch.int64, device=scores.device)
+    width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // len(keys))
+    best = torch.full((len(keys),), -torch.inf, device=scores.device)
+    token_ids = torch.zeros(len(keys), dtype=torch.int64, device=scores.device)
     for start, part in zip(range(0, scores.shape[1], width), scores.split(width, dim=1), strict=True):
         ids = torch.arange(start, start + part.shape[1], dtype=torch.int32, device=scores.device)
-        highest, place = gumbel(rows.keys, ids).add_(part).max(-1)
+        noisy = gumbel(keys, ids).add_(part)
+        place = lowest_argmax(noisy, may_wait=may_wait)
+        highest = noisy.gather(1, place[:, None]).squeeze(1)
         better = highest > best
         best = torch.where(better, highest, best)
         token_ids = torch.where(better, place + start, token_ids)
     return token_ids
 
 
-def _draw_from_top(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Token ids [R] drawn from what top-k, top-p and min-p keep."""
-    top = Top.of(scores, _top_width(rows, scores.shape[1]))
-    lowest, known = lowest_kept(scores, top, rows.top_k, rows.top_p, rows.floor)
-    token_ids = _draw_from_candidates(top, lowest, rows.keys)
-    # Where the border is the last score looked at, tokens that tie with it may lie outside; -inf is not drawn anyway.
-    last = top.scores[:, -1]
-    wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
-    if len(wide) and top.scores.shape[1] < scores.shape[1]:
-        scores, rows = scores[wide], rows.take(wide)
-        lowest = lowest[wide] if bool(known.all()) else _lowest_of_all(scores, rows)
-        token_ids[wide] = _draw_from_all(scores.masked_fill(scores < lowest, -torch.inf), rows)
-    return token_ids
-
-
-def _lowest_of_all(scores: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The lowest score that each row keeps, [R, 1], by sorting all of them."""
-    return lowest_kept(scores, Top.of(scores, scores.shape[1]), rows.top_k, rows.top_p, rows.floor)[0]
-
-
 def _draw_from_candidates(top: Top, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     noisy = gumbel(keys, top.token_ids.int()).add_(top.scores).masked_fill_(top.scores < lowest, -torch.inf)
-    losers = noisy != noisy.amax(-1, keepdim=True)
+    # Said so that a row of NaN, which is neither, has a winner too.
+    losers = noisy < noisy.amax(-1, keepdim=True)
     return top.token_ids.masked_fill(losers, torch.iinfo(torch.int64).max).amin(-1)
 
 

@@ -3,7 +3,7 @@
 Nothing here refers to a sequence or a pool, so a plan can be logged, replayed and sent to other ranks.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from quire_proto.errors import QuireError
 from quire_proto.logprobs import TokenLogprobs
@@ -26,13 +26,13 @@ class Draw:
     first of several outputs of one prompt, whose sequences are only made then.
 
     ``token_ids`` are all known tokens, ``num_prompt`` of them the prompt's; the token is drawn for position
-    ``len(token_ids)``. It is the scheduler's own list, and it only ever grows: read it while the step runs, never keep
-    a count of what it held under anything but ``sequence_id``, never change it. What an executor keeps for a sequence
-    (penalised tokens, a grammar's matcher) is a cache of this list, and can be made from it anew at any time.
-    ``seed`` is the sequence's own, so ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn:
-    the executor returns so many most probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are
-    those that end the sequence, the model's end-of-sequence tokens included: none is drawn before
-    ``params.min_tokens``.
+    ``len(token_ids)``, which is the chunk's end unless the sequence ended while that was computed. It is the
+    scheduler's own list, and it only ever grows: read it while the step runs, never keep a count of what it held under
+    anything but ``sequence_id``, never change it. What an executor keeps for a sequence (penalised tokens, a grammar's
+    matcher) is a cache of this list, and can be made from it anew at any time. ``seed`` is the sequence's own, so
+    ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most
+    probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the sequence, the
+    model's end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
     """
 
     sequence_id: int
@@ -50,9 +50,10 @@ class Chunk:
     """The tokens of one sequence that a step computes.
 
     ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PENDING``; the ``start`` tokens
-    before them are in the KV blocks already. ``block_ids`` is the sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in
-    slot ``p % block_size`` of ``block_ids[p // block_size]``. It is the scheduler's own list: read it while the step
-    runs, never keep or change it.
+    before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the sequence's block
+    table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
+    ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
+    or change it.
 
     ``draws`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be drawn, once
     for each draw, all from the same logits. There are several where one prompt has several outputs, and before they
@@ -75,6 +76,13 @@ class Chunk:
         """
         return self.start + len(self.token_ids)
 
+    def resolved(self) -> "Chunk":
+        """The same chunk without ``PENDING``: what that stood for has been drawn by now."""
+        if PENDING not in self.token_ids[-1:]:
+            return self
+        (draw,) = self.draws
+        return replace(self, token_ids=[*self.token_ids[:-1], draw.token_ids[self.end - 1]])
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -82,8 +90,8 @@ class StepPlan:
 
     Blocks are copied first from the device to the host (``copies_out``), then within the device (``copies_within``),
     then from the host to the device (``copies_in``), each list in its own order: a block may be the target of one copy
-    and the source of a later one. ``ended`` are sequences that have ended since the last plan: nothing needs to be
-    kept for them any more. ``preempted`` counts the sequences that had to give way.
+    and the source of a later one. ``ended`` are sequences that have ended: nothing needs to be kept for them any more,
+    and no step under way draws for them. ``preempted`` counts the sequences that had to give way.
     """
 
     step: int
@@ -110,8 +118,10 @@ class StepPlan:
         return not (self.chunks or self.copies_out or self.copies_within or self.copies_in or self.ended)
 
     def split(self) -> list["StepPlan"]:
-        """One plan for each chunk, without the copies: to find the request that makes a step fail."""
-        return [StepPlan(self.step, [chunk]) for chunk in self.chunks]
+        """One plan for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
+        ``PENDING``.
+        """
+        return [StepPlan(self.step, [chunk.resolved()]) for chunk in self.chunks]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """What the next step computes: hands out one token budget, and decides who gives way when memory runs out.
 
 There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
-of the difference. Order: running, then what has given way, by precedence, then waiting in the policy's order.
+of the difference. While a step is under way, what it computes counts as computed, and a token that it draws as known,
+though nobody knows it yet. Order: running, then what has given way, by precedence, then waiting in the policy's order.
 Nothing is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
 preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
 """
@@ -13,7 +14,7 @@ from quire_engine.kv.events import Tier
 from quire_engine.kv.memory import Hit, KvMemory
 from quire_engine.request import Group, Moment, Sequence, Status
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import Chunk, StepPlan
+from quire_engine.scheduling.plan import PENDING, Chunk, StepPlan
 from quire_engine.scheduling.policy import POLICIES, Job
 from quire_engine.scheduling.preemption import Preemption, Reason, decide
 from quire_engine.scheduling.queue import AdmittedQueue, WaitingQueue
@@ -71,8 +72,14 @@ class Planner:
             self._queue(sequence.status).remove(sequence)
         sequence.status = Status.FINISHED
 
-    def plan(self, step: int) -> StepPlan:
-        """The next step. Empty when nothing can be computed."""
+    def lose(self, sequence: Sequence) -> None:
+        """What was computed for a sequence that has given way cannot be used: all of it is computed again."""
+        if sequence.status is Status.SWAPPED:
+            self.swapped.remove(sequence)
+            self._start_over(sequence, Reason.LOST)
+
+    def plan(self, step: int, *, ahead: bool = False) -> StepPlan:
+        """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still under way."""
         plan = StepPlan(step)
         self.starved.clear()
         budget = self._plan_running(plan, self._config.max_num_batched_tokens)
@@ -80,7 +87,7 @@ class Planner:
             budget = self._plan_returns(plan, budget)
             if self._next_to_return() is None and self._is_open():
                 self._plan_waiting(plan, budget)
-        if not (plan.chunks or plan.preempted or self.starved or self._memory.has_copies):
+        if not (ahead or plan.chunks or plan.preempted or self.starved or self._memory.has_copies):
             self._unblock(plan)
         copies = self._memory.take_copies()
         plan.copies_out, plan.copies_within, plan.copies_in = copies.out, copies.within, copies.into
@@ -90,8 +97,9 @@ class Planner:
 
     def _plan_running(self, plan: StepPlan, budget: int) -> int:
         search: Group | None = None
+        running = Status.RUNNING  # a member of an enumeration is slow to look up
         for sequence in list(self.running):
-            if budget == 0 or self.starved or sequence.status is not Status.RUNNING:
+            if budget == 0 or self.starved or sequence.status is not running:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
             group = sequence.group
             if group.beams is not None and group is not search:
@@ -99,8 +107,9 @@ class Planner:
                 search = group
                 if not self._make_room(_running_beams(group), budget, plan):
                     continue
-            if sequence.num_uncomputed and self._make_room([sequence], budget, plan):
-                budget -= self._schedule(sequence, budget, plan)
+            length = min(sequence.num_unscheduled, budget)
+            if length and self._make_room([sequence], length, plan):
+                budget -= self._schedule(sequence, length, plan)
         return budget
 
     def _make_room(self, unit: list[Sequence], budget: int, plan: StepPlan) -> bool:
@@ -120,28 +129,29 @@ class Planner:
         """Device blocks that ``unit`` lacks for what ``budget`` lets it compute."""
         missing = 0
         for sequence in unit:
-            start = sequence.num_computed
-            end = min(len(sequence.token_ids), start + budget)
-            missing += self._memory.missing(sequence.table, start, end)
-            budget -= end - start
+            start, length = sequence.num_scheduled, min(sequence.num_unscheduled, budget)
+            missing += self._memory.missing(sequence.table, start, start + length)
+            budget -= length
         return missing
 
     def _together(self, victim: Sequence) -> list[Sequence]:
         """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
         return [victim] if victim.group.beams is None else _running_beams(victim.group)[::-1]
 
-    def _schedule(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
+    def _schedule(self, sequence: Sequence, length: int, plan: StepPlan) -> int:
         """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
-        start, token_ids = sequence.num_computed, sequence.token_ids
-        end = min(len(token_ids), start + budget)
+        start, known = sequence.num_scheduled, sequence.token_ids
+        end = start + length
         self._memory.grow(sequence.table, start, end)
-        draws = sequence.draws if end == len(token_ids) else ()
-        chunk = Chunk(sequence.id, token_ids[start:end], start, sequence.table.block_ids, draws)
+        token_ids = known[start:end] or [PENDING]
+        draws = sequence.draws if end >= len(known) else ()
+        chunk = Chunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
         if start < sequence.group.num_prompt and self._tells_prompt(sequence.group):
             chunk.targets = sequence.token_ids[start + 1 : min(end + 1, sequence.group.num_prompt)]
             chunk.num_top = sequence.request.sampling.prompt_logprobs or 0
         plan.chunks.append(chunk)
-        return end - start
+        sequence.num_scheduled = end
+        return length
 
     def _tells_prompt(self, group: Group) -> bool:
         """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
@@ -156,9 +166,9 @@ class Planner:
         plan.preempted += 1
         self.running.remove(victim)
         way, reason = decide(
-            self._memory.swap_cost(victim.table, victim.num_computed),
+            self._memory.swap_cost(victim.table, victim.num_scheduled),
             self._rates,
-            host_has_room=self._memory.can_swap_out(victim.num_computed),
+            host_has_room=self._memory.can_swap_out(victim.num_scheduled),
             may_swap=len(self.swapped) < self._config.max_swapped,
         )
         self._statistics.preemptions[way, reason] += 1
@@ -168,6 +178,8 @@ class Planner:
             self._start_over(victim, reason)
 
     def _swap_out(self, victim: Sequence, reason: Reason) -> None:
+        # Its blocks are copied after the step under way, so with what that computes for it.
+        victim.num_computed = victim.num_scheduled
         blocks = self._memory.swap_out(victim.table, victim.num_computed)
         self._statistics.blocks_swapped_out += blocks
         victim.status = Status.SWAPPED
@@ -176,7 +188,7 @@ class Planner:
 
     def _start_over(self, victim: Sequence, reason: Reason) -> None:
         self._memory.release(victim.table)
-        victim.num_computed = 0
+        victim.num_computed = victim.num_scheduled = 0
         victim.status = Status.PREEMPTED
         self.preempted.push(victim)
         self._note(victim, "recompute", 0, reason)
@@ -205,8 +217,8 @@ class Planner:
             is_swapped = sequence.status is Status.SWAPPED
             if not (self._swap_in(sequence, budget) if is_swapped else self._admit_again(sequence)):
                 break
-            if sequence.num_uncomputed:
-                budget -= self._schedule(sequence, budget, plan)
+            if sequence.num_unscheduled:
+                budget -= self._schedule(sequence, min(sequence.num_unscheduled, budget), plan)
         return budget
 
     def _next_to_return(self) -> Sequence | None:
@@ -236,7 +248,7 @@ class Planner:
     # Admitting
 
     def _is_open(self) -> bool:
-        """Whether new sequences are taken in: always, or, with static batches, until the first token is drawn."""
+        """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
         if self._config.batching == "continuous":
             return True
         return not any(sequence.timeline.first_token for sequence in self.running)
@@ -251,7 +263,7 @@ class Planner:
             self.waiting.admit(sequence)
             self._admit(sequence, hits)
             self._note_admission(sequence, hits, plan.step)
-            budget -= self._schedule(sequence, budget, plan)
+            budget -= self._schedule(sequence, min(sequence.num_unscheduled, budget), plan)
 
     def _fitting_hits(self, sequence: Sequence) -> list[Hit] | None:
         """What is cached of a sequence that can be admitted now; None when it has to wait.
@@ -288,7 +300,7 @@ class Planner:
             group.age = self._ages
             self._ages += 1
         sequence.precedence = (group.request.priority if self._by_priority else 0, group.age, sequence.id)
-        sequence.num_computed = self._memory.admit(sequence.table, hits)
+        sequence.num_computed = sequence.num_scheduled = self._memory.admit(sequence.table, hits)
         self.join(sequence)
 
     def _note_admission(self, sequence: Sequence, hits: list[Hit], step: int) -> None:

@@ -19,6 +19,7 @@ class Reason(StrEnum):
     CHEAPER = "cheaper"
     HOST_FULL = "host_full"
     TOO_MANY_SWAPPED = "too_many_swapped"
+    LOST = "lost"
 
 
 def decide(cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool) -> tuple[Preemption, Reason]:

@@ -1,6 +1,6 @@
 """Which requests are live, and the sequences that each of them is made of: their birth, their parting, their end."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import choice_seed
@@ -10,7 +10,7 @@ from quire_engine.kv.table import BlockTable
 from quire_engine.request import Group, Request, Sequence, Timeline
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import Draw, StepPlan
 
 
 class Registry:
@@ -62,7 +62,8 @@ class Registry:
             timeline=parent.timeline.copy(),
             limit=parent.limit,
         )
-        child.num_computed, child.num_reported = parent.num_computed, parent.num_reported
+        child.num_computed, child.num_scheduled = parent.num_computed, parent.num_scheduled
+        child.num_reported = parent.num_reported
         child.precedence = (*parent.precedence[:2], child.id)
         child.draws = (self._draw(child, index),)
         self._enter(child)
@@ -81,9 +82,15 @@ class Registry:
         if not group.sequences:
             del self._groups[group.request.request_id]
 
-    def take_ended(self) -> list[int]:
-        """Ids of the sequences that were closed since the last call."""
-        ended, self._ended = self._ended, []
+    def take_ended(self, under_way: Iterable[StepPlan]) -> list[int]:
+        """Ids of the sequences that were closed since the last call, but for those that a plan under way draws for:
+        they are told later, because that draw would make anew what the executor forgets.
+        """
+        if not self._ended:
+            return []
+        drawn = {draw.sequence_id for plan in under_way for chunk in plan.chunks for draw in chunk.draws}
+        ended = [each for each in self._ended if each not in drawn]
+        self._ended = [each for each in self._ended if each in drawn]
         return ended
 
     def _root(self, group: Group, width: int) -> Sequence:

@@ -3,8 +3,17 @@
 A request begins as one sequence, its root. When the root has computed all it knows, one token is drawn for each choice,
 and the choices part: their tables share every block, and whoever writes first into a last block that is not full gets a
 copy of it. From then on they are sequences like all others, except for beams, which wait for each other at every token.
+
+One step may be planned ahead: while the one before it is under way. What ends, gives way or is aborted meanwhile gives
+its blocks back at once, although a step under way still writes into them. That is safe because
+
+* steps are carried out in the order of their plans, copies first: whoever is given such a block later writes it later;
+* a block is named only when what fills it is committed, so nothing finds a block that is still written, and a chunk
+  starts behind the blocks that are named;
+* results for a sequence that has ended are dropped, and the executor hears of its end when nothing draws for it.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import time_ns
@@ -26,9 +35,13 @@ from quire_engine.scheduling.rates import UNMEASURED, Rates
 from quire_engine.scheduling.registry import Registry
 from quire_engine.scheduling.statistics import Statistics
 
+MAX_DEPTH = 2
+
 
 class Scheduler:
-    """Owns the requests of one engine. Used by one thread; ``plan`` and ``commit`` alternate."""
+    """Owns the requests of one engine. Used by one thread. ``plan`` and ``commit`` alternate, but ``plan`` may be one
+    ahead.
+    """
 
     def __init__(
         self,
@@ -49,13 +62,14 @@ class Scheduler:
         self.swapped = self._planner.swapped
         self.preempted = self._planner.preempted
         self._step = 0
+        self._under_way: deque[StepPlan] = deque()
         self._outputs: list[Output] = []
         self._complete: list[Group] = []
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return len(self._registry) > 0 or bool(self._outputs)
+        """Whether there is anything to plan, to commit or to tell."""
+        return len(self._registry) > 0 or bool(self._outputs) or bool(self._under_way)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
@@ -82,21 +96,36 @@ class Scheduler:
                 self._abort_choice(group, index)
 
     def plan(self) -> StepPlan:
-        """What the next step does. Empty when nothing can be computed."""
+        """What the next step does. Empty when nothing can be computed, which may be for want of what the step under way
+        makes; an empty plan need not be committed.
+        """
+        assert len(self._under_way) < MAX_DEPTH, "more than one step ahead"
         self._step += 1
-        plan = self._planner.plan(self._step)
-        for sequence in self._planner.starved:
+        ahead = bool(self._under_way)
+        plan = self._planner.plan(self._step, ahead=ahead)
+        for sequence in () if ahead else self._planner.starved:  # ahead of the commit that may end it, nobody starves
             self.statistics.out_of_memory += 1
             self._fail(sequence.group, _out_of_memory())
-        plan.ended = self._registry.take_ended()
+        plan.ended = self._registry.take_ended(self._under_way)
+        if not plan.is_empty:
+            self._under_way.append(plan)
         return plan
+
+    def retry(self, plan: StepPlan) -> list[StepPlan]:
+        """One plan for each chunk of a step that failed, the oldest that is under way, to be run alone. Chunks whose
+        sequence no longer has its blocks are struck from ``plan``.
+        """
+        plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
+        return plan.split()
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
+        if self._under_way and self._under_way[0] is plan:
+            self._under_way.popleft()
         self._count_copies(plan)
         for chunk in plan.chunks:
             sequence = self._registry.sequence(chunk.sequence_id)
-            if sequence is not None:  # None: another choice of its request has failed
+            if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
                 self._commit_chunk(sequence, chunk, result)
         self._advance_beams()
         outputs, self._outputs = self._outputs, []
@@ -124,31 +153,42 @@ class Scheduler:
 
     def waste(self) -> Waste:
         """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
-        device = device_waste(self.memory, ((sequence.table, sequence.num_computed) for sequence in self.running))
+        device = device_waste(self.memory, ((sequence.table, sequence.num_scheduled) for sequence in self.running))
         if self.has_work:
             return device
         return replace(device, unreachable_blocks=unreachable_blocks(self.memory, ()))
 
     # Committing
 
+    def _can_retry(self, sequence: Sequence | None) -> bool:
+        if sequence is None:
+            return False
+        if sequence.status is not Status.RUNNING:
+            self._planner.lose(sequence)
+        return sequence.status is Status.RUNNING
+
     def _commit_chunk(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> None:
         error = _error_of(chunk, result) if result.errors else None
         if error is not None:
             self._fail(sequence.group, error)
             return
-        end = sequence.num_computed = chunk.end
-        self.memory.name_full_blocks(sequence.table, sequence.token_ids, end)
-        self.statistics.computed_tokens += len(chunk.token_ids)
+        num_computed = len(chunk.token_ids)
+        if sequence.table.block_ids:  # else it has given way, and this was counted then
+            end = sequence.num_computed = chunk.start + num_computed
+            self.memory.name_full_blocks(sequence.table, sequence.token_ids, end)
+        self.statistics.computed_tokens += num_computed
         if chunk.targets:
             self._tell_prompt(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
         if not chunk.draws:
             return
         if sequence.group.beams is not None:
             self._collect(sequence, result.candidates[sequence.id])
-        elif len(chunk.draws) > 1:
-            self._part(sequence, chunk, result)
-        else:
+        elif len(chunk.draws) == 1:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+        elif sequence.status is Status.RUNNING:
+            self._part(sequence, chunk, result)
+        else:  # it gave way and has no blocks to share: the same tokens are drawn when it is back
+            self._planner.lose(sequence)
 
     def _part(self, root: Sequence, chunk: Chunk, result: StepResult) -> None:
         """The first token of each choice is drawn, and each goes its own way."""

@@ -118,7 +118,8 @@ class EngineServer:
         except BaseException as failure:  # noqa: BLE001 - it is raised again on the event loop's thread
             self._failure = failure
         finally:
-            self._loop.call_soon_threadsafe(self._ended.set)
+            with suppress(RuntimeError):  # a step that hung is over, and nobody waits for it any more
+                self._loop.call_soon_threadsafe(self._ended.set)
 
     def _publish(self, step: StepOutput) -> None:
         """On the core's thread: hands the step's news to the event loop, which keeps their order."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.executor.torch.streams import upload
 from quire_engine.scheduling.plan import PENDING, Chunk, Draw
 
 
@@ -26,19 +27,33 @@ class ForwardBatch:
     scored_rows: torch.Tensor
     pending_rows: torch.Tensor
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each chunk is one token."""
+        return len(self.token_ids) == len(self.attention.context_lens)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
+        lowest, highest = (int(bound) for bound in self.token_ids.aminmax())
+        if lowest < PENDING or highest >= size or (lowest == PENDING and not len(self.pending_rows)):
+            raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What a step computes and what is made of it.
 
-    ``draws`` are all of the step's, and ``draw_rows`` says from which of the S sampled rows each one is. ``scored`` are
-    the chunks with targets.
+    ``draws`` are all of the step's; ``draw_rows`` says from which of the S sampled rows each one is, and
+    ``draw_waits`` whether a token before it is pending. ``scored`` are the chunks with targets. ``pending_ids`` are the
+    sequences whose last token is pending, in the order of the forward batch's ``pending_rows``.
     """
 
     forward: ForwardBatch
     draws: list[Draw]
     draw_rows: list[int]
+    draw_waits: list[bool]
     scored: list[Chunk]
+    pending_ids: list[int]
 
 
 def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
@@ -72,8 +87,43 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         forward,
         draws=[draw for chunk in sampled for draw in chunk.draws],
         draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
+        draw_waits=[chunk.token_ids[-1] == PENDING for chunk in sampled for _ in chunk.draws],
         scored=[chunk for chunk in chunks if chunk.targets],
+        pending_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PENDING],
     )
+
+
+def pad(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """The same batch, of chunks of one token, with as many more as make it ``size``: each the first token of a sequence
+    whose only page is the null page. What they store there means nothing to anybody.
+    """
+    missing = size - len(batch.context_lens)
+    if not missing:
+        return batch
+    zeros, ones = torch.zeros(missing, dtype=torch.int32), torch.ones(missing, dtype=torch.int32)
+    counts = ones.cumsum(0, dtype=torch.int32)
+    return AttentionBatch(
+        query_indptr=torch.cat((batch.query_indptr, batch.query_indptr[-1] + counts)),
+        page_indptr=torch.cat((batch.page_indptr, batch.page_indptr[-1] + counts)),
+        page_ids=torch.cat((batch.page_ids, zeros)),
+        last_page_len=torch.cat((batch.last_page_len, ones)),
+        context_lens=torch.cat((batch.context_lens, ones)),
+        positions=torch.cat((batch.positions, zeros)),
+    )
+
+
+def padding(size: int) -> AttentionBatch:
+    """A batch of nothing but pads."""
+    start, nothing = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    return pad(AttentionBatch(start, start, nothing, nothing, nothing, nothing), size)
+
+
+def place(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor) -> None:
+    """Writes ``pending`` [P] into ``token_ids`` [T], both int64 on the device, at ``rows`` [P], which rise."""
+    if len(rows) == len(token_ids):
+        token_ids.copy_(pending)
+    else:
+        token_ids.index_copy_(0, upload(rows, token_ids.device), pending)
 
 
 def _target_rows(chunks: Sequence[Chunk], firsts: np.ndarray) -> torch.Tensor:

@@ -4,27 +4,32 @@ It knows plans and tensors. Which sequence gets which blocks, and why, is the sc
 """
 
 import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import torch
 from quire_proto.errors import internal
 
 from quire_engine.executor.torch.batch import StepBatch, pack
-from quire_engine.executor.torch.devices import resolve_device
+from quire_engine.executor.torch.devices import computing, resolve_device
 from quire_engine.executor.torch.gauge import MemoryGauge
-from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import Parts, load_parts
+from quire_engine.executor.torch.graphs import ladder
+from quire_engine.executor.torch.model_runner import ModelRunner, Runner
+from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.profile import largest_step, measure_rates
-from quire_engine.executor.torch.sizing import PoolRequest, Pools, decide, table
+from quire_engine.executor.torch.ranks.checks import check_size
+from quire_engine.executor.torch.ranks.leader import Leading, lead
+from quire_engine.executor.torch.ranks.memory import decide_for_all, in_memory
+from quire_engine.executor.torch.ranks.settings import RankSettings
+from quire_engine.executor.torch.sizing import PoolRequest, Pools, table
+from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, timed
 from quire_engine.executor.torch.threads import configure_threads
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.models.loading import read_model_config
-from quire_engine.models.options import LoadOptions, Quantization
-from quire_engine.sampling import StepSampler, score_prompts
+from quire_engine.models.options import Quantization
+from quire_engine.sampling import StepSampler
 from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
 from quire_engine.scheduling.rates import UNMEASURED
 
@@ -32,14 +37,25 @@ log = logging.getLogger(__name__)
 
 
 class TorchExecutor:
-    """Carries out plans one after the other. Used by one thread."""
+    """Carries out plans one after the other. Used by one thread. An ``OverlappingExecutor``.
 
-    def __init__(self, parts: Parts, pools: Pools) -> None:
+    ``depth`` is constant: plans that may be under way at once. ``config`` is the model's, ``max_model_len`` the longest
+    sequence in tokens, and ``rates`` are measured once it is loaded.
+    """
+
+    def __init__(
+        self, parts: Parts, pools: Pools, *, depth: int = 1, make_runner: Callable[[Parts, Pools], Runner] = ModelRunner
+    ) -> None:
         self.config = parts.config
         self.max_model_len = parts.max_model_len
         self.rates = UNMEASURED
-        self._runner = ModelRunner(parts, pools)
+        self.depth = depth
+        self._device = parts.device
+        with computing(parts.device):
+            self._runner = make_runner(parts, pools)
         self._sampler = StepSampler(parts.config.vocab_size)
+        self._last: TorchStep | None = None
+        self._end_ranks: Callable[[], object] = lambda: None
 
     @classmethod
     def load(
@@ -61,47 +77,83 @@ class TorchExecutor:
         max_num_batched_tokens: int = 2048,
         max_num_seqs: int = 64,
         attention: str = "auto",
+        on_lost: Callable[[str], None] | None = None,
     ) -> "TorchExecutor":
         """Loads the model of ``folder`` onto a device, and makes KV pools for it.
 
         ``device`` is auto, cpu or cuda, and ``dtype`` auto, float32, bfloat16 or float16. ``max_model_len`` defaults to
         the model's own limit. Without ``kv_cache_bytes``, the largest step that the two limits allow is run, and the
         pools take what is left of the device's memory; ``memory_utilization`` is the part of it that may be taken in
-        all (see ``sizing``). Raises ``ModelError``, with one sentence, for whatever makes the folder or these settings
-        impossible.
+        all (see ``sizing``). ``async_scheduling`` True or False says whether a step may be launched while another is
+        under way; by default it may on CUDA. With ``enforce_eager`` no CUDA graphs are recorded. With a
+        ``tensor_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is told, on
+        another thread, why they cannot go on. Raises ``ModelError``, with one sentence, for what cannot be.
         """
-        configure_threads()
-        config = read_model_config(folder)
-        options = LoadOptions(resolve_device(device), dtype, quantization, deterministic)
-        gauge = MemoryGauge(options.device)
-        parts = load_parts(
-            config, folder, options, block_size=block_size, max_model_len=max_model_len, attention=attention
+        threads = configure_threads(tensor_parallel_size)
+        config, where = read_model_config(folder), resolve_device(device)
+        check_size(config, tensor_parallel_size, where)
+        on_gpu = where.type == "cuda"
+        settings = RankSettings(
+            size=tensor_parallel_size,
+            threads=threads,
+            folder=folder,
+            config=config,
+            device=str(where),
+            dtype=dtype,
+            quantization=quantization,
+            deterministic=deterministic,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            attention=attention,
+            graph_sizes=() if enforce_eager else ladder(max_num_seqs),
         )
-        largest = partial(cls._run_largest, parts, max_num_batched_tokens, max_num_seqs)
-        measured = gauge.read(largest if kv_cache_bytes is None else None)
         request = PoolRequest(kv_cache_bytes, swap_bytes, memory_utilization)
-        executor = cls(parts, decide(request, measured, parts.smallest_pools))
-        prompt = min(max_num_batched_tokens, parts.max_model_len)
-        executor.rates = measure_rates(executor, prompt, config.vocab_size)
-        log.info("memory, as decided\n%s", table(request, measured, executor.capacity, parts.max_model_len))
+        depth = 2 if (on_gpu if async_scheduling is None else async_scheduling) else 1
+        with ExitStack() as failing:
+            leading = lead(settings, on_lost)
+            failing.callback(leading.close)
+            limits = max_num_batched_tokens, max_num_seqs
+            executor = cls._load(leading, settings, request, limits, depth)
+            failing.pop_all()
+        executor._end_ranks = weakref.finalize(executor, leading.close)
         return executor
 
     @classmethod
-    def _run_largest(cls, parts: Parts, tokens: int, sequences: int) -> None:
-        """Runs a step of as many tokens and sequences, in the least KV memory, and gives that back."""
-        with closing(cls(parts, parts.smallest_pools)) as trial:
-            size, vocab_size = trial.capacity.block_size, parts.config.vocab_size
-            trial.run(largest_step(tokens, sequences, parts.max_model_len, size, vocab_size))
+    def _load(
+        cls, leading: Leading, settings: RankSettings, request: PoolRequest, limits: tuple[int, int], depth: int
+    ) -> "TorchExecutor":
+        """Loads this process's part of the model, and makes pools on all ranks. ``limits`` are a step's most tokens and
+        sequences.
+        """
+        gauge = MemoryGauge(settings.device_of(0))
+        parts = settings.load(leading.ranks)
+        leading.join()
+        with ExitStack() as trials:
+            make_trial = partial(cls, parts, parts.smallest_pools, make_runner=leading.make_runner)
+            largest = partial(cls._run_largest, make_trial, *limits, trials)
+            measures = leading.measure(gauge, largest if request.kv_cache_bytes is None else None)
+        pools, measured = decide_for_all(request, measures, parts.smallest_pools)
+        executor = cls(parts, pools, depth=depth, make_runner=leading.make_runner)
+        executor.rates = measure_rates(executor, min(limits[0], parts.max_model_len), parts.config.vocab_size)
+        capacity = in_memory(executor.capacity, measures)
+        log.info("memory, as decided\n%s", table(request, measured, capacity, parts.max_model_len))
+        return executor
+
+    @classmethod
+    def _run_largest(
+        cls, make_trial: Callable[[], "TorchExecutor"], tokens: int, sequences: int, trials: ExitStack
+    ) -> None:
+        """Runs a step of as many tokens and sequences on an executor with the least KV memory. It is closed with
+        ``trials``: not before its memory is read, as graphs are part of it.
+        """
+        trial = trials.enter_context(closing(make_trial()))
+        size, vocab_size = trial.capacity.block_size, trial.config.vocab_size
+        trial.run(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
 
     @property
     def capacity(self) -> KvCapacity:
         """Blocks of both pools; constant."""
         return self._runner.capacity
-
-    @property
-    def depth(self) -> int:
-        """Plans that may be under way at once."""
-        return 1
 
     @property
     def dtype_name(self) -> str:
@@ -110,35 +162,39 @@ class TorchExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """See ``Executor.run``."""
+        launched = self.launch(plan)
+        launched.draw()
+        return launched.result()
+
+    def launch(self, plan: StepPlan) -> TorchStep:
+        """See ``OverlappingExecutor.launch``. On the CPU the forward pass is over when this returns.
+
+        ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
+        wait for the step, whatever it is that takes long there.
+        """
         result = StepResult()
         self._sampler.forget(plan.ended)
-        with torch.inference_mode():
+        with device_errors(), computing(self._device):
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)
-            if chunks:
-                self._compute(pack(chunks, self.capacity.block_size), result)
-        return result
+            with timed(result.timings, "forward"):
+                forward = self._forward(pack(chunks, self.capacity.block_size)) if chunks else None
+        self._last = TorchStep(self._device, forward, result)
+        return self._last
 
     def close(self) -> None:
-        """Gives the KV memory back. Nothing can be run any more."""
+        """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
         self._runner.close()
         self._sampler.close()
+        self._end_ranks()
 
     def _copy(self, plan: StepPlan, timings: StepTimings) -> None:
-        with _timed(timings, "swap"):
+        with timed(timings, "swap"):
             self._runner.copy(plan.copies_out, plan.copies_within, plan.copies_in)
 
-    def _compute(self, batch: StepBatch, result: StepResult) -> None:
-        with _timed(result.timings, "forward"):
-            pending = self._sampler.begin(batch.draws)
-            hidden = self._runner.forward(batch.forward)
-            logits = self._runner.logits(hidden, batch.forward.sampled_rows) if batch.draws else None
-        with _timed(result.timings, "sample"):
-            if batch.scored:
-                logits_of = partial(self._runner.logits, hidden)
-                score_prompts(batch.scored, batch.forward.scored_rows, self.config.vocab_size, logits_of, result)
-            if logits is not None:
-                self._sampler.finish(pending, logits, batch.draw_rows, result)
+    def _forward(self, batch: StepBatch) -> Forward:
+        pending = self._last.token_ids(batch.pending_ids) if self._last and batch.pending_ids else None
+        return Forward(batch, self._runner, self._sampler, self.config.vocab_size, pending)
 
 
 def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chunk]:
@@ -147,13 +203,3 @@ def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chu
         if not chunk.token_ids:
             result.errors.update((draw.sequence_id, internal()) for draw in chunk.draws)
     return [chunk for chunk in chunks if chunk.token_ids]
-
-
-@contextmanager
-def _timed(timings: StepTimings, part: str) -> Iterator[None]:
-    """Adds the seconds of the block to one field of ``timings``."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        setattr(timings, part, getattr(timings, part) + time.perf_counter() - start)

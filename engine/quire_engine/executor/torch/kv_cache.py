@@ -1,17 +1,20 @@
 """The KV memory itself: the device's blocks, the host's blocks, and copies between them. Knows no sequences.
 
 Both pools are ``[blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block of all layers is one
-contiguous copy.
+contiguous copy, and so are neighbouring blocks that move to neighbouring places.
 """
 
 import math
 import mmap
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.streams import CopyOrder, copy_order
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.models.base import AttentionLayout
 from quire_engine.models.errors import ModelError
@@ -21,10 +24,20 @@ MIN_BLOCKS = 2
 
 
 class KvCache:
-    """Device and host pool of one model, of the sizes that were decided in bytes."""
+    """Device and host pool of one model, of the sizes that were decided in bytes.
+
+    ``order`` says when copies happen on a device that works beside the host. On CUDA the host pool is pinned.
+    """
 
     def __init__(
-        self, layout: AttentionLayout, block_size: int, pools: Pools, dtype: torch.dtype, device: torch.device
+        self,
+        layout: AttentionLayout,
+        block_size: int,
+        pools: Pools,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        order: CopyOrder | None = None,
     ) -> None:
         shape = _block_shape(layout, block_size)
         block_bytes = math.prod(shape) * dtype.itemsize
@@ -37,21 +50,29 @@ class KvCache:
         self.capacity = KvCapacity(block_size, blocks, host_blocks, block_bytes)
         self.device = _untouched((blocks, *shape), dtype, device)
         self._host = _untouched((host_blocks, *shape), dtype, torch.device("cpu"))
+        self._release = _pin(self._host) if device.type == "cuda" and host_blocks else None
+        self._order = order or copy_order(device)
+        self.computed()
 
-    def copy_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks from the device to the host. Raises ``CopyError``."""
-        _copy(self.device, self._host, copies)
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; then
+        nothing is known of the blocks any more.
+        """
+        if not (out or within or into):
+            return
+        moves = ((self.device, self._host, out), (self.device, self.device, within), (self._host, self.device, into))
+        with self._order.copying():
+            for sources, targets, copies in moves:
+                _copy(sources, targets, copies)
 
-    def copy_within(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks from the device to the device. Raises ``CopyError``."""
-        _copy(self.device, self.device, copies)
-
-    def copy_in(self, copies: Sequence[BlockCopy]) -> None:
-        """Copies blocks from the host to the device. Raises ``CopyError``."""
-        _copy(self._host, self.device, copies)
+    def computed(self) -> None:
+        """Says that everything launched until now may have used blocks: copies come after it."""
+        self._order.computed()
 
     def close(self) -> None:
         """Gives the memory back; nothing can be computed any more."""
+        if self._release is not None:
+            self._release()
         self.device = self.device.new_empty(0)
         self._host = self._host.new_empty(0)
 
@@ -68,13 +89,33 @@ def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
 
 
 def _copy(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+    """Launches the copies; the host does not wait for those between it and another device."""
     for copy in copies:
         if not (0 <= copy.source < len(sources) and 0 <= copy.target < len(targets)):
             raise CopyError(f"No such block: {copy}, of {len(sources)} and {len(targets)} blocks.")
+    for first, count in _runs(copies, within=sources is targets):
+        source, target = (slice(start, start + count) for start in (first.source, first.target))
         try:
-            targets[copy.target].copy_(sources[copy.source])
+            targets[target].copy_(sources[source], non_blocking=True)
         except RuntimeError as error:
-            raise CopyError(f"{copy} failed: {error}") from error
+            raise CopyError(f"{count} blocks from {first} on failed: {error}") from error
+
+
+def _runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockCopy, int]]:
+    """The same copies as runs of neighbouring blocks: the first of each, and how many there are.
+
+    ``within`` one pool a run must not reach into its own targets, as one large copy reads and writes at the same time.
+    """
+    start = 0
+    while start < len(copies):
+        first, count = copies[start], 1
+        most = max(1, abs(first.target - first.source)) if within else len(copies)
+        while count < most and start + count < len(copies):
+            if copies[start + count] != BlockCopy(first.source + count, first.target + count):
+                break
+            count += 1
+        yield first, count
+        start += count
 
 
 def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -93,3 +134,27 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
     except (OSError, OverflowError, MemoryError, RuntimeError):
         raise ModelError(f"There is no memory for a KV pool of {size} bytes on the {device.type}.") from None
+
+
+def _pin(pool: torch.Tensor) -> Callable[[], object]:
+    """Keeps the pages of ``pool`` in memory, so that the GPU copies them itself; this makes all of them resident.
+    Returns what ends that, which also happens when the pool's memory goes.
+
+    ``pin_memory`` would take the next power of two, which can be twice as much.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+    except RuntimeError as error:
+        raise ModelError(
+            f"The host pool of {pool.nbytes} bytes cannot be pinned ({str(error).strip()}); lower --swap-space."
+        ) from None
+    release = weakref.finalize(pool, _unpin, pool.data_ptr())
+    release.atexit = False
+    return release
+
+
+def _unpin(address: int) -> None:
+    # A device that has failed refuses this too, and its memory goes with the process.
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

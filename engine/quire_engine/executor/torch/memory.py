@@ -93,14 +93,25 @@ class CudaMemory:
         return self.limit - self.used()
 
     def peak_during(self, work: Callable[[], object]) -> int:
-        """What was in use before, and the most that torch reserved more while ``work`` ran."""
-        before = self.used()
-        reserved: int = torch.cuda.memory_reserved(self._device)
+        """What was in use before, the most that torch reserved more while ``work`` ran, and what others took meanwhile:
+        the driver for kernels and graphs, libraries for their workspaces.
+        """
+        before, reserved, others = self.used(), self._reserved(), self._others()
         torch.cuda.reset_peak_memory_stats(self._device)
         work()
         torch.cuda.synchronize(self._device)
         most: int = torch.cuda.max_memory_reserved(self._device)
-        return before + most - reserved
+        return before + most - reserved + max(0, self._others() - others)
+
+    def _reserved(self) -> int:
+        """What torch holds."""
+        reserved: int = torch.cuda.memory_reserved(self._device)
+        return reserved
+
+    def _others(self) -> int:
+        """What is in use and not torch's."""
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return self.limit - free - self._reserved()
 
 
 def memory_of(device: torch.device) -> DeviceMemory:

@@ -1,58 +1,123 @@
 """``ModelRunner``: one model, its KV memory and its attention backend on one device. Every rank has one.
 
-It knows batches and block copies: neither plans nor what is made of logits.
+It knows batches and block copies: neither plans nor what is made of logits. On CUDA nothing here waits for the device.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from quire_engine.executor.torch.batch import ForwardBatch
+from quire_engine.executor.torch.batch import ForwardBatch, place
+from quire_engine.executor.torch.graphs import CudaRecorder, Recorder, record_graphs
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.streams import upload
+from quire_engine.executor.torch.tapes import make_tapes
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.copy import BlockCopy
 
 
-class ModelRunner:
-    """Copies blocks and computes batches, one after the other. Used by one thread, in inference mode."""
-
-    def __init__(self, parts: Parts, pools: Pools) -> None:
-        self._model = parts.model
-        self._attention = parts.attention
-        self._kv = parts.kv_cache(pools)
+class Runner(Protocol):
+    """Computes batches, on one device or on several that act as one. Used by one thread, in inference mode."""
 
     @property
     def capacity(self) -> KvCapacity:
         """Blocks of both pools; constant."""
-        return self._kv.capacity
+        ...
 
     @property
     def dtype(self) -> torch.dtype:
         """What weights and KV memory are held in."""
-        return self._model.dtype
+        ...
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``."""
-        self._kv.copy_out(out)
-        self._kv.copy_within(within)
-        self._kv.copy_in(into)
+        ...
 
     def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """The hidden states [T, hidden] of the batch, on the device. ``pending`` [P] int64, on the device too, are the
-        tokens at ``batch.pending_rows``.
+        """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
+        int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
+        none of the vocabulary.
         """
-        self._attention.prepare(batch.attention)
-        kv = self._kv.device
-        token_ids, positions = batch.token_ids.to(kv.device), batch.attention.positions.to(kv.device)
-        if pending is not None:
-            token_ids[batch.pending_rows.to(kv.device)] = pending
-        return self._model.forward(token_ids, positions, kv, self._attention)
+        ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The logits [R, vocabulary] of the hidden states at ``rows`` [R]."""
-        return self._model.logits(hidden[rows.to(hidden.device)])
+        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise."""
+        ...
 
     def close(self) -> None:
         """Gives the KV memory back. Nothing can be computed any more."""
+        ...
+
+
+class ModelRunner:
+    """The ``Runner`` of one device. ``record`` records the graphs of decode steps; by default CUDA's own does."""
+
+    def __init__(self, parts: Parts, pools: Pools, record: Recorder | None = None) -> None:
+        self._model = parts.model
+        self._attention = parts.attention
+        self._vocab_size = parts.config.vocab_size
+        self._kv = parts.kv_cache(pools)
+        if record is None and parts.device.type == "cuda" and parts.graph_sizes:
+            record = CudaRecorder()
+        pages = -(-parts.max_model_len // parts.block_size)
+        self._graphs = self._tapes = None
+        if record is None and parts.device.type == "cpu" and parts.graph_sizes:
+            self._tapes = make_tapes(parts.model, self._kv.device, parts.attention)
+        if record is not None:
+            with torch.inference_mode():
+                self._graphs = record_graphs(
+                    parts.model,
+                    self._kv.device,
+                    parts.attention,
+                    sizes=parts.graph_sizes,
+                    pages=pages,
+                    record=record,
+                )
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """See ``Runner.capacity``."""
+        return self._kv.capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Runner.dtype``."""
+        return self._model.dtype
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """See ``Runner.copy``."""
+        self._kv.copy(out, within, into)
+
+    def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        batch.check_vocabulary(self._vocab_size)
+        try:
+            if self._graphs is not None and self._graphs.fits(batch):
+                return self._graphs.forward(batch, pending)
+            return self._forward(batch, pending)
+        finally:
+            # After a failure too: what was launched before it still reads and writes blocks.
+            self._kv.computed()
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.logits``."""
+        if len(rows) < len(hidden):
+            hidden = hidden.index_select(0, upload(rows, hidden.device))
+        return self._model.logits(hidden)
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
+        self._graphs = self._tapes = None
         self._kv.close()
+
+    def _forward(self, batch: ForwardBatch, pending: torch.Tensor | None) -> torch.Tensor:
+        self._attention.prepare(batch.attention)
+        kv = self._kv.device
+        token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
+        if pending is not None:
+            place(token_ids, batch.pending_rows, pending)
+        if self._tapes is not None and batch.is_decode and self._tapes.fits(len(token_ids)):
+            return self._tapes.forward(token_ids, positions)
+        return self._model.forward(token_ids, positions, kv, self._attention)

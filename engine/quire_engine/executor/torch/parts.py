@@ -2,6 +2,7 @@
 plans.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.executor.torch.backends import make_attention
+from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.base import AttentionLayout, Model, ModelConfig
@@ -19,7 +21,9 @@ from quire_engine.models.options import LoadOptions
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """``max_model_len`` is the longest sequence in tokens."""
+    """``max_model_len`` is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are
+    recorded as graphs on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
+    """
 
     config: ModelConfig
     model: Model
@@ -27,6 +31,7 @@ class Parts:
     block_size: int
     max_model_len: int
     device: torch.device
+    graph_sizes: Sequence[int] = ()
 
     @property
     def smallest_pools(self) -> Pools:
@@ -46,14 +51,18 @@ def load_parts(
     block_size: int,
     max_model_len: int | None,
     attention: str,
+    graph_sizes: Sequence[int] = (),
 ) -> Parts:
     """The model of ``folder``, whose configuration is ``config``, and the attention called ``attention``. Raises
     ``ModelError``, for settings that cannot be before the weights are read.
     """
     length = _length(config, max_model_len)
     model = load_model(config, folder, options)
-    backend = make_attention(attention, _attention_shape(model.layout, block_size))
-    return Parts(config, model, backend, block_size, length, options.device)
+    if options.device.type == "cpu":
+        keep_freed_memory()
+    shape = _attention_shape(model.layout, block_size)
+    backend = make_attention(attention, shape, options.device, model.dtype, deterministic=options.deterministic)
+    return Parts(config, model, backend, block_size, length, options.device, graph_sizes)
 
 
 def _length(config: ModelConfig, asked: int | None) -> int:

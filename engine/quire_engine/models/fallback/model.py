@@ -20,6 +20,8 @@ class TransformersModel:
     no backend can do.
     """
 
+    capturable = False
+
     def __init__(self, causal: Any) -> None:
         self._causal = causal
         self._body: Any = causal.base_model.get_decoder()

@@ -1,0 +1,301 @@
+"""Attention on a GPU, through FlashInfer (Ye et al. 2025): a decode kernel for steps of single tokens and a prefill
+kernel for all others, both on tensor cores. It knows FlashInfer's wrappers and what they keep; the arrays are made in
+``pages``.
+
+Each wrapper plans once a step, on the host: how the step's work is cut into tiles. The plan goes through a pinned
+staging buffer of the wrapper, from which it is copied without waiting; hence the fence.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from quire_engine.attention.pages import PageArrays, split_tokens, stage
+
+LAYOUT = "HND"
+"""FlashInfer's name for pages [kv_heads, block_size, head_dim]."""
+
+LARGEST_GRAPH = 512
+"""The largest batch size of a graph that the shared workspace has room for."""
+
+LEAST_WORKSPACE = 128 << 20
+"""Bytes that FlashInfer recommends for it."""
+
+_BACKEND = "fa2"
+_HEAD_DIMS = (64, 128, 256)
+_DTYPES = (torch.float16, torch.bfloat16)
+# A plan of a decode step fills a few bytes for each tile; FlashInfer's own default is 8 MiB for every wrapper.
+_GRAPH_PLAN_BYTES = 1 << 20
+_MAX_THREADS, _VALUES_A_THREAD = 1024, 8
+
+
+def unsupported(shape: AttentionShape, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Why FlashInfer cannot serve a model on a GPU of this compute capability, as half a sentence; None if it can."""
+    if capability < (7, 5):
+        return f"needs a GPU of compute capability 7.5 or newer, and this one has {capability[0]}.{capability[1]}"
+    if dtype not in _DTYPES:
+        return f"computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if dtype == torch.bfloat16 and capability < (8, 0):
+        return "computes in bfloat16 only on GPUs of compute capability 8.0 or newer"
+    if shape.head_dim not in _HEAD_DIMS:
+        return f"knows heads of {', '.join(map(str, _HEAD_DIMS))} numbers, not of {shape.head_dim}"
+    if shape.num_kv_heads * shape.head_dim // max(_VALUES_A_THREAD, shape.head_dim // 32) > _MAX_THREADS:
+        return f"stores no {shape.num_kv_heads} KV heads of {shape.head_dim} numbers"
+    return None
+
+
+class StagingFence:
+    """Between the plans of two steps: the second may not overwrite what the first is still being copied from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Returns when all that was copied before ``mark`` is."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def mark(self) -> None:
+        """Says that the copies of a step's plans are queued on the current stream."""
+        if self._event is not None:
+            self._event.record()
+
+
+class _Common:
+    """What the backends of one model share: its shape, the workspace, the fence, and the windows that layers asked
+    for. One plan serves all layers of a window.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> None:
+        import flashinfer
+
+        self.flashinfer: Any = flashinfer
+        self.shape, self.device, self.deterministic = shape, device, deterministic
+        # Zeros, because kernels count arrivals in it and leave it as they found it.
+        self.workspace = torch.zeros(_workspace_bytes(shape, device), dtype=torch.uint8, device=device)
+        self.fence = StagingFence(device)
+        self.windows: list[int | None] = []
+        self._dtype = dtype
+        self._graph_memory: PageArrays | None = None
+        self._graph_plans: dict[int | None, torch.Tensor] = {}
+
+    def stage(self, batch: AttentionBatch) -> tuple[PageArrays, PageArrays]:
+        """The batch on the host and on the device, as the wrappers are to see it."""
+        return stage(split_tokens(batch, self.shape.block_size) if self.deterministic else batch, self.device)
+
+    def plan(self, wrapper: Any, window: int | None, host: PageArrays, device: PageArrays) -> None:
+        """Has the wrapper plan the step. The page ids come from the device, all else is read here: either way nothing
+        is waited for.
+        """
+        pages = (host.page_indptr, device.page_ids, host.last_page_len)
+        shape = self.shape
+        options: dict[str, Any] = {} if host.is_decode else {"causal": True}
+        wrapper.plan(
+            *(pages if host.is_decode else (host.query_indptr, *pages)),
+            *(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size),
+            sm_scale=shape.scale,
+            window_left=-1 if window is None else window - 1,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            seq_lens=host.context_lens,
+            non_blocking=True,
+            disable_split_kv=self.deterministic,
+            **options,
+        )
+
+    def make_wrapper(self, *, decode: bool) -> Any:
+        """A wrapper for steps of any size."""
+        if decode:
+            return self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                self.workspace, LAYOUT, use_tensor_cores=True, backend=_BACKEND
+            )
+        return self.flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, LAYOUT, backend=_BACKEND)
+
+    def make_graph_wrapper(self, window: int | None, fixed: PageArrays) -> Any:
+        """A wrapper for the layers of one window in a graph, whose plans land in ``fixed``."""
+        wrapper = self.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self.workspace,
+            LAYOUT,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            backend=_BACKEND,
+            paged_kv_indptr_buffer=fixed.page_indptr,
+            paged_kv_indices_buffer=fixed.page_ids,
+            paged_kv_last_page_len_buffer=fixed.last_page_len,
+        )
+        if window not in self._graph_plans:
+            self._graph_plans[window] = torch.empty(_GRAPH_PLAN_BYTES, dtype=torch.uint8, device=self.device)
+        wrapper.reset_workspace_buffer(self.workspace, self._graph_plans[window])
+        return wrapper
+
+    def graph_arrays(self, batch_size: int, max_pages: int) -> PageArrays:
+        """Arrays of a graph. Smaller graphs take the beginnings of the first one's, as each is planned anew before it
+        is replayed.
+        """
+        memory = self._graph_memory
+        if memory is None or len(memory.positions) < batch_size or len(memory.page_ids) < max_pages:
+            memory = self._graph_memory = _null_pages(batch_size, max_pages, self.device)
+        return PageArrays(
+            query_indptr=memory.query_indptr[: batch_size + 1],
+            page_indptr=memory.page_indptr[: batch_size + 1],
+            page_ids=memory.page_ids[:max_pages],
+            last_page_len=memory.last_page_len[:batch_size],
+            context_lens=memory.context_lens[:batch_size],
+            positions=memory.positions[:batch_size],
+            chunk_ids=memory.chunk_ids[:batch_size],
+        )
+
+
+class _Step(NamedTuple):
+    """What was prepared. ``device`` is where plans take page ids from, and ``read`` what the kernels read: the same
+    arrays, or in a graph those that never move.
+    """
+
+    host: PageArrays
+    device: PageArrays
+    read: PageArrays
+
+
+class _PlannedAttention:
+    """The plans of the step that was prepared last, one for each window."""
+
+    def __init__(self, common: _Common) -> None:
+        self._common = common
+        self._step: _Step | None = None
+        self._planned: dict[int | None, Any] = {}
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        """See ``AttentionBackend.prepare``. Waits for the copies of the plans before, and for nothing else."""
+        self._step, self._planned = None, {}
+        self._common.fence.wait()
+        self._step = step = self._stage(batch)
+        for window in self._common.windows:
+            self._plan(step, window)
+        self._common.fence.mark()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """See ``AttentionBackend.forward``.
+
+        Raises:
+            ValueError: nothing was prepared, or the tensors do not fit what was.
+        """
+        if self._step is None:
+            raise ValueError("attention: prepare comes before forward")
+        if window not in self._planned:
+            self._learn(self._step, window)
+        read = self._step.read
+        self._common.flashinfer.append_paged_kv_cache(
+            *(key, value, read.chunk_ids, read.positions, kv, read.page_ids, read.page_indptr, read.last_page_len),
+            kv_layout=LAYOUT,
+        )
+        # Given, as FlashInfer would fill its own with zeros first.
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        self._planned[window].run(query, kv, out=out)
+        return out
+
+    def _learn(self, step: _Step, window: int | None) -> None:
+        """The first layer with this window has it planned here; from the next step on ``prepare`` does."""
+        if window not in self._common.windows:
+            self._common.windows.append(window)
+        self._plan(step, window)
+        self._common.fence.mark()
+
+    def _plan(self, step: _Step, window: int | None) -> None:
+        wrapper = self._wrapper(step, window)
+        self._common.plan(wrapper, window, step.host, step.device)
+        self._planned[window] = wrapper
+
+    def _stage(self, batch: AttentionBatch) -> _Step:
+        raise NotImplementedError
+
+    def _wrapper(self, step: _Step, window: int | None) -> Any:
+        raise NotImplementedError
+
+
+class FlashInferAttention(_PlannedAttention):
+    """Paged attention for one batch at a time. An ``AttentionBackend``, and a ``GraphAttention``.
+
+    With ``deterministic``, each token is a request of its own to the decode kernel, and no context is split. What is
+    computed for a token is then a function of its sequence alone: not of the chunk that it came in, nor of the batch,
+    nor of whether a graph computed it. (In a prefill kernel the size of the tiles, and so the order of every sum,
+    depends on the mean length of the batch's chunks, whatever is said about splitting.)
+    """
+
+    def __init__(
+        self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+    ) -> None:
+        super().__init__(_Common(shape, device, dtype, deterministic))
+        self._wrappers: dict[tuple[bool, int | None], Any] = {}
+
+    def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        """See ``GraphAttention.for_graph``. ``batch_size`` is at most ``LARGEST_GRAPH``."""
+        if not 0 < batch_size <= LARGEST_GRAPH:
+            raise ValueError(f"a graph's batch size is 1 to {LARGEST_GRAPH}, not {batch_size}")
+        return _GraphDecode(self._common, batch_size, max_pages)
+
+    def _stage(self, batch: AttentionBatch) -> _Step:
+        host, device = self._common.stage(batch)
+        return _Step(host, device, device)
+
+    def _wrapper(self, step: _Step, window: int | None) -> Any:
+        kind = (step.host.is_decode, window)
+        if kind not in self._wrappers:
+            self._wrappers[kind] = self._common.make_wrapper(decode=step.host.is_decode)
+        return self._wrappers[kind]
+
+
+class _GraphDecode(_PlannedAttention):
+    """Decode steps of one batch size, on arrays that never move."""
+
+    def __init__(self, common: _Common, batch_size: int, max_pages: int) -> None:
+        super().__init__(common)
+        self._fixed = common.graph_arrays(batch_size, max_pages)
+        self._wrappers: dict[int | None, Any] = {}
+
+    def _stage(self, batch: AttentionBatch) -> _Step:
+        """The wrappers copy all that they have buffers for; the tokens' positions are left."""
+        expected = len(self._fixed.positions)
+        if not len(batch.positions) == len(batch.last_page_len) == expected:
+            raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
+        host, device = self._common.stage(batch)
+        self._fixed.positions.copy_(device.positions)
+        return _Step(host, device, self._fixed)
+
+    def _wrapper(self, step: _Step, window: int | None) -> Any:
+        del step
+        if window not in self._wrappers:
+            self._wrappers[window] = self._common.make_graph_wrapper(window, self._fixed)
+        return self._wrappers[window]
+
+
+def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
+    """Room for what the parts of split contexts come to, in float32: a row for each head of each row of all tiles.
+
+    Outside of graphs there are at most two tiles of 128 rows for each multiprocessor, in a graph one of 16 rows or
+    more for each chunk.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    group = shape.num_heads // shape.num_kv_heads
+    graph_tile = 16 if group <= 16 else 128
+    rows = max(2 * processors // shape.num_kv_heads * 128, LARGEST_GRAPH * graph_tile)
+    return max(LEAST_WORKSPACE, 4 * shape.num_heads * rows * (shape.head_dim + 1))
+
+
+def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageArrays:
+    """Arrays of single tokens, all zeros: their pages are the null page."""
+
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=device)
+
+    return PageArrays(
+        query_indptr=zeros(batch_size + 1),
+        page_indptr=zeros(batch_size + 1),
+        page_ids=zeros(max_pages),
+        last_page_len=zeros(batch_size),
+        context_lens=zeros(batch_size),
+        positions=zeros(batch_size),
+        chunk_ids=torch.arange(batch_size, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,81 @@
+"""``Flight``: a plan on its way through an executor, from its launch to its result. Knows no scheduler."""
+
+import logging
+from typing import cast
+
+from quire_engine.executor.base import Executor, ExecutorError, LaunchedStep, OverlappingExecutor
+from quire_engine.scheduling.plan import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Flight:
+    """Launches ``plan``. Whatever goes wrong, and whenever, is raised by ``result``, so that it is dealt with in the
+    order of the steps. Only an ``ExecutorError`` of a step that is given up is raised at once: nothing can follow it.
+
+    An executor that runs step by step begins when the result is asked for. ``started`` (nanoseconds since 1970) and
+    ``schedule`` (seconds) say when the planning began and how long it took.
+    """
+
+    def __init__(self, executor: Executor, plan: StepPlan, started: int, schedule: float) -> None:
+        self.plan = plan
+        self.started = started
+        self.schedule = schedule
+        self._failure: Exception | None = None
+        self._step: LaunchedStep = _NotBegun(executor, plan)
+        if executor.depth > 1 and not plan.is_empty:
+            try:
+                self._step = cast("OverlappingExecutor", executor).launch(plan)
+            except Exception as failure:  # noqa: BLE001 - ``result`` raises it
+                self._failure = failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``result`` can only raise. Then nothing of the plan is under way any more."""
+        return self._failure is not None
+
+    def draw(self) -> None:
+        """Has the tokens drawn, those before them being known by now."""
+        if self.has_failed:
+            return
+        try:
+            self._step.draw()
+        except Exception as failure:  # noqa: BLE001 - ``result`` raises it
+            self._abandon(failure)
+
+    def give_up(self) -> None:
+        """The step before has failed, so this one computes from garbage: waits for its end."""
+        self.draw()
+        if not self.has_failed:
+            self._abandon(RuntimeError("the step before it failed"))
+
+    def result(self) -> StepResult:
+        """Waits until the step is done. Raises as ``Executor.run``."""
+        if self._failure is not None:
+            raise self._failure
+        return self._step.result()
+
+    def _abandon(self, failure: Exception) -> None:
+        """Waits for the end of a step that nothing is used of."""
+        self._failure = failure
+        try:
+            self._step.result()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.debug("step %d was given up and has failed", self.plan.step, exc_info=True)
+
+
+class _NotBegun:
+    """A step of an executor that can only run it as a whole, or one that there is nothing to run of."""
+
+    def __init__(self, executor: Executor, plan: StepPlan) -> None:
+        self._executor = executor
+        self._plan = plan
+
+    def draw(self) -> None:
+        """Comes with the run."""
+
+    def result(self) -> StepResult:
+        """Runs the plan."""
+        return StepResult() if self._plan.is_empty else self._executor.run(self._plan)

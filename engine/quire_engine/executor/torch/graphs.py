@@ -1,0 +1,142 @@
+"""CUDA graphs of decode steps: recorded once for a ladder of batch sizes, replayed for every batch that fits on it.
+
+A decode step of a small batch is hundreds of short kernels, and launching them takes the host longer than the device
+needs to run them; a graph is launched as one. It runs on memory that never moves, so a step's tokens and positions are
+copied to where the graph reads them, and the batch is padded to the next size on the ladder. Knows batches and models,
+neither plans nor draws. What records and replays is given: see ``Recorder``.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, GraphAttention
+from quire_engine.executor.torch.batch import ForwardBatch, pad, padding, place
+from quire_engine.executor.torch.streams import staged
+from quire_engine.models.base import Model
+
+log = logging.getLogger(__name__)
+
+# Beyond this the kernels are long enough to hide their launches.
+LARGEST_BATCH = 512
+
+
+class Recording(Protocol):
+    """Work on the device that can be repeated."""
+
+    def replay(self) -> None:
+        """Does the work once more, on the same memory, with what that holds now."""
+        ...
+
+
+# Records the work of a function, which is called once. On CUDA that call computes nothing.
+Recorder = Callable[[Callable[[], object]], Recording]
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory, as no two of them run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], object]) -> Recording:
+        """A ``Recorder``."""
+        graph: Recording = torch.cuda.CUDAGraph()
+        # What other threads do meanwhile, such as a watchdog that looks at events, is not this recording's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+
+def ladder(largest: int) -> list[int]:
+    """Batch sizes that are worth a graph: 1, 2, 4, the multiples of 8, and ``largest`` itself as far as it is one."""
+    top = min(largest, LARGEST_BATCH)
+    return sorted({size for size in (1, 2, 4, *range(8, top, 8), top) if 1 <= size <= top})
+
+
+def record_graphs(
+    model: Model,
+    kv: torch.Tensor,
+    attention: AttentionBackend,
+    *,
+    sizes: Sequence[int],
+    pages: int,
+    record: Recorder,
+) -> "DecodeGraphs | None":
+    """The graphs of ``model`` as in ``DecodeGraphs``; None, and one warning, where they cannot be recorded, and None
+    where there is nothing to record: no sizes, or a model or an attention that decides on the host while it computes.
+    """
+    if not (sizes and model.capturable and hasattr(attention, "for_graph")):
+        return None
+    try:
+        graphs = DecodeGraphs(model, kv, cast(GraphAttention, attention), sizes=sizes, pages=pages, record=record)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        log.warning("no CUDA graphs: %s; short steps take longer to launch", reason)
+        return None
+    log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
+    return graphs
+
+
+class DecodeGraphs:
+    """The graphs of one model over one KV memory. Used by one thread, on one stream, in inference mode."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        attention: GraphAttention,
+        *,
+        sizes: Sequence[int],
+        pages: int,
+        record: Recorder,
+    ) -> None:
+        """Records a graph for each of ``sizes``; no sequence has more than ``pages`` pages. Raises ``RuntimeError`` and
+        the like for what cannot be recorded.
+        """
+        self._sizes = sorted(sizes)
+        self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv.device)
+        self._hidden: torch.Tensor | None = None
+        self._graphs: dict[int, tuple[AttentionBackend, Recording]] = {}
+        # The largest first: the memory that it needs is enough for all others.
+        for size in reversed(self._sizes):
+            self._graphs[size] = self._record(size, model, kv, attention.for_graph(size, size * pages), record)
+
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether there is a graph for ``batch``."""
+        return batch.is_decode and len(batch.token_ids) <= self._sizes[-1]
+
+    def forward(self, batch: ForwardBatch, pending: torch.Tensor | None) -> torch.Tensor:
+        """As ``ModelRunner.forward``, for a batch that fits. The hidden states hold until the next call."""
+        count = len(batch.token_ids)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        attention, graph = self._graphs[size]
+        padded = pad(batch.attention, size)
+        # Planned outside of the graph, before each replay: it holds where the backend looks, not what stands there.
+        attention.prepare(padded)
+        inputs = torch.zeros((2, size), dtype=torch.int64)
+        inputs[0, :count], inputs[1] = batch.token_ids, padded.positions
+        token_ids, _ = self._parts(size)
+        self._inputs[: 2 * size].copy_(staged(inputs.view(-1), self._inputs.device), non_blocking=True)
+        if pending is not None:
+            place(token_ids[:count], batch.pending_rows, pending)
+        graph.replay()
+        assert self._hidden is not None
+        return self._hidden[:count]
+
+    def _record(
+        self, size: int, model: Model, kv: torch.Tensor, attention: AttentionBackend, record: Recorder
+    ) -> tuple[AttentionBackend, Recording]:
+        token_ids, positions = self._parts(size)
+        attention.prepare(padding(size))
+        # Once without a graph: libraries make their workspaces and compile their kernels at the first call.
+        made = model.forward(token_ids, positions, kv, attention)
+        hidden = self._hidden = torch.zeros_like(made) if self._hidden is None else self._hidden
+        return attention, record(lambda: hidden[:size].copy_(model.forward(token_ids, positions, kv, attention)))
+
+    def _parts(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the graph of ``size`` reads token ids and positions, beside each other so that one copy fills both."""
+        return self._inputs[:size], self._inputs[size : 2 * size]

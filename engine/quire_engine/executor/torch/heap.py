@@ -1,0 +1,34 @@
+"""What the C library does with memory that is freed. Knows neither tensors nor steps.
+
+glibc takes every large block from the system and gives it back when it is freed, so that a step touches fresh pages
+for all of its large tensors, one fault each: with a small model, half of the time of a long prompt. Kept in the heap,
+the pages of one step serve the next.
+
+What is kept is what the largest step took, which memory profiles count, and about as much again in holes, since a
+block fits a hole only with room to spare. Hence blocks beyond ``KEPT`` still come and go. Little is lost by that: only
+large models ask for them, whose products take far longer than the faults.
+"""
+
+import contextlib
+import ctypes
+
+# Parameters of mallopt, from malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_NEVER = 2**31 - 1
+# Bytes of the largest block that is kept. glibc before 2.35 refuses more.
+KEPT = 32 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Lets the heap of this process keep blocks of up to ``KEPT`` bytes when they are freed; returns whether that can
+    be had.
+
+    Threads that begin later share one arena, as any other is made of pieces of 64 MiB, which are given back when they
+    are free. Call it once weights are loaded: what loading takes for a moment need not be kept. Where the C library
+    has no such thing, nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+        return all(mallopt(*pair) for pair in ((_MMAP_THRESHOLD, KEPT), (_TRIM_THRESHOLD, _NEVER), (_ARENA_MAX, 1)))
+    return False

@@ -1,0 +1,107 @@
+"""``TensorGroup``: the tensors that the ranks of one model exchange, by gloo on the CPU and NCCL on CUDA. Knows no
+model.
+
+Both keep to the loopback interface, and find each other through a file in a private folder: no port is opened that
+others could reach, and nothing but tensors is sent.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+# A rank that is stopped is waited for; one that has died is noticed by others than the group.
+PATIENCE = timedelta(hours=24)
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class TensorGroup:
+    """One rank's end of the group. A ``Ranks``; nothing can be exchanged before ``connect``.
+
+    ``collectives`` counts what was begun. ``ordered`` asks for sums whose order of addition is the ranks', wherever in
+    a tensor a number stands: what NCCL does, and gloo for more than two ranks, depends on the place. Two numbers have
+    one sum, so two ranks need nothing for it.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self.collectives = 0
+        self._device = device
+        self._ordered = size > 2 and (ordered or device.type == "cpu")
+        self._group: Any = None
+
+    def connect(self, store: Path) -> None:
+        """Meets the others, all of which connect through the same file."""
+        with _loopback():
+            meeting = distributed.FileStore(str(store), self.size)
+            self._group = _backend(self._device)(meeting, self.rank, self.size, PATIENCE)
+        self.sum(torch.zeros(1, device=self._device))
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """See ``Ranks.sum``. What is added in order is added in float32."""
+        self.collectives += 1
+        part = part.contiguous()
+        if not self._ordered:
+            self._group.allreduce([part]).wait()
+            return part
+        parts = part.new_empty((self.size, *part.shape))
+        self._group.allgather([list(parts.unbind())], [part]).wait()
+        total = parts[0].float()
+        for other in parts[1:]:
+            total += other
+        return total.to(part.dtype)
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """See ``Ranks.join``."""
+        self.collectives += 1
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([parts] if parts else [], [part], options).wait()
+        return torch.cat(parts, -1) if parts else part
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Writes rank 0's ``tensor`` over those of the others, of the same shape and dtype."""
+        self.collectives += 1
+        options = distributed.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
+
+    def abort(self) -> None:
+        """Ends, on CUDA, what waits for a rank that has died, with an error; gloo notices that by itself. From any
+        thread.
+        """
+        if self._group is not None and self._device.type == "cuda":
+            self._group.abort()
+
+    def close(self) -> None:
+        """Leaves the group. Nothing can be exchanged any more."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+
+def _backend(device: torch.device) -> Any:
+    return distributed.ProcessGroupGloo if device.type == "cpu" else distributed.ProcessGroupNCCL
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Both libraries take the interface from the environment, and would else listen where the host's name leads."""
+    before = {name: os.environ.get(name) for name in LOOPBACK}
+    os.environ.update(LOOPBACK)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,50 @@
+"""The KV pools of several ranks: one decision from what all of them measured. Pure arithmetic; knows no device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, decide
+from quire_engine.kv.capacity import KvCapacity
+
+
+def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest: Pools) -> tuple[Pools, Measured]:
+    """The pools of each rank, equal on all, and what decided them. ``measures`` are the ranks', ``smallest`` is the
+    least for one rank.
+
+    On the CPU the ranks share one memory, and what was asked for is for all of them. On CUDA each has a GPU of its own,
+    of which the fullest decides, and they share the memory of the host pools. Raises ``ModelError`` as ``decide``.
+    """
+    size = len(measures)
+    if size == 1:
+        return decide(request, measures[0], smallest), measures[0]
+    if measures[0].host is None:
+        whole = together(measures)
+        pools = decide(request, whole, Pools(smallest.kv_cache_bytes * size, smallest.swap_bytes * size))
+        return Pools(pools.kv_cache_bytes // size, pools.swap_bytes // size), whole
+    each = replace(request, swap_bytes=request.swap_bytes // size)
+    own = [replace(one, host=(one.host or 0) // size) for one in measures]
+    decided = [(decide(each, one, smallest), one) for one in own]
+    least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
+    return Pools(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
+
+
+def in_memory(capacity: KvCapacity, measures: Sequence[Measured]) -> KvCapacity:
+    """The blocks as they lie in the memory that ``decide_for_all`` names: each with all ranks' parts where the ranks
+    share it.
+    """
+    parts = len(measures) if measures[0].host is None else 1
+    return replace(capacity, block_bytes=capacity.block_bytes * parts)
+
+
+def together(measures: Sequence[Measured]) -> Measured:
+    """The ranks of one memory as one: what they hold adds up. What they share, as code, counts for each."""
+    first, loaded = measures[0], sum(one.loaded for one in measures)
+    peaks = [one.peak for one in measures if one.peak is not None]
+    return replace(
+        first,
+        before=sum(one.before for one in measures),
+        loaded=loaded,
+        available=max(0, min(first.limit - loaded, *(one.available for one in measures))),
+        peak=sum(peaks) if len(peaks) == len(measures) else None,
+        growth=sum(one.growth for one in measures),
+    )

@@ -1,0 +1,144 @@
+"""A step that is under way on the device: it has its tokens drawn, hands them to the step after it, and says what came
+of it. Knows batches and draws, neither plans nor blocks.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from quire_engine.executor.base import ExecutorError
+from quire_engine.executor.torch.batch import StepBatch
+from quire_engine.executor.torch.devices import computing
+from quire_engine.executor.torch.model_runner import Runner
+from quire_engine.executor.torch.streams import Mark, mark, upload
+from quire_engine.sampling import Drawn, PendingDraws, StepSampler, score_prompts
+from quire_engine.scheduling.plan import StepResult, StepTimings
+
+
+class Forward:
+    """The forward pass of one batch, launched when this is made, and the draws from it."""
+
+    def __init__(
+        self, batch: StepBatch, runner: Runner, sampler: StepSampler, vocab_size: int, pending: torch.Tensor | None
+    ) -> None:
+        self._batch, self._runner, self._sampler, self._vocab_size = batch, runner, sampler, vocab_size
+        early, self._late = _by_readiness(batch)
+        self._begun: list[tuple[list[int], PendingDraws]] = []
+        self._begin(early)
+        self._hidden = runner.forward(batch.forward, pending)
+        self._logits = runner.logits(self._hidden, batch.forward.sampled_rows) if batch.draws else None
+
+    def score(self, result: StepResult) -> None:
+        """Writes the log-probabilities of prompts, for which it waits."""
+        if self._batch.scored:
+            logits_of = partial(self._runner.logits, self._hidden)
+            score_prompts(self._batch.scored, self._batch.forward.scored_rows, self._vocab_size, logits_of, result)
+
+    def draw(self) -> tuple[list[int], list[Drawn]]:
+        """Has the tokens drawn: the ids of their sequences, and their draws in the same order. Called once."""
+        self._begin(self._late)
+        if self._logits is None:
+            return [], []
+        rows_of, draws = self._batch.draw_rows, self._batch.draws
+        ids = [draws[place].sequence_id for places, _ in self._begun for place in places]
+        return ids, [
+            self._sampler.draw(pending, self._logits, [rows_of[place] for place in places])
+            for places, pending in self._begun
+        ]
+
+    def _begin(self, places: list[int]) -> None:
+        if places:
+            self._begun.append((places, self._sampler.begin([self._batch.draws[place] for place in places])))
+
+
+class TorchStep:
+    """A ``LaunchedStep``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
+
+    What ``draw`` raises is raised by ``result``, so that a step ends in one place.
+    """
+
+    def __init__(self, device: torch.device, forward: Forward | None, result: StepResult) -> None:
+        self._device = device
+        self._forward = forward
+        self._result = result
+        self._rows: dict[int, int] = {}
+        self._drawn: list[Drawn] = []
+        self._mark: Mark | None = None
+        self._error: Exception | None = None
+
+    def draw(self) -> None:
+        """See ``LaunchedStep.draw``. Waits only for the log-probabilities of prompts. Raises ``ExecutorError``."""
+        forward, self._forward = self._forward, None  # its memory is free for the next step
+        with device_errors(), computing(self._device), timed(self._result.timings, "sample"):
+            try:
+                if forward is not None:
+                    self._draw(forward)
+            except Exception as error:  # noqa: BLE001 - ``result`` raises it, when the device is done with the rest
+                self._error = error
+            self._mark = mark(self._device)
+
+    def result(self) -> StepResult:
+        """See ``LaunchedStep.result``. Waits for this step, and not for one that was launched after it."""
+        assert self._mark is not None, "draw comes before result"
+        with device_errors():
+            with timed(self._result.timings, "forward"):
+                self._mark.wait()
+            if self._error is not None:
+                raise self._error
+            with timed(self._result.timings, "sample"):
+                for drawn in self._drawn:
+                    drawn.collect(self._result)
+        return self._result
+
+    def token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
+        """The tokens [P] int64 that were drawn for these sequences, on the device, without waiting for them. Where
+        there is none, as the draw failed, it is any token: what is made of it will not be used.
+        """
+        if not self._drawn:
+            return torch.zeros(len(sequence_ids), dtype=torch.int64, device=self._device)
+        drawn = [one.token_ids for one in self._drawn]
+        token_ids = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        rows = [self._rows.get(sequence_id, 0) for sequence_id in sequence_ids]
+        if rows == list(range(len(token_ids))):
+            return token_ids
+        return token_ids.index_select(0, upload(torch.tensor(rows), self._device))
+
+    def _draw(self, forward: Forward) -> None:
+        forward.score(self._result)
+        ids, self._drawn = forward.draw()
+        self._rows = {sequence_id: row for row, sequence_id in enumerate(ids)}
+
+
+def _by_readiness(batch: StepBatch) -> tuple[list[int], list[int]]:
+    """The places of the draws that are begun with the forward pass, and of those that are begun when they are made.
+
+    What has a grammar is begun as soon as its tokens are known, so that its mask is filled meanwhile. The others would
+    gain nothing, and are made together; all are begun at once where no token is pending.
+    """
+    places = list(range(len(batch.draws)))
+    if not any(batch.draw_waits):
+        return places, []
+    early = [batch.draws[place].grammar is not None and not batch.draw_waits[place] for place in places]
+    return [place for place in places if early[place]], [place for place in places if not early[place]]
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """A device that failed stays so, whatever is asked of it: the engine must end."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise ExecutorError(f"The device failed: {error}") from error
+
+
+@contextmanager
+def timed(timings: StepTimings, part: str) -> Iterator[None]:
+    """Adds the seconds of the block to one field of ``timings``."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(timings, part, getattr(timings, part) + time.perf_counter() - start)

@@ -1,0 +1,129 @@
+"""The order of work on a device: transfers that nobody waits for, marks in it, and the stream that blocks are copied
+on. Knows tensors and streams, neither batches nor blocks.
+
+On the CPU everything has happened when its call returns, so there is nothing to order there.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the order of a device's work."""
+
+    def wait(self) -> None:
+        """Returns once everything is done that was launched before the mark was made."""
+        ...
+
+
+class CopyOrder(Protocol):
+    """Where block copies stand among the work that computes with blocks. Used by one thread.
+
+    Copies come after the last work that was said to be ``computed``, and before all work that is launched after
+    ``copying`` was left. Among each other they keep their order.
+    """
+
+    def computed(self) -> None:
+        """Says that everything launched until now may have read or written blocks. Say it also after a failure."""
+        ...
+
+    def copying(self) -> AbstractContextManager[None]:
+        """The copies that are launched inside are ordered as above."""
+        ...
+
+
+class Wait(Enum):
+    """The two waits that order copies on a stream of their own."""
+
+    COPIES_FOR_COMPUTE = auto()
+    COMPUTE_FOR_COPIES = auto()
+
+
+class InOrder:
+    """A ``CopyOrder`` for a device that does one thing after the other."""
+
+    def computed(self) -> None:
+        """Nothing to note."""
+
+    def copying(self) -> AbstractContextManager[None]:
+        """In the order of the calls."""
+        return nullcontext()
+
+
+class SideStream:
+    """A ``CopyOrder`` on CUDA: copies have a stream of their own, beside the current one that computes.
+
+    They run beside what computes without blocks, which is the drawing of tokens, and beside the upload of the next
+    batch. Copies in both directions wait for the last forward pass, as it reads what is copied out and may still write
+    what is copied over. ``left_out`` is for showing that a wait is needed: the engine leaves none out.
+    """
+
+    def __init__(self, device: torch.device, *, left_out: Wait | None = None) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._computed = torch.cuda.Event()
+        self._left_out = left_out
+
+    def computed(self) -> None:
+        """See ``CopyOrder.computed``."""
+        self._computed.record(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """See ``CopyOrder.copying``."""
+        compute = torch.cuda.current_stream(self._device)
+        if self._left_out is not Wait.COPIES_FOR_COMPUTE:
+            self._stream.wait_event(self._computed)
+        with torch.cuda.stream(self._stream):
+            yield
+        if self._left_out is not Wait.COMPUTE_FOR_COPIES:
+            compute.wait_stream(self._stream)
+
+
+class _Passed:
+    """A ``Mark`` where everything is done at once."""
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+class _CudaMark:
+    """A ``Mark`` in the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """See ``Mark.wait``."""
+        self._event.synchronize()
+
+
+def copy_order(device: torch.device) -> CopyOrder:
+    """How blocks are copied on ``device``."""
+    return InOrder() if device.type == "cpu" else SideStream(device)
+
+
+def mark(device: torch.device) -> Mark:
+    """A mark after everything that was launched until now."""
+    return _Passed() if device.type == "cpu" else _CudaMark(device)
+
+
+def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host where ``device`` can fetch it without anybody waiting: on CUDA a pinned copy.
+
+    A pinned copy may be dropped at once. Torch's allocator of pinned memory gives it to nobody else before the
+    transfers from it are done.
+    """
+    return tensor if device.type == "cpu" or not tensor.numel() else tensor.pin_memory()
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host on ``device``, for what is launched later; the host waits for nothing. On the CPU it is
+    ``tensor`` itself.
+    """
+    return staged(tensor, device).to(device, non_blocking=True)

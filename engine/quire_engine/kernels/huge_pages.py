@@ -1,0 +1,57 @@
+"""Memory on huge pages for what is read from end to end in every step. It knows bytes, and nothing of what they mean.
+
+A product with one row is as fast as the weight can be read, and on pages of 4 KiB a good part of that time goes into
+finding them. Huge pages (Linux' transparent ones, where the system's setting allows asking for them) are 2 MiB, larger
+than most weights, so weights share a mapping.
+"""
+
+import contextlib
+import functools
+import mmap
+import threading
+
+import torch
+
+_LINE = 64
+_MAPPING_BYTES = 64 << 20  # address space: memory is taken as it is written
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a CPU tensor without gaps, at the start of a cache line. Its memory is given back when it and its
+    neighbours in the mapping are gone.
+    """
+    if tensor.nbytes == 0:
+        return tensor
+    taken = _arena().take(tensor.nbytes)
+    return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+class _Arena:
+    """Hands out the latest mapping piece by piece; earlier ones belong to their pieces alone."""
+
+    def __init__(self) -> None:
+        self._mapping = mmap.mmap(-1, mmap.PAGESIZE)
+        self._used = mmap.PAGESIZE
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """That many fresh bytes."""
+        with self._lock:
+            if self._used + nbytes > len(self._mapping):
+                self._mapping, self._used = _map(max(nbytes, _MAPPING_BYTES)), 0
+            piece = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=self._used)
+            self._used += -(-nbytes // _LINE) * _LINE
+        return piece
+
+
+@functools.cache
+def _arena() -> _Arena:
+    return _Arena()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    mapping = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping

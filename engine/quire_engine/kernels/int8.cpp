@@ -1,0 +1,281 @@
+// Products of a weight in int8 with activations that are rounded to int8 on the way. Callers check shapes and bounds.
+//
+// Every output channel of the weight has one scale. Every kGroup activations of a row have one too, so that an outlier
+// takes the digits of its own group only. Products and sums within a group are integers, hence exact in whatever order;
+// groups are added in fp32 in their order. So a row of the result depends on its own inputs alone, bit for bit.
+//
+// The processors' instruction multiplies unsigned by signed bytes: a weight w is held as w + 128, and 128 times the sum
+// of the group's activations is taken off where the sum begins.
+//
+// A panel is what one thread computes at a time: kSide channels of the first half of the outputs and the same of the
+// second half. A gate and the number that it multiplies so meet in registers. In memory a panel is, for every four
+// inputs, [2 sides, kSide channels, 4 inputs].
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+struct Int8Call {  // field by field as in library.py
+  const uint8_t* panels;
+  const float *scales, *bias;  // [panels, 2, kSide]
+  const void* x;               // [rows, inputs], with `stride` numbers from row to row
+  void* out;                   // [rows, outputs], or [rows, outputs / 2] if gated
+  int64_t inputs, outputs, stride, rows, gated, bf16, threads;
+};
+
+namespace {
+
+constexpr int kSide = 16, kParts = kSide / kLanes, kWide = 2 * kParts, kStep = 4, kStepBytes = 2 * kSide * kStep;
+constexpr int64_t kGroup = 128;
+// As many sums (rows * kWide) as leave registers for the operands.
+constexpr int kTile = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 2;
+// Rows that are rounded at once: they stay in the second level cache while all panels pass by.
+constexpr int64_t kBlock = 240;
+constexpr int64_t kDistance = 8192;  // bytes between what a lone tile multiplies by and what it asks for
+constexpr int64_t kWorthSharing = 32768;  // numbers to round; below, waking the other threads costs more
+
+typedef int16_t Shorts __attribute__((vector_size(4 * kLanes)));
+typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+
+#if defined(__AVX512BW__)
+inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+#elif defined(__SSE2__) && !defined(__AVX__)
+inline Ints multiply_add(Shorts a, Shorts b) { return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b); }
+#else
+inline Ints multiply_add(Shorts a, Shorts b) {
+  const Ints x = (Ints)a, y = (Ints)b;
+  const Ints low = ((Ints)((Words)x << 16) >> 16) * ((Ints)((Words)y << 16) >> 16);
+  return low + (x >> 16) * (y >> 16);
+}
+#endif
+
+// Adds to each lane the products of its four bytes of `w`, unsigned, with those of `x`, signed.
+inline Ints dot(Ints sum, Ints w, Ints x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)x);
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)w, (__m256i)x);
+#else
+  const Shorts even = (Shorts)((Words)w & 0x00ff00ffu), odd = (Shorts)((Words)w >> 8 & 0x00ff00ffu);
+  const Shorts x_even = (Shorts)((Words)x << 8 & 0xff00ff00u) >> 8, x_odd = (Shorts)x >> 8;
+  return sum + multiply_add(even, x_even) + multiply_add(odd, x_odd);
+#endif
+}
+
+// The lowest byte of each lane. GCC takes the vector apart for it, where AVX-512 has an instruction.
+inline Bytes low_bytes(Ints v) {
+#ifdef __AVX512F__
+  return (Bytes)_mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)v);
+#else
+  return __builtin_convertvector(v, Bytes);
+#endif
+}
+
+// The activations of one pass, rounded. The rows of a tile lie beside each other: of every four inputs one row's after
+// the other's, and so for the scales and offsets of every group.
+struct Rounded {
+  int64_t words, groups;
+  std::vector<int8_t> values;
+  std::vector<float> scales;
+  std::vector<int32_t> offsets;
+
+  void reserve(int64_t rows, int64_t inputs) {
+    words = (inputs + kStep - 1) / kStep, groups = (inputs + kGroup - 1) / kGroup;
+    if (int64_t(values.size()) < rows * words * kStep) values.resize(rows * words * kStep);
+    if (int64_t(scales.size()) < rows * groups) scales.resize(rows * groups), offsets.resize(rows * groups);
+  }
+};
+
+// All lanes as one.
+template <typename V, typename Join, int... i>
+inline V fold(V v, Join join, std::integer_sequence<int, i...>) {
+  if constexpr (kLanes >= 16) v = join(v, SHUFFLE(v, v, (i ^ 8) % kLanes...));
+  if constexpr (kLanes >= 8) v = join(v, SHUFFLE(v, v, (i ^ 4) % kLanes...));
+  v = join(v, SHUFFLE(v, v, (i ^ 2)...));
+  return join(v, SHUFFLE(v, v, (i ^ 1)...));
+}
+
+// The largest magnitude. Where there is a NaN, it is that: its bits are above those of all numbers.
+template <typename T>
+inline float magnitude(const T* x, int64_t count) {
+  const auto larger_of = [](Words a, Words b) { return a > b ? a : b; };
+  Words most{};
+  for (int64_t i = 0; i < count; i += kLanes)
+    most = larger_of(most, (Words)read_some(x + i, count - i) & 0x7fffffffu);
+  return ((Floats)fold(most, larger_of, Lanes{}))[0];
+}
+
+// One group of one row: returns the scale. What is not finite makes a scale that is not finite, and so does its row.
+template <typename T>
+inline float round_group(const T* x, int64_t count, int8_t* values, int64_t stride, int32_t* offset) {
+  const float most = magnitude(x, count);
+  const bool vanishes = most < 1e-35f;
+  const float inverse = vanishes ? 0.f : 127.f / most;
+  int8_t bytes[kGroup];
+  Ints sums{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    // 1.5 * 2^23: the low bits now hold the number rounded to an integer, ties to even.
+    const Ints bits = (Ints)(read_some(x + i, count - i) * inverse + 12582912.f);
+    sums = sums + (bits - 0x4b400000);
+    store(bytes + i, low_bytes(bits));
+  }
+  for (int64_t i = 0; i < count; i += kStep) std::memcpy(values + i / kStep * stride, bytes + i, kStep);
+  *offset = -128 * fold(sums, [](Ints a, Ints b) { return a + b; }, Lanes{})[0];
+  return vanishes ? 0.f : most / 127.f;
+}
+
+template <typename T>
+void round_tile(const T* x, int64_t stride, int64_t first, int64_t rows, int64_t inputs, Rounded& to) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t g = 0; g < to.groups; ++g) {
+      const int64_t begin = g * kGroup, at = first * to.groups + g * rows + r;
+      int8_t* values = to.values.data() + (first * to.words + begin / kStep * rows + r) * kStep;
+      const T* from = x + r * stride + begin;
+      // A whole group, as most are, is known to be one here: its loops need no ends.
+      to.scales[at] = inputs - begin >= kGroup
+                          ? round_group(from, kGroup, values, rows * kStep, &to.offsets[at])
+                          : round_group(from, inputs - begin, values, rows * kStep, &to.offsets[at]);
+    }
+}
+
+// Tiles of equal height, as far as that goes.
+inline int64_t tiles_of(int64_t rows) { return (rows + kTile - 1) / kTile; }
+inline int64_t tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
+
+// What is asked for while a tile multiplies: `pace` bytes of the weight for every four inputs.
+struct Ahead {
+  const uint8_t* from;
+  int64_t pace;
+};
+
+// A lone tile asks for what it will need itself. Several share the asking for the next panel, as only the first of them
+// waits for memory.
+inline Ahead ahead_of(const uint8_t* panel, int64_t words, int64_t tile, int64_t tiles) {
+  if (tiles == 1) return {panel + kDistance, kStepBytes};
+  const int64_t pace = (kStepBytes + tiles - 1) / tiles;
+  return {panel + words * (kStepBytes + tile * pace), pace};
+}
+
+// Not inlined: one copy serves both types of activations.
+template <int kRows>
+__attribute__((noinline)) void multiply(const uint8_t* panel, const Rounded& x, int64_t first, Ahead ahead,
+                                        Floats (&sums)[kRows][kWide]) {
+  const int8_t* values = x.values.data() + first * x.words * kStep;
+  const float* scales = x.scales.data() + first * x.groups;
+  const int32_t* offsets = x.offsets.data() + first * x.groups;
+  for (int r = 0; r < kRows; ++r)
+    for (int v = 0; v < kWide; ++v) sums[r][v] = Floats{};
+  for (int64_t begin = 0; begin < x.words; begin += kGroup / kStep) {
+    Ints exact[kRows][kWide];
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kWide; ++v) exact[r][v] = Ints{} + offsets[r];
+    const int64_t end = std::min(begin + kGroup / kStep, x.words);
+    for (int64_t word = begin; word < end; ++word) {
+      Ints w[kWide];
+      for (int v = 0; v < kWide; ++v) w[v] = load<Ints>(panel + v * sizeof(Ints));
+      __builtin_prefetch(ahead.from), __builtin_prefetch(ahead.from + ahead.pace / 2);
+      for (int r = 0; r < kRows; ++r) {
+        const Ints four = Ints{} + load<int32_t>(values + r * kStep);
+        for (int v = 0; v < kWide; ++v) exact[r][v] = dot(exact[r][v], w[v], four);
+      }
+      panel += kStepBytes, values += kRows * kStep, ahead.from += ahead.pace;
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int v = 0; v < kWide; ++v)
+        sums[r][v] = sums[r][v] + __builtin_convertvector(exact[r][v], Floats) * scales[r];
+    scales += kRows, offsets += kRows;
+  }
+}
+
+// Where the results of a pass go: rows of `width` numbers, of which the second half begins at `half`.
+template <typename T>
+struct Target {
+  T* out;
+  int64_t width, half;
+  bool gated;
+};
+
+template <typename T>
+inline void put(const Target<T>& to, const Int8Call& call, int64_t row, int64_t panel, const Floats* sums) {
+  const float *scales = call.scales + panel * 2 * kSide, *bias = call.bias + panel * 2 * kSide;
+  T* out = to.out + row * to.width;
+  for (int part = 0; part < kParts; ++part) {
+    const int64_t channel = panel * kSide + part * kLanes, left = to.half - channel;
+    const auto value = [&](int v) { return sums[v] * read(scales + v * kLanes) + read(bias + v * kLanes); };
+    const Floats a = value(part), b = value(kParts + part);
+    if (left > 0) write_some(out + channel, to.gated ? silu(a) * b : a, left);
+    const int64_t right = to.width - to.half - channel;
+    if (!to.gated && right > 0) write_some(out + to.half + channel, b, right);
+  }
+}
+
+template <int kRows, typename T>
+void compute_rows(const Int8Call& call, const Rounded& x, int64_t first, int64_t rows, int64_t panel, Ahead ahead,
+                  const Target<T>& to) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return compute_rows<kRows - 1>(call, x, first, rows, panel, ahead, to);
+  }
+  Floats sums[kRows][kWide];
+  multiply<kRows>(call.panels + panel * x.words * kStepBytes, x, first, ahead, sums);
+  for (int r = 0; r < kRows; ++r) put(to, call, first + r, panel, sums[r]);
+}
+
+template <typename T>
+void compute_tile(const Int8Call& call, const Rounded& x, int64_t rows, int64_t tile, int64_t panel,
+                  const Target<T>& to) {
+  const int64_t first = tile_begin(rows, tile), count = tile_begin(rows, tile + 1) - first;
+  const Ahead ahead = ahead_of(call.panels + panel * x.words * kStepBytes, x.words, tile, tiles_of(rows));
+  compute_rows<kTile>(call, x, first, count, panel, ahead, to);
+}
+
+template <typename T>
+void compute_block(const Int8Call& call, const T* x, int64_t rows, const Target<T>& to) {
+  static thread_local Rounded rounded;
+  Rounded& shared = rounded;
+  shared.reserve(rows, call.inputs);
+  const int64_t tiles = tiles_of(rows), panels = (to.half + kSide - 1) / kSide;
+  const auto round = [&](int64_t tile) {
+    const int64_t first = tile_begin(rows, tile), end = tile_begin(rows, tile + 1);
+    round_tile(x + first * call.stride, call.stride, first, end - first, call.inputs, shared);
+  };
+  const auto compute = [&](int64_t panel) {
+    for (int64_t tile = 0; tile < tiles; ++tile) compute_tile(call, shared, rows, tile, panel, to);
+  };
+  const bool alone = call.threads == 1 || rows * call.inputs < kWorthSharing;
+  for (int64_t tile = 0; alone && tile < tiles; ++tile) round(tile);
+  if (call.threads == 1) {  // entering a parallel region costs as much as a small product
+    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+    return;
+  }
+#pragma omp parallel num_threads(int(call.threads))
+  {
+    if (!alone) {
+#pragma omp for
+      for (int64_t tile = 0; tile < tiles; ++tile) round(tile);
+    }
+#pragma omp for nowait
+    for (int64_t panel = 0; panel < panels; ++panel) compute(panel);
+  }
+}
+
+}  // namespace
+
+extern "C" void quire_int8_linear(const Int8Call* call) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const int64_t half = (call->outputs + 1) / 2, width = call->gated ? half : call->outputs;
+    for (int64_t first = 0; first < call->rows; first += kBlock) {
+      const Target<T> to{(T*)call->out + first * width, width, half, bool(call->gated)};
+      compute_block(*call, (const T*)call->x + first * call->stride, std::min(kBlock, call->rows - first), to);
+    }
+  };
+  call->bf16 ? run(Bf16{}) : run(float{});
+}

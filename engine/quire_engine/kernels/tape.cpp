@@ -1,0 +1,88 @@
+// Calls of kernels that were recorded once, made again in one call: what a graph is on a GPU. Between two short kernels
+// the interpreter takes as long as they do.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+struct AttentionCall;
+struct LinearLayer;
+struct Int8Call;
+
+extern "C" {
+void quire_attention(const AttentionCall*);
+void quire_linear(const LinearLayer*);
+void quire_int8_linear(const Int8Call*);
+void quire_rms_norm(const void*, int64_t, int64_t, void*, const void*, void*, int64_t, int64_t, int64_t, float, int64_t,
+                    int64_t);
+void quire_silu_mul(const void*, int64_t, void*, int64_t, int64_t, int64_t, int64_t);
+void quire_rotate(void*, int64_t, int64_t, const float*, const float*, const void*, const void*, int64_t, int64_t,
+                  int64_t, int64_t, int64_t, float, int64_t, int64_t);
+}
+
+namespace {
+
+constexpr int kSlots = 16;
+
+// A call as numbers: pointers and integers as they are, floats by their bits.
+struct Call {
+  void (*play)(const int64_t* slots);
+  int64_t slots[kSlots];
+};
+
+template <typename A>
+A from_slot(int64_t slot) {
+  if constexpr (std::is_pointer_v<A>) {
+    return reinterpret_cast<A>(slot);
+  } else {
+    A number;
+    static_assert(sizeof number <= sizeof slot);
+    std::memcpy(&number, &slot, sizeof number);
+    return number;
+  }
+}
+
+template <typename... A, size_t... i>
+void apply(void (*function)(A...), const int64_t* slots, std::index_sequence<i...>) {
+  static_assert(sizeof...(A) <= kSlots);
+  function(from_slot<A>(slots[i])...);
+}
+
+template <typename... A>
+constexpr std::index_sequence_for<A...> places(void (*)(A...)) {
+  return {};
+}
+
+template <auto function>
+void play(const int64_t* slots) {
+  apply(function, slots, places(function));
+}
+
+struct Player {
+  const char* name;
+  void (*play)(const int64_t* slots);
+};
+
+#define PLAYER(function) {#function, play<function>}
+constexpr Player kPlayers[] = {
+    PLAYER(quire_attention), PLAYER(quire_linear),   PLAYER(quire_int8_linear),
+    PLAYER(quire_rms_norm),  PLAYER(quire_silu_mul), PLAYER(quire_rotate),
+};
+
+}  // namespace
+
+extern "C" {
+
+// What makes the calls of a kernel, by its name; null for one that cannot be recorded.
+void* quire_player(const char* name) {
+  for (const Player& player : kPlayers)
+    if (!std::strcmp(player.name, name)) return reinterpret_cast<void*>(player.play);
+  return nullptr;
+}
+
+void quire_replay(const Call* calls, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) calls[i].play(calls[i].slots);
+}
+}

@@ -1,0 +1,155 @@
+"""Calls of the compiled kernels, recorded once and then made again in one call.
+
+What a CUDA graph is on a GPU: the work of a function is recorded together with the memory that it used, and repeating
+it costs the interpreter nothing. Knows kernels by their names, and nothing of what they compute.
+"""
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire_engine.kernels.library import library
+
+KERNELS = (
+    *("quire_attention", "quire_linear", "quire_int8_linear"),
+    *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
+)
+"""Those that can be recorded, as in ``tape.cpp``."""
+
+# What torch may be asked for while a tape records: memory, and other views of it.
+_ALLOCATIONS = ("empty", "new_empty", "empty_like")
+_VIEWS = (
+    *("view", "_unsafe_view", "reshape", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "slice"),
+    *("select", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "expand", "alias", "detach"),
+)
+_SLOTS = 16
+_ALIGNMENT = 64
+
+
+class NotRecordableError(RuntimeError):
+    """A function does what a tape cannot repeat; the text says what."""
+
+
+class Tape:
+    """The recorded calls of a function on memory of their own. ``result`` is what the function returned, and where each
+    replay puts it.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL, calls: "list[_Call]", kept: list[object], result: torch.Tensor) -> None:
+        self._replay = kernels.quire_replay
+        self._calls = (_Call * len(calls))(*calls)
+        self._kept = kept
+        self.result = result
+
+    def replay(self) -> None:
+        """Makes all calls again, in their order, on the same memory, with what that holds now."""
+        self._replay(self._calls, len(self._calls))
+
+
+def record(work: Callable[[], torch.Tensor]) -> Tape:
+    """Runs ``work`` once, and records what it asks of the kernels.
+
+    ``work`` may call kernels, make new tensors and take views of tensors. Memory that it lets go of is used again
+    within the tape, and nowhere else; what it did not make itself must outlive the tape. Raises ``NotRecordableError``
+    where it asks torch for anything else, after what it did before that.
+    """
+    kernels = library()
+    if kernels is None:
+        raise NotRecordableError("the kernels are not compiled")
+    recording = _Recording()
+    with recording.listening(kernels), _Watch(recording.arena):
+        result = work()
+    return Tape(kernels, recording.calls, [recording.structs, recording.arena], result)
+
+
+class _Call(ctypes.Structure):
+    """A call of a kernel as numbers: field by field the struct of that name in ``tape.cpp``."""
+
+    _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
+
+
+class _Recording:
+    """What one thread asks of the kernels while it listens."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.structs: list[ctypes.Structure] = []
+        self.arena = _Arena()
+        self._thread = get_ident()
+
+    @contextmanager
+    def listening(self, kernels: ctypes.CDLL) -> Iterator[None]:
+        """Within, every call of a kernel is noted. ctypes shows a finished call to its function's ``errcheck``."""
+        functions = [getattr(kernels, name) for name in KERNELS]
+        for name, function in zip(KERNELS, functions, strict=True):
+            function.errcheck = self._listener(kernels.quire_player(name.encode()))
+        try:
+            yield
+        finally:
+            for function in functions:
+                del function.errcheck
+
+    def _listener(self, play: int) -> Callable[[None, object, tuple[object, ...]], None]:
+        def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
+            if get_ident() == self._thread:
+                slots = (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))
+                self.calls.append(_Call(play, slots))
+
+        return listen
+
+    def _slot(self, argument: object) -> int:
+        match getattr(argument, "contents", argument):
+            case None:
+                return 0
+            case int() as number:
+                return number
+            case float() as number:
+                return int.from_bytes(struct.pack("<f", number), "little")
+            case ctypes.Structure() as arguments:
+                # Callers use one struct again and again; this call had what stands in it now.
+                self.structs.append(type(arguments).from_buffer_copy(arguments))
+                return ctypes.addressof(self.structs[-1])
+        raise NotRecordableError(f"a kernel was called with {argument!r}")
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
+    """Gives out memory of the arena, and lets nothing compute but the kernels."""
+
+    def __init__(self, arena: "_Arena") -> None:
+        super().__init__()
+        self._arena = arena
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        name, options = func.overloadpacket.__name__, kwargs or {}
+        if name in _VIEWS:
+            return func(*args, **options)
+        if name in _ALLOCATIONS:
+            return self._arena.like(func(*args, **{**options, "device": "meta"}))
+        raise NotRecordableError(f"{name} is not one of the compiled kernels")
+
+
+class _Arena:
+    """The memory of one tape. What a tensor had is given out again once nobody holds the tensor any more."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}
+
+    def like(self, wanted: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape, strides and dtype of ``wanted``. It holds anything."""
+        size = max(1, wanted.untyped_storage().nbytes())
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else (ctypes.c_char * (size + _ALIGNMENT))()
+        lease = (ctypes.c_char * size).from_buffer(memory, -ctypes.addressof(memory) % _ALIGNMENT)
+        weakref.finalize(lease, free.append, memory).atexit = False
+        flat = torch.frombuffer(lease, dtype=wanted.dtype)
+        return flat.as_strided(wanted.shape, wanted.stride())

@@ -1,0 +1,113 @@
+"""The whole engine on a GPU: against transformers in fp32, close to it in bf16, without waits on the way, within its
+memory.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.models.errors import ModelError
+from quire_engine.scheduling.plan import PENDING, Chunk, StepPlan
+from quire_proto.sampling import SamplingParams
+
+from tests.model.engine import load, run
+from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.test_bfloat16 import PARAMS, check_close, theirs
+from tests.support.draws import make_draw
+
+pytestmark = pytest.mark.gpu
+PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("pressure", "chunk"), [("no pressure", 1 << 20), ("recompute", 64), ("swap", 7)])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("model_name", ["llama3", "qwen2-yarn", "qwen3", "mistral", "mixtral", "granite"])
+def test_greedy_output_is_transformers_own(
+    small_models: SmallModels, model_name: str, pressure: str, chunk: int, overlaps: bool
+) -> None:
+    folder, prompts = small_models.folder(model_name), small_models.prompts
+    executor = load(folder, *PRESSURES[pressure], device="cuda", attention="reference", async_scheduling=overlaps)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    made = run(executor, prompts, [params] * len(prompts), chunk=chunk, max_num_seqs=8)
+    executor.close()
+    assert made.outputs == small_models.outputs(model_name)
+    assert (made.statistics.preemptions_by_swap > 0) == (pressure == "swap")
+
+
+@pytest.mark.parametrize("model_name", ["llama3", "qwen2", "qwen3", "mistral"])
+def test_tokens_part_from_transformers_only_where_both_are_probable(
+    model_folders: dict[str, Path], small_models: SmallModels, model_name: str
+) -> None:
+    folder, prompts = model_folders[model_name], small_models.prompts[:6]
+    executor = load(folder, 200, 0, "bfloat16", device="cuda")
+    assert executor.depth == 2
+    made = run(executor, prompts, [PARAMS] * len(prompts))
+    executor.close()
+    for (choice,), their_steps in zip(made.choices, theirs(folder, prompts), strict=True):
+        check_close(choice, their_steps)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
+    model_folders: dict[str, Path], enforce_eager: bool
+) -> None:
+    """Greedy and random draws with and without filters, as steps of one token that follow each other."""
+    executor = load(model_folders["qwen3"], 60, 20, "bfloat16", device="cuda", enforce_eager=enforce_eager)
+    styles = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}]
+    draws = [make_draw(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
+    first = StepPlan(0, [Chunk(id, draws[id].token_ids[:], 0, [id + 1], (draws[id],)) for id in range(4)])
+    last = executor.launch(first)
+    last.draw()
+    for step in range(1, 8):
+        plan = StepPlan(step, [Chunk(id, [PENDING], 2 + step, [id + 1], (draws[id],)) for id in range(4)])
+        # The first of these steps learns shapes and compiles; what comes after it is what a step is.
+        torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+        try:
+            launched = executor.launch(plan)
+            torch.cuda.set_sync_debug_mode("default")
+            for id, token_id in last.result().token_ids.items():
+                draws[id].token_ids.append(token_id)
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            launched.draw()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        last = launched
+    assert len(last.result().token_ids) == 4
+    executor.close()
+
+
+def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(model_folders: dict[str, Path]) -> None:
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.mem_get_info()
+    executor = TorchExecutor.load(
+        model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=64 * MIB, memory_utilization=0.5
+    )
+    free = torch.cuda.mem_get_info()[0]
+    # A large model's first step may still load kernels: a part of a percent.
+    assert total - free <= 0.51 * total
+    assert total - free >= 0.4 * total
+    capacity = executor.capacity
+    assert capacity.host_blocks == 64 * MIB // capacity.block_bytes
+    tokens = [3 + place % 200 for place in range(200)]
+    draw = make_draw(0, tokens)
+    assert executor.run(StepPlan(0, [Chunk(0, tokens, 0, list(range(1, 14)), (draw,))])).token_ids
+    executor.close()
+    del executor
+    torch.cuda.empty_cache()
+    assert before - torch.cuda.mem_get_info()[0] < 1 << 30, "weights and workspaces aside, all is back"
+
+
+def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
+    executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
+    with pytest.raises(IndexError):
+        executor.run(StepPlan(0, [Chunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
+    assert executor.run(StepPlan(1, [Chunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
+    executor.close()
+
+
+def test_a_device_that_is_full_is_said_in_one_sentence(model_folders: dict[str, Path]) -> None:
+    total = torch.cuda.mem_get_info()[1]
+    with pytest.raises(ModelError, match="no memory"):
+        TorchExecutor.load(model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=0, kv_cache_bytes=total)

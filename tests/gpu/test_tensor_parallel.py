@@ -1,0 +1,68 @@
+"""A model that two GPUs share: NCCL's sums, in graphs and outside of them, and what happens when a rank dies."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from quire_engine.executor.torch.ranks.workers import RankError
+from quire_proto.sampling import SamplingParams
+
+from tests.model.engine import run
+from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.model.test_bfloat16 import PARAMS, check_close, theirs
+from tests.model.test_tensor_parallel import Watched, load
+
+pytestmark = pytest.mark.gpu
+NEEDS_FLASHINFER = False
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices, and there are fewer")
+
+
+@pytest.mark.parametrize("overlaps", [False, True], ids=["one by one", "overlapped"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "mixtral", "qwen3-moe"])
+def test_two_gpus_make_transformers_tokens(small_models: SmallModels, name: str, overlaps: bool) -> None:
+    settings = {"device": "cuda", "attention": "reference", "async_scheduling": overlaps}
+    with closing(load(small_models.folder(name), 2, 24, 200, **settings)) as shared:
+        made = run(shared, small_models.prompts, [GREEDY] * len(small_models.prompts), chunk=7, max_num_seqs=8)
+    assert made.outputs == small_models.outputs(name)
+    assert made.statistics.preemptions_by_swap > 0
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
+def test_two_gpus_part_from_transformers_only_where_both_are_probable(
+    model_folders: dict[str, Path], small_models: SmallModels, enforce_eager: bool
+) -> None:
+    pytest.importorskip("flashinfer", reason="needs flashinfer, which is not installed")
+    folder, prompts = model_folders["qwen3"], small_models.prompts[:6]
+    settings = {"device": "cuda", "dtype": "bfloat16", "enforce_eager": enforce_eager}
+    with closing(load(folder, 2, **settings)) as shared:
+        made = run(shared, prompts, [PARAMS] * len(prompts))
+    for (choice,), their_steps in zip(made.choices, theirs(folder, prompts), strict=True):
+        check_close(choice, their_steps)
+
+
+@pytest.fixture
+def watched(small_models: SmallModels) -> Iterator[Watched]:
+    with closing(Watched(small_models.folder("llama3"), device="cuda", attention="reference")) as watched:
+        yield watched
+
+
+def run_often(watched: Watched) -> None:
+    for _ in range(10_000):
+        watched.run()
+
+
+def test_a_rank_that_is_killed_is_told_also_where_nccl_waits_for_it(watched: Watched) -> None:
+    watched.run()
+    psutil.Process(watched.other.pid).kill()
+    with pytest.raises(RankError):
+        run_often(watched)
+    assert "was killed by SIGKILL" in watched.loss()

@@ -1,0 +1,151 @@
+"""Drives an executor by hand as the engine's loop does, step by step or overlapped, and says what came of it."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch.step import TorchStep
+from quire_engine.scheduling.plan import PENDING, Chunk, Draw, StepPlan, StepResult
+from quire_proto.errors import ErrorCode
+from quire_proto.logprobs import TokenLogprobs
+
+from tests.model.models import VOCAB_SIZE
+from tests.support.draws import ModuloGrammar, make_draw
+
+# Sequences have blocks of their own, enough for all their tokens.
+BLOCKS_EACH = 6
+
+
+@dataclass
+class Sequence:
+    """What is known of a sequence's tokens, how many are computed, and what came of it."""
+
+    draw: Draw
+    wanted: int
+    computed: int = 0
+    pending: bool = False
+    error: ErrorCode | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def output(self) -> list[int]:
+        return self.draw.token_ids[self.draw.num_prompt :]
+
+    @property
+    def is_done(self) -> bool:
+        return self.error is not None or len(self.output) + self.pending >= self.wanted
+
+    def chunk(self, most: int) -> Chunk:
+        """The next tokens, the pending one among them."""
+        id, known = self.draw.sequence_id, self.draw.token_ids + [PENDING] * self.pending
+        end = min(len(known), self.computed + most)
+        first, start = 1 + id * BLOCKS_EACH, self.computed
+        targets = self.draw.token_ids[start + 1 : min(end + 1, self.draw.num_prompt)]
+        draws = (self.draw,) if end == len(known) else ()
+        self.computed = end
+        return Chunk(
+            id, known[start:end], start, list(range(first, first + BLOCKS_EACH)), draws, targets=targets, num_top=2
+        )
+
+
+class Loop:
+    """Runs sequences to their ends as the engine's loop does, in steps whose cuts are drawn from a seed."""
+
+    def __init__(self, executor: TorchExecutor, sequences: list[Sequence], seed: int) -> None:
+        self._executor = executor
+        self._sequences = {one.draw.sequence_id: one for one in sequences}
+        self._random = random.Random(seed)
+        self.num_pending = 0
+
+    def run(self) -> None:
+        """Step by step."""
+        while plan := self._plan():
+            self._commit(self._executor.run(plan))
+
+    def run_overlapped(self) -> None:
+        """Each step is launched before the result of the last one is taken."""
+        last: TorchStep | None = None
+        while True:
+            plan = self._plan()
+            launched = self._executor.launch(plan) if plan else None
+            if last is not None:
+                self._commit(last.result(), launched=plan)
+            if launched is not None:
+                launched.draw()
+            elif last is None:
+                return
+            last = launched
+
+    def _plan(self) -> StepPlan | None:
+        alive = [one for one in self._sequences.values() if not one.is_done]
+        if not alive:
+            return None
+        plan = StepPlan(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
+        for chunk in plan.chunks:
+            self.num_pending += chunk.token_ids[-1] == PENDING
+            self._sequences[chunk.sequence_id].pending = bool(chunk.draws)
+        return plan
+
+    def _some(self, alive: list[Sequence]) -> list[Sequence]:
+        return self._random.sample(alive, self._random.randint(1, len(alive)))
+
+    def _commit(self, result: StepResult, launched: StepPlan | None = None) -> None:
+        """``launched`` is already under way: what it draws is pending."""
+        under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.draws} if launched else set()
+        for one in self._sequences.values():
+            id = one.draw.sequence_id
+            one.prompt_logprobs += result.prompt_logprobs.get(id, [])
+            if one.error is not None:
+                continue
+            if id in result.errors:
+                one.error = result.errors[id].code
+            if id in result.token_ids:
+                one.draw.token_ids.append(result.token_ids[id])
+                one.logprobs += [result.logprobs[id]] if id in result.logprobs else []
+            one.pending = id in under_way
+
+
+def some_sequences(prompts: list[list[int]]) -> list[Sequence]:
+    """Everything that looks at the tokens before: penalties, bad words, grammars that go on, end early or fail."""
+    styles: list[dict[str, object]] = [
+        {},
+        {"temperature": 1.5},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "logprobs": 3},
+        {"repetition_penalty": 1.4, "presence_penalty": 0.5},
+        {"temperature": 2.0, "frequency_penalty": 1.0, "logprobs": 0},
+        {"grammar": ModuloGrammar(3, VOCAB_SIZE)},
+        {"grammar": ModuloGrammar(2, VOCAB_SIZE), "temperature": 2.0, "logprobs": 1},
+        {"grammar": ModuloGrammar(1, VOCAB_SIZE)},
+        {"grammar": Numbered(5, VOCAB_SIZE)},
+        {"bad_words": ((7, 9), (3,)), "logit_bias": ((7, 5.0), (3, 50.0)), "temperature": 1.0},
+        {"min_tokens": 4, "stop_token_ids": frozenset({2}), "logit_bias": ((2, 100.0),)},
+    ]
+    return [Sequence(make_draw(id, prompts[id], seed=id << 33, **style), wanted=14) for id, style in enumerate(styles)]
+
+
+@dataclass
+class Numbered(ModuloGrammar):
+    """Fails once an output has six tokens."""
+
+    def matcher(self) -> "object":
+        matcher = super().matcher()
+        accept = matcher.accept
+
+        def counted(token_ids: list[int]) -> None:
+            accept(token_ids)
+            if len(matcher.output) >= 6:
+                raise self.failure
+
+        matcher.accept = counted
+        return matcher
+
+
+def came_of(sequences: list[Sequence]) -> list[tuple[list[int], ErrorCode | None]]:
+    return [(one.output, one.error) for one in sequences]
+
+
+def assert_equal(made: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    assert [one.logprob for one in made] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert [[id for id, _ in one.top] for one in made] == [[id for id, _ in one.top] for one in expected]

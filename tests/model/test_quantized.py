@@ -1,0 +1,111 @@
+"""Weights in int8 through the whole engine: the same tokens however the work is cut, right answers, and refusals."""
+
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.kernels.library import library
+from quire_engine.models.errors import ModelError
+from quire_engine.models.loading import load_model, read_model_config
+from quire_engine.models.options import LoadOptions
+from quire_proto.sampling import SamplingParams
+from transformers import AutoTokenizer
+
+from tests.model.engine import Run, load, run
+from tests.model.models import OWN, SmallModels
+from tests.model.test_demo import CONVERSATIONS, DEMO, prompts_of
+from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
+from tests.support.kernels import PATHS, cpu_path
+
+BITWISE = (("mixtral", "bfloat16"), ("qwen3", "float32"))
+PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
+needs_kernel = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
+INT8 = LoadOptions(quantization="int8")
+
+
+@cache
+def executor_of(folder: Path, pressure: str, dtype: str = "float32") -> TorchExecutor:
+    return load(folder, *PRESSURES[pressure], dtype=dtype, quantization="int8", deterministic=True)
+
+
+def outputs_of(made: Run) -> list[tuple[list[int], list[object]]]:
+    """Tokens and log-probabilities of each prompt."""
+    return [(choices[0].token_ids, choices[0].logprobs) for choices in made.choices]
+
+
+@cache
+def alone(folder: Path, prompts: tuple[tuple[int, ...], ...], dtype: str) -> list[tuple[list[int], list[object]]]:
+    """What each prompt leads to with nothing beside it."""
+    executor = executor_of(folder, "no pressure", dtype)
+    return [outputs_of(run(executor, [list(prompt)], [PARAMS], prefix_caching=False))[0] for prompt in prompts]
+
+
+@needs_kernel
+@pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
+@pytest.mark.parametrize(("model_name", "dtype"), BITWISE)
+def test_tokens_and_logprobs_are_the_same_bits_however_the_work_is_cut(
+    small_models: SmallModels, model_name: str, pressure: str, caching: str, dtype: str
+) -> None:
+    folder, prompts = small_models.folder(model_name), small_models.prompts
+    expected = alone(folder, tuple(map(tuple, prompts)), dtype)
+    for chunk in (7, 64, UNLIMITED):
+        made = run(
+            executor_of(folder, pressure, dtype),
+            prompts,
+            [PARAMS] * len(prompts),
+            chunk=chunk,
+            prefix_caching=caching != "none",
+            host_caching=caching == "host",
+            max_num_seqs=12,
+        )
+        assert outputs_of(made) == expected
+        counted = made.statistics
+        assert (counted.preemptions_by_recompute > 0) == (pressure == "recompute")
+        assert (counted.preemptions_by_swap > 0) == (pressure == "swap")
+
+
+@needs_kernel
+@pytest.mark.parametrize("model_name", OWN)
+def test_every_model_with_code_of_its_own_makes_the_same_tokens_under_pressure(
+    small_models: SmallModels, model_name: str
+) -> None:
+    folder, prompts = small_models.folder(model_name), small_models.prompts
+    expected = run(executor_of(folder, "no pressure"), prompts, [PARAMS] * len(prompts), prefix_caching=False)
+    made = run(executor_of(folder, "swap"), prompts, [PARAMS] * len(prompts), chunk=7, max_num_seqs=12)
+    assert made.outputs == expected.outputs
+    assert made.statistics.preemptions_by_swap > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_model_still_answers_right(dtype: str, path: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    prompts = prompts_of(tokenizer)
+    with cpu_path(path):
+        executor = TorchExecutor.load(DEMO, dtype=dtype, quantization="int8", kv_cache_bytes=32 << 20, swap_bytes=0)
+        made = run(executor, prompts, [SamplingParams(temperature=0, max_tokens=40)] * len(prompts))
+    texts = [tokenizer.decode(output) for output in made.outputs]
+    assert texts[:-1] == list(CONVERSATIONS)
+    assert texts[-1].startswith("Once upon a time")
+
+
+@pytest.mark.parametrize(
+    ("model_name", "options", "complaint"),
+    [
+        ("llama3", replace(INT8, device=torch.device("cuda")), "is for the CPU, and the device is cuda"),
+        ("gpt2", INT8, "GPT2LMHeadModel runs through transformers"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence_before_weights_are_read(
+    small_models: SmallModels, tmp_path: Path, model_name: str, options: LoadOptions, complaint: str
+) -> None:
+    shutil.copytree(small_models.folder(model_name), tmp_path, dirs_exist_ok=True)
+    config = read_model_config(tmp_path)
+    for weights in tmp_path.glob("*.safetensors*"):
+        weights.unlink()
+    with pytest.raises(ModelError, match=complaint):
+        load_model(config, tmp_path, options)

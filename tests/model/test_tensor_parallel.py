@@ -1,0 +1,346 @@
+"""A model that several ranks share makes the tokens of one that has everything, whatever happens to its blocks; when
+its ranks part, or one is lost, that is said, and nothing of them is left.
+
+Most ranks here are threads, so that none has to start; those that are killed are processes.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from quire_engine import LLM
+from quire_engine import SamplingParams as LlmParams
+from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch.ranks import leading_runner
+from quire_engine.executor.torch.ranks.calls import batch_to_arrays
+from quire_engine.executor.torch.ranks.workers import RankError
+from quire_engine.models.errors import ModelError
+from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
+from quire_proto.sampling import SamplingParams
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from tests.model.driver import GREEDY
+from tests.model.engine import BLOCK_SIZE, Run, numbers_a_token, run
+from tests.model.models import OWN, SmallModels, small_model
+from tests.support.processes import eventually
+from tests.support.rank_threads import ranks_are_threads
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+OUTPUT_TOKENS = 12
+PROMPTS = 6
+POOL = 2 << 20
+SECONDS_TO_BE_TOLD = 5.0
+# Blocks of both pools, and how the work is cut: victims are computed again, or swapped.
+SCHEDULES = {"recompute": (10, 0, 64), "swap": (10, 100, 7)}
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks_are_threads(monkeypatch)
+
+
+def load(folder: Path, size: int, blocks: int = 100, host_blocks: int = 0, **settings: Any) -> TorchExecutor:
+    block_bytes = 4 * numbers_a_token(folder) * BLOCK_SIZE
+    pools = {"kv_cache_bytes": blocks * block_bytes, "swap_bytes": host_blocks * block_bytes}
+    settings = {"dtype": "float32", **pools, **settings}
+    executor = TorchExecutor.load(folder, tensor_parallel_size=size, **settings)
+    if settings["dtype"] == "float32":
+        assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (blocks, host_blocks)
+        assert executor.capacity.block_bytes == block_bytes // size, "each rank holds its heads alone"
+    return executor
+
+
+def generate(executor: TorchExecutor, models: SmallModels, chunk: int = 64, **how: Any) -> Run:
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3)
+    prompts = models.prompts[4 : 4 + PROMPTS]
+    return run(executor, prompts, [params] * PROMPTS, chunk=chunk, max_num_seqs=5, **how)
+
+
+def expected(models: SmallModels, name: str) -> list[list[int]]:
+    return [output[:OUTPUT_TOKENS] for output in models.outputs(name)[4 : 4 + PROMPTS]]
+
+
+def assert_near(made: Run, alone: Run) -> None:
+    """The same tokens, and log-probabilities that sums in another order explain."""
+    for mine, theirs in zip(made.choices, alone.choices, strict=True):
+        assert mine[0].token_ids == theirs[0].token_ids
+        for one, other in zip(mine[0].logprobs, theirs[0].logprobs, strict=True):
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_two_ranks_make_the_tokens_of_one(threads: None, small_models: SmallModels, name: str) -> None:
+    folder = small_models.folder(name)
+    with closing(load(folder, 2)) as shared, closing(load(folder, 1)) as alone:
+        made = generate(shared, small_models)
+        assert made.outputs == expected(small_models, name)
+        assert_near(made, generate(alone, small_models))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama3", "qwen3-moe"])
+def test_blocks_move_on_all_ranks_alike(threads: None, small_models: SmallModels, name: str, schedule: str) -> None:
+    blocks, host_blocks, chunk = SCHEDULES[schedule]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with closing(load(small_models.folder(name), 2, blocks, host_blocks)) as shared:
+        made = run(shared, small_models.prompts[:4], [params] * 4, chunk=chunk)
+    assert made.outputs == [output[:40] for output in small_models.outputs(name)[:4]]
+    assert (made.statistics.preemptions_by_swap > 0) == (schedule == "swap")
+    assert (made.statistics.preemptions_by_recompute > 0) == (schedule == "recompute")
+
+
+def test_four_ranks_make_the_tokens_of_one(threads: None, small_models: SmallModels) -> None:
+    with closing(load(small_models.folder("llama2"), 4)) as shared:
+        assert generate(shared, small_models).outputs == expected(small_models, "llama2")
+
+
+def test_what_cannot_be_divided_evenly_is_divided_all_the_same(
+    threads: None, small_models: SmallModels, tmp_path: Path
+) -> None:
+    """Three ranks share 256 tokens of vocabulary and 4 experts, of which the last rank has none."""
+    sizes = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3}
+    config = MixtralConfig(
+        **sizes,
+        vocab_size=256,
+        num_hidden_layers=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with closing(load(tmp_path, 3)) as shared, closing(load(tmp_path, 1)) as alone:
+        assert_near(generate(shared, small_models), generate(alone, small_models))
+
+
+def test_pools_are_measured_and_equal_on_all_ranks(threads: None, small_models: SmallModels) -> None:
+    folder = small_models.folder("llama3")
+    settings = {"swap_bytes": 1 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 5, "dtype": "float32"}
+    with closing(TorchExecutor.load(folder, tensor_parallel_size=2, **settings)) as shared:
+        assert shared.capacity.device_blocks > 1000
+        assert generate(shared, small_models).outputs == expected(small_models, "llama3")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_tokens_that_are_pending_reach_all_ranks(threads: None, small_models: SmallModels, depth: int) -> None:
+    with closing(load(small_models.folder("llama3"), 2, async_scheduling=depth == 2)) as shared:
+        assert shared.depth == depth
+        assert generate(shared, small_models).outputs == expected(small_models, "llama3")
+
+
+def test_int8_weights_are_shared(threads: None, small_models: SmallModels) -> None:
+    folder = small_models.folder("llama2")
+    with (
+        closing(load(folder, 2, quantization="int8")) as shared,
+        closing(load(folder, 1, quantization="int8")) as alone,
+    ):
+        made, wanted = generate(shared, small_models), generate(alone, small_models)
+    first, other = ([choices[0].logprobs[0].logprob for choices in one.choices] for one in (made, wanted))
+    assert first == pytest.approx(other, abs=0.5), "the same model, rounded in other places"
+
+
+def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_models: SmallModels) -> None:
+    """A needle alone and among others, cut and cached in other ways, is the same to the last bit in bfloat16."""
+    needle, *others = small_models.prompts[4 : 4 + PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3)
+    settings = {"dtype": "bfloat16", "deterministic": True, "kv_cache_bytes": POOL}
+    with closing(load(small_models.folder("llama2"), 4, **settings)) as shared:
+        alone = run(shared, [needle], [params]).choices[0][0]
+        for place, chunk in ((0, 64), (3, 7), (5, 1 << 20)):
+            prompts = [*others[:place], needle, *others[place:]]
+            among = run(shared, prompts, [params] * PROMPTS, chunk=chunk).choices[place][0]
+            assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+# What goes wrong on all ranks alike
+
+
+def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> Chunk:
+    return Chunk(id, tokens, 0, blocks, (Draw(id, GREEDY, 0, tokens, len(tokens)),))
+
+
+def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small_models: SmallModels) -> None:
+    with closing(load(small_models.folder("llama3"), 2)) as shared:
+        good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
+        wanted = shared.run(StepPlan(0, [good])).token_ids
+        for _ in range(3):
+            with pytest.raises(IndexError):
+                shared.run(StepPlan(1, [good, bad]))
+            assert shared.run(StepPlan(1, [good])).token_ids == wanted
+
+
+def test_a_copy_that_no_rank_can_make_ends_the_engine_as_ever(threads: None, small_models: SmallModels) -> None:
+    from quire_engine.executor.base import CopyError
+
+    with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
+        shared.run(StepPlan(0, copies_within=[BlockCopy(1, 1 << 20)]))
+
+
+@pytest.mark.parametrize("size", [3, 64])
+def test_a_size_that_cannot_be_is_refused(small_models: SmallModels, size: int) -> None:
+    with pytest.raises(ModelError, match=f"The tensor parallel size is {size}, which does not divide the model's 4"):
+        load(small_models.folder("llama3"), size)
+
+
+def test_models_without_own_code_are_refused(small_models: SmallModels) -> None:
+    with pytest.raises(ModelError, match="GPT2LMHeadModel runs through transformers"):
+        TorchExecutor.load(small_models.folder("gpt2"), tensor_parallel_size=2, swap_bytes=0)
+
+
+@pytest.mark.parametrize("missing", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"])
+def test_a_tensor_that_is_missing_is_named(threads: None, tmp_path: Path, missing: str) -> None:
+    folder = small_model("qwen3-moe" if "experts" in missing else "llama2", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    name = missing if missing in weights else next(name for name in weights if name.endswith("experts.gate_up_proj"))
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="has no tensor"):
+        load(folder, 2)
+
+
+def test_a_tensor_that_only_another_rank_reads_is_missed_too(threads: None, tmp_path: Path) -> None:
+    folder = small_model("mixtral", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    del weights[name]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"has no tensor {name}"):
+        load(folder, 2)
+
+
+# Ranks that are lost
+
+
+class Watched:
+    """An executor of two processes, and what was told of a loss."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.told: list[str] = []
+        self.executor = load(folder, 2, on_lost=self.told.append, **settings)
+        (self.other,) = children()
+
+    def run(self) -> dict[int, int]:
+        return self.executor.run(StepPlan(0, [chunk([5, 6, 7], [1])])).token_ids
+
+    def loss(self) -> str:
+        """What is told within the time that it may take."""
+        eventually(lambda: self.told, SECONDS_TO_BE_TOLD, "nothing was told")
+        with pytest.raises(RankError) as caught:
+            self.run()
+        assert [str(caught.value)] == self.told
+        return self.told[0]
+
+    def close(self) -> None:
+        self.executor.close()
+        assert_gone(self.other)
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "ranks.worker" in " ".join(child.cmdline())]
+
+
+def assert_gone(process: psutil.Process) -> None:
+    """Looks without waiting for it as a parent does: that is for who started it."""
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    eventually(lambda: not process.is_running() or process.status() in ended, SECONDS_TO_BE_TOLD)
+
+
+@pytest.fixture
+def watched(small_models: SmallModels) -> Iterator[Watched]:
+    with closing(Watched(small_models.folder("llama3"))) as watched:
+        yield watched
+
+
+def in_background(work: Callable[[], object]) -> tuple[Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            raised.append(error)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def test_a_rank_that_stands_still_is_waited_for_and_one_that_is_killed_meanwhile_is_told(watched: Watched) -> None:
+    wanted = watched.run()
+    watched.other.suspend()
+    made: list[dict[int, int]] = []
+    thread, raised = in_background(lambda: made.append(watched.run()))
+    thread.join(0.5)
+    assert thread.is_alive()
+    watched.other.resume()
+    thread.join(SECONDS_TO_BE_TOLD)
+    assert made == [wanted]
+    watched.other.suspend()
+    thread, raised = in_background(watched.run)
+    thread.join(0.2)
+    os.kill(watched.other.pid, signal.SIGKILL)
+    thread.join(SECONDS_TO_BE_TOLD)
+    assert [type(error) for error in raised] == [RankError]
+    assert watched.loss() == str(raised[0])
+    assert f"Rank 1 (process {watched.other.pid}) was killed by SIGKILL" in watched.told[0]
+
+
+def test_a_rank_that_fails_alone_is_told_although_rank_0_waits_for_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(batch: Any) -> list[Any]:
+        arrays = [array.copy() for array in batch_to_arrays(batch)]
+        arrays[0][:] = 1 << 40
+        return arrays
+
+    watched.run()
+    monkeypatch.setattr(leading_runner, "batch_to_arrays", wrong)
+    thread, raised = in_background(watched.run)
+    assert "Rank 1 failed in a step in which other ranks did not: IndexError" in watched.loss()
+    thread.join(SECONDS_TO_BE_TOLD)
+    assert [type(error) for error in raised] == [RankError]
+
+
+def test_rank_0_failing_alone_is_told_although_the_others_wait_for_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    watched.run()
+    monkeypatch.setattr(watched.executor._runner._own._model, "_norm", fail)
+    begun = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 0 failed in a step in which other ranks did not: .*out of memory"):
+        watched.run()
+    assert time.monotonic() - begun < SECONDS_TO_BE_TOLD
+    watched.loss()
+
+
+def test_offline_an_idle_rank_that_dies_fails_the_next_call_and_nothing_is_left() -> None:
+    params = LlmParams(temperature=0, max_tokens=8)
+    pools = {"kv_cache_memory": 32 << 20, "swap_space": 0.0, "dtype": "float32"}
+    with LLM(DEMO, tensor_parallel_size=2, **pools) as llm, LLM(DEMO, **pools) as alone:
+        (other,) = children()
+        texts = [one.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].text for one in (llm, alone)]
+        assert texts[0] == texts[1]
+        other.terminate()
+        assert_gone(other)
+        with pytest.raises(RankError, match="was killed by SIGTERM"):
+            llm.generate("Once upon a time", params, use_tqdm=False)
+    assert children() == []
+
+
+def test_an_executor_that_nobody_has_any_more_leaves_no_process(small_models: SmallModels) -> None:
+    load(small_models.folder("llama3"), 2)
+    assert children() == []

@@ -1,0 +1,296 @@
+"""A state machine that drives a whole engine, step by step: whatever arrives, is aborted, finishes or is preempted,
+outputs are right and every block comes back.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from quire_engine.core import Abort, Add, EngineCore, StepOutput
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.events import Stored
+from quire_engine.kv.memory import KvMemory
+from quire_engine.request import Delivered, Request
+from quire_engine.scheduling.config import SchedulerConfig
+from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.rates import Rates
+from quire_engine.scheduling.scheduler import Scheduler
+from quire_proto.errors import QuireError
+from quire_proto.sampling import FinishReason, SamplingParams, choice_seed
+
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_beams, expected_output
+
+EOS = 7
+MAX_MODEL_LEN = 40
+
+
+@dataclass
+class Choice:
+    """What one client has seen of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: int = 0
+    finish_reason: FinishReason | None = None
+    score: float | None = None
+
+
+@dataclass
+class Client:
+    """What one client sent and has seen."""
+
+    request: Request
+    choices: dict[int, Choice]
+    told: int = 1
+    ended: bool = False
+    error: QuireError | None = None
+
+
+class CheckedExecutor(PagedExecutor):
+    """Shows each plan to a check before it runs."""
+
+    def __init__(self, capacity: KvCapacity, check: Callable[[StepPlan], None]) -> None:
+        super().__init__(capacity)
+        self._check = check
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._check(plan)
+        return super().run(plan)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        pool_tokens=st.integers(30, 70),
+        host_blocks=st.sampled_from([0, 80, 3, 12]),
+        budget=st.sampled_from([3, 7, 64]),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        caching=st.sampled_from(["none", "device", "host", "host"]),
+        policy=st.sampled_from(["fcfs", "sjf", "priority"]),
+        batching=st.sampled_from(["continuous", "continuous", "static"]),
+        rates=st.sampled_from([Rates(1e3, 1e9), Rates(1e3, 1e3), Rates(1e9, 1.0)]),
+        max_swapped=st.sampled_from([0, 2, 64]),
+    )
+    def start(
+        self, block_size, pool_tokens, host_blocks, budget, max_num_seqs, caching, policy, batching, rates, max_swapped
+    ):
+        capacity = KvCapacity(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset({EOS}),
+            vocab_size=VOCAB_SIZE,
+            policy=policy,
+            max_overtakes=2,
+            batching=batching,
+            max_swapped=max_swapped,
+        )
+        self.memory = KvMemory(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
+        self.scheduler = Scheduler(config, self.memory, rates=rates)
+        self.core = EngineCore(self.scheduler, self.make_executor(capacity), self.receive)
+        self.clients: dict[str, Client] = {}
+        self.cached: set[Stored] = set()
+        self.ran_before: set[int] = set()
+        self.limit = min(MAX_MODEL_LEN, self.memory.device.num_blocks * block_size)
+
+    def make_executor(self, capacity: KvCapacity) -> PagedExecutor:
+        return CheckedExecutor(capacity, self.check_plan)
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """A step that preempts takes nobody in."""
+        if plan.preempted:
+            assert not plan.copies_in
+            assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
+
+    @rule(
+        count=st.integers(1, 4),
+        shared=st.sampled_from([0, 3, 6, 9]),
+        own=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+        max_tokens=st.integers(1, 25),
+        ignore_eos=st.sampled_from([True, True, False]),
+        delivered=st.integers(0, 3),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        logprobs=st.sampled_from([None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        priority=st.integers(0, 2),
+    )
+    def arrive(self, count, own, shared, delivered, priority, **settings):
+        for seed in range(count):
+            prompt = [token % VOCAB_SIZE for token in range(shared)] + own
+            params = SamplingParams(seed=seed, **settings)
+            outputs = [
+                self.expected(prompt, params, i)[: max(0, delivered - i)] if prompt else [] for i in range(params.n)
+            ]
+            history = [Delivered(i, output) for i, output in enumerate(outputs) if output]
+            self.add(Request(f"r{len(self.clients)}", prompt, params, delivered=history, priority=priority), outputs)
+
+    @rule(
+        shared=st.sampled_from([1, 3, 6, 9]),
+        own=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6),
+        max_tokens=st.integers(1, 8),
+        beam_width=st.integers(2, 3),
+        n=st.integers(1, 2),
+        ignore_eos=st.booleans(),
+        length_penalty=st.sampled_from([0.0, 1.0, 2.0]),
+        early_stopping=st.sampled_from([True, False, "never"]),
+    )
+    def search(self, shared, own, **settings):
+        prompt = [token % VOCAB_SIZE for token in range(shared)] + own
+        self.add(Request(f"r{len(self.clients)}", prompt, SamplingParams(**settings)), [[]] * settings["n"])
+
+    def add(self, request: Request, outputs: list[list[int]]) -> None:
+        choices = {index: Choice(list(output)) for index, output in enumerate(outputs)}
+        self.clients[request.request_id] = Client(request, choices)
+        self.core._carry_out(Add(request))
+
+    @rule(which=st.integers(0, 10_000), indexes=st.sampled_from([(), (), (0,), (1,), (0, 2)]))
+    def abort(self, which, indexes):
+        if self.clients:
+            self.core._carry_out(Abort(f"r{which % len(self.clients)}", indexes))
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps):
+        for _ in range(steps):
+            self.step_once()
+
+    def step_once(self) -> None:
+        self.core.step()
+
+    def receive(self, output: StepOutput) -> None:
+        self.ran_before = {sequence.id for sequence in self.scheduler.running}
+        for event in output.kv_events:
+            entry = Stored(event.block_hash, event.tier)
+            if isinstance(event, Stored):
+                assert entry not in self.cached, "a block was stored twice"
+                self.cached.add(entry)
+            else:
+                self.cached.remove(entry)
+        for news in output.outputs:
+            client = self.clients[news.request_id]
+            assert not client.ended, "an output came after the end"
+            client.ended = news.ends_request
+            client.error = news.error
+            if news.error is None:
+                self.receive_choice(client, news)
+
+    def receive_choice(self, client: Client, news: Output) -> None:
+        choice = client.choices[news.index]
+        assert choice.finish_reason is None, "an output came after its choice ended"
+        if news.prompt_logprobs:
+            assert news.prompt_position == client.told
+            for position, told in enumerate(news.prompt_logprobs, news.prompt_position):
+                assert told.logprob == position
+                assert told.top[0][0] == client.request.prompt_token_ids[position]
+            client.told += len(news.prompt_logprobs)
+        if news.token_ids:
+            assert news.position == len(choice.token_ids), "a token was lost or repeated"
+        choice.token_ids += news.token_ids
+        choice.logprobs += len(news.logprobs)
+        choice.finish_reason, choice.score = news.finish_reason, news.score
+        if client.request.sampling.logprobs is not None:
+            assert len(news.logprobs) == len(news.token_ids)
+
+    def stops(self, params):
+        return frozenset() if params.ignore_eos else frozenset({EOS})
+
+    def expected(self, prompt, params, index):
+        return expected_output(prompt, choice_seed(params.seed, index), params.max_tokens, self.stops(params))
+
+    @invariant()
+    def every_block_is_in_one_place(self):
+        if not hasattr(self, "memory"):
+            return
+        self.memory.check()
+        held = [b for queue in self.queues() for s in queue for b in s.table.block_ids]
+        assert all((count := held.count(b)) == self.memory.device._references[b] for b in set(held)), count
+        in_use = self.memory.device.num_blocks - self.memory.device.num_free
+        assert in_use == len(set(held)), "a block is held by nobody"
+        on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
+        assert self.memory.host.num_blocks - self.memory.host.num_free == len(set(on_host))
+        known = set(self.cached)
+        for event in self.memory._events:
+            (known.add if isinstance(event, Stored) else known.remove)(Stored(event.block_hash, event.tier))
+        assert set(self.memory.stored()) == known, "routers are told something else than what is cached"
+
+    def queues(self):
+        scheduler = self.scheduler
+        return scheduler.running, scheduler.swapped, scheduler.preempted, scheduler.waiting
+
+    @invariant()
+    def queues_agree_with_their_sequences(self):
+        if not hasattr(self, "memory"):
+            return
+        scheduler = self.scheduler
+        for queue in (scheduler.waiting, scheduler.preempted):
+            assert not any(s.table.block_ids or s.num_computed or s.num_scheduled for s in queue)
+        assert not any(s.table.block_ids for s in scheduler.swapped)
+        assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed for s in scheduler.waiting)
+        assert scheduler.running.width == sum(s.width for s in scheduler.running)
+        assert scheduler.running.width <= scheduler.config.max_num_seqs
+        assert len(scheduler.swapped) <= scheduler.config.max_swapped
+        queued = [s.id for queue in self.queues() for s in queue]
+        assert sorted(queued) == sorted(scheduler._registry._sequences), "a sequence is in no queue, or in two"
+
+    def teardown(self):
+        if not hasattr(self, "memory"):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work and not self.core._refused:
+                break
+            self.step_once()
+        assert not self.scheduler.has_work, "the engine made no progress"
+        for client in self.clients.values():
+            self.check_client(client)
+        self.memory.check()
+        assert self.memory.device.num_free == self.memory.device.num_blocks
+        assert self.memory.host.num_free == self.memory.host.num_blocks
+
+    def check_client(self, client: Client) -> None:
+        assert client.ended, "a request never ended"
+        if client.error is not None:
+            assert not self.fits(client.request) or self.may_starve(client.request), client.error.message
+            return
+        if client.request.sampling.beam_width:
+            self.check_beams(client)
+            return
+        for index, choice in client.choices.items():
+            self.check_choice(client.request, index, choice)
+
+    def fits(self, request: Request) -> bool:
+        params, prompt = request.sampling, len(request.prompt_token_ids)
+        delivered = max((len(each.token_ids) for each in request.history), default=0)
+        fits = 0 < prompt <= self.limit - params.max_tokens and delivered < params.max_tokens
+        if params.beam_width:
+            own = self.memory.blocks_for(params.max_tokens) + 2
+            room = prompt // self.memory.block_size + params.beam_width * own <= self.memory.device.num_blocks
+            return fits and room and params.beam_width <= self.scheduler.config.max_num_seqs
+        return fits and params.n <= self.scheduler.config.max_num_seqs
+
+    def may_starve(self, request: Request) -> bool:
+        """Without the prefix cache, beams that are computed again share nothing."""
+        return bool(request.sampling.beam_width) and not self.memory.prefix_caching
+
+    def check_choice(self, request: Request, index: int, choice: Choice) -> None:
+        expected = self.expected(list(request.prompt_token_ids), request.sampling, index)
+        assert choice.finish_reason is not None
+        if choice.finish_reason is FinishReason.ABORT:
+            assert choice.token_ids == expected[: len(choice.token_ids)]
+        else:
+            assert choice.token_ids == expected
+            is_full = len(expected) == request.sampling.max_tokens
+            assert choice.finish_reason is (FinishReason.LENGTH if is_full else FinishReason.STOP)
+
+    def check_beams(self, client: Client) -> None:
+        if any(choice.finish_reason is FinishReason.ABORT for choice in client.choices.values()):
+            assert not any(choice.token_ids for choice in client.choices.values())
+            return
+        params = client.request.sampling
+        expected = expected_beams(list(client.request.prompt_token_ids), params, self.stops(params))
+        for hypothesis, choice in zip(expected, client.choices.values(), strict=True):
+            assert choice.token_ids == hypothesis.token_ids
+            assert choice.score == hypothesis.score
+            assert choice.finish_reason is hypothesis.finish_reason

@@ -1,0 +1,126 @@
+"""CUDA graphs on the CPU: the operations of a recording are done again on the very memory that they were recorded on,
+and no code of the model runs. With a decode attention that can be recorded, and checks what it is prepared with.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
+from quire_engine.attention.reference import ReferenceAttention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
+
+
+class RecordedOperations(TorchDispatchMode):
+    """A ``Recording``. What makes the host wait for the device cannot be recorded, as on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in WAITS:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
+        made = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, made))
+        return made
+
+    def replay(self) -> None:
+        for func, args, kwargs, recorded in self._done:
+            made = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(made), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class FakeRecorder:
+    """A ``Recorder`` that also counts."""
+
+    def __init__(self) -> None:
+        self.recordings: list[RecordedOperations] = []
+        self.replays = 0
+
+    def __call__(self, work: Callable[[], object]) -> "FakeRecorder.Counted":
+        recording = RecordedOperations()
+        with recording:
+            work()
+        self.recordings.append(recording)
+        return FakeRecorder.Counted(self, recording)
+
+    class Counted:
+        def __init__(self, recorder: "FakeRecorder", recording: RecordedOperations) -> None:
+            self._recorder, self._recording = recorder, recording
+
+        def replay(self) -> None:
+            self._recorder.replays += 1
+            self._recording.replay()
+
+
+class GraphReference(ReferenceAttention):
+    """The reference, and for graphs ``StaticDecode``. A ``GraphAttention``."""
+
+    def __init__(self, shape: AttentionShape) -> None:
+        super().__init__(shape)
+        self.made: list[StaticDecode] = []
+
+    def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        self.made.append(StaticDecode(self._shape, batch_size, max_pages))
+        return self.made[-1]
+
+
+class StaticDecode:
+    """Attention of exactly so many chunks of one token, on memory that never moves: every sequence is looked at with as
+    many pages as there can be, and what lies behind its end is hidden.
+    """
+
+    def __init__(self, shape: AttentionShape, batch_size: int, max_pages: int) -> None:
+        self._shape, self.size, self._max_pages = shape, batch_size, max_pages
+        self._pages = torch.zeros(batch_size, max_pages // batch_size, dtype=torch.int64)
+        self._context_lens = torch.ones(batch_size, dtype=torch.int64)
+        self.prepared: list[AttentionBatch] = []
+
+    def prepare(self, batch: AttentionBatch) -> None:
+        check_decode(batch, self.size, self._max_pages, self._shape.block_size)
+        self.prepared.append(batch)
+        self._pages.zero_()
+        for row, (start, end) in enumerate(pairwise(batch.page_indptr.tolist())):
+            self._pages[row, : end - start] = batch.page_ids[start:end]
+        self._context_lens.copy_(batch.context_lens)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        size, last = self._shape.block_size, self._context_lens - 1
+        page, offset = self._pages.gather(1, (last // size)[:, None]).squeeze(1), last % size
+        kv[page, 0, :, offset] = key
+        kv[page, 1, :, offset] = value
+        seen = kv[self._pages].permute(2, 0, 3, 1, 4, 5).flatten(3, 4).float()
+        group = self._shape.num_heads // self._shape.num_kv_heads
+        keys, values = (part.repeat_interleave(group, 1) for part in (seen[0], seen[1]))
+        distance = last[:, None] - torch.arange(keys.shape[2])
+        hidden = (distance < 0) | (distance >= (window or keys.shape[2]))
+        scores = (query.float()[:, :, None] @ keys.transpose(2, 3)) * self._shape.scale
+        weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+        return (weights @ values.nan_to_num()).squeeze(2).to(query.dtype)
+
+
+def check_decode(batch: AttentionBatch, size: int, max_pages: int, block_size: int) -> None:
+    """What ``GraphAttention.for_graph`` is promised."""
+    assert batch.query_indptr.tolist() == list(range(size + 1))
+    assert len(batch.context_lens) == len(batch.positions) == len(batch.last_page_len) == size
+    assert len(batch.page_ids) == batch.page_indptr[-1] <= max_pages
+    assert all(part.dtype == torch.int32 for part in parts_of(batch))
+    counts = batch.page_indptr.diff()
+    assert torch.equal((counts - 1) * block_size + batch.last_page_len, batch.context_lens)
+    assert torch.equal(batch.positions + 1, batch.context_lens)
+
+
+def parts_of(batch: AttentionBatch) -> Sequence[torch.Tensor]:
+    return (
+        *(batch.query_indptr, batch.page_indptr, batch.page_ids),
+        *(batch.last_page_len, batch.context_lens, batch.positions),
+    )

@@ -1,0 +1,29 @@
+"""The two ways in which the CPU computes: the compiled kernels, and torch alone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from quire_engine.kernels.library import library
+
+SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
+PATHS = [
+    pytest.param(
+        "kernel", marks=pytest.mark.skipif(library() is None, reason="the CPU kernels cannot be compiled here")
+    ),
+    pytest.param("torch"),
+]
+
+
+@contextmanager
+def cpu_path(path: str) -> Iterator[None]:
+    """Whatever is loaded and run inside computes by ``kernel`` or by ``torch``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, "on" if path == "kernel" else "off")
+        library.cache_clear()
+        assert (library() is not None) == (path == "kernel")
+        try:
+            yield
+        finally:
+            patch.undo()
+            library.cache_clear()

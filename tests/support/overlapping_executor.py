@@ -1,0 +1,212 @@
+"""The paged executor as a device with a stream: what is launched is done in its order, but as late as is allowed.
+
+What a step is given is queued when it is given, and done whenever ``pace`` says, at the latest when its result is
+asked for. So whatever relies on a step being done when it was only launched, or reads what a later step has changed
+since, is found. Breaches of the protocol end the test as ``Misuse``, which no loop takes for a failed step.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from quire_engine.executor.base import CopyError
+from quire_engine.kv.capacity import KvCapacity
+from quire_engine.scheduling.plan import PENDING, Candidates, Chunk, StepPlan, StepResult
+
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+
+GARBAGE = VOCAB_SIZE + 1
+
+
+class Misuse(BaseException):
+    """The loop or the scheduler did what an executor must not be asked for."""
+
+
+class FailureError(Exception):
+    """A step fails, as kernels do."""
+
+
+def require(condition: bool, breach: str) -> None:
+    if not condition:
+        raise Misuse(breach)
+
+
+@contextmanager
+def misuse() -> Iterator[None]:
+    """What an assertion finds is no failure of the step."""
+    try:
+        yield
+    except AssertionError as breach:
+        raise Misuse(str(breach)) from breach
+
+
+class OverlappingPagedExecutor(PagedExecutor):
+    """``pace`` is given how many pieces of work are queued and returns how many of them are done now.
+
+    ``fails`` is asked whether a plan fails: at its "launch", in its "forward" pass (then its pending tokens are known),
+    at its "draw", or in a "run". A failing forward pass spoils what it should have filled, and so does a step that was
+    launched on top of it.
+    """
+
+    depth = 2
+
+    def __init__(self, capacity: KvCapacity) -> None:
+        super().__init__(capacity)
+        self.pace: Callable[[int], int] = lambda queued: 0
+        self.fails: Callable[[str, StepPlan], bool] = lambda where, plan: False
+        self.under_way: deque[PagedStep] = deque()
+        self.states: set[int] = set()
+        self.ended: set[int] = set()
+        self.events: list[tuple[str, int]] = []
+        self.wasted = 0
+        self.spoilt = False
+        self.drawn: tuple[PagedStep | None, dict[int, int]] = None, {}
+        self._stream: deque[Callable[[], None]] = deque()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        require(not self.under_way, "run while a step is under way")
+        require(all(PENDING not in chunk.token_ids for chunk in plan.chunks), "run with a pending token")
+        self.events.append(("run", plan.step))
+        self._start_over()
+        self._forget(plan)
+        self.check("run", plan)
+        with misuse():
+            return super().run(plan)
+
+    def launch(self, plan: StepPlan) -> "PagedStep":
+        require(len(self.under_way) < self.depth, "too many steps are under way")
+        require(all(step.is_drawn for step in self.under_way), "launched before the draws of the step before")
+        require(not plan.is_empty, "there is nothing to launch")
+        self.events.append(("launch", plan.step))
+        if not self.under_way:
+            self._start_over()
+        self._forget(plan)
+        step = PagedStep(self, as_given(plan), self.under_way[-1] if self.under_way else None)
+        self.queue(step.copy)
+        self.check("launch", plan)
+        self.under_way.append(step)
+        self.queue(step.compute)
+        return step
+
+    def queue(self, work: Callable[[], None]) -> None:
+        self._stream.append(work)
+        for _ in range(self.pace(len(self._stream))):
+            self.advance()
+
+    def advance(self) -> None:
+        if self._stream:
+            with misuse():
+                self._stream.popleft()()
+
+    def finish(self, step: "PagedStep") -> None:
+        """Does what is queued of the step and of all before it."""
+        while not step.is_done:
+            require(bool(self._stream), "the result of a step that was never drawn")
+            self.advance()
+
+    def check(self, where: str, plan: StepPlan) -> None:
+        if self.fails(where, plan):
+            self.events.append((f"failed {where}", plan.step))
+            raise FailureError(f"step {plan.step} failed: {where}")
+
+    def _forget(self, plan: StepPlan) -> None:
+        for sequence_id in plan.ended:
+            drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.draws)
+            require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
+            require(sequence_id not in self.ended, "the end of a sequence was told twice")
+            self.states.discard(sequence_id)
+            self.ended.add(sequence_id)
+
+    def _start_over(self) -> None:
+        while self._stream:
+            self.advance()
+        self.spoilt = False
+
+
+class PagedStep:
+    """A plan under way: what it was given when, and what came of it."""
+
+    def __init__(self, executor: OverlappingPagedExecutor, plan: StepPlan, before: "PagedStep | None") -> None:
+        self.plan = plan
+        self.is_drawn = False
+        self.is_done = False
+        self.copy_fails = False
+        self._executor = executor
+        self._before = before
+        self._result = StepResult()
+        self._prefixes: dict[int, bytes] = {}
+        self._failure: Exception | None = None
+
+    def draw(self) -> None:
+        require(not self.is_drawn, "drawn twice")
+        require(self._executor.under_way[0] is self, "drawn before the result of the step before was taken")
+        self.is_drawn = True
+        self._executor.events.append(("draw", self.plan.step))
+        draws = [draw for chunk in self.plan.chunks for draw in chunk.draws]
+        for draw in draws:
+            require(draw.sequence_id not in self._executor.ended, "a draw for a sequence whose end was told")
+            self._executor.states.add(draw.sequence_id)
+        known = {draw.sequence_id: [*draw.token_ids] for draw in draws}
+        self._executor.queue(partial(self.sample, known))
+        self._executor.check("draw", self.plan)
+
+    def result(self) -> StepResult:
+        require(self._executor.under_way[0] is self, "steps are taken out of order, or twice")
+        self._executor.finish(self)
+        self._executor.under_way.popleft()
+        self._executor.events.append(("result", self.plan.step))
+        if self.copy_fails:
+            raise CopyError(f"step {self.plan.step} could not copy")
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+    def copy(self) -> None:
+        self._executor.copy(self.plan)
+
+    def compute(self) -> None:
+        try:
+            if not self._executor.spoilt:
+                plan = replace(self.plan, chunks=[self._with_drawn_token(chunk) for chunk in self.plan.chunks])
+                self._executor.check("forward", plan)
+                for chunk in plan.chunks:
+                    self._prefixes[chunk.sequence_id] = self._executor.compute(chunk, self._result)
+                return
+        except FailureError as failure:
+            self._executor.spoilt, self._failure = True, failure
+        for chunk in self.plan.chunks:
+            self._executor.spoil(chunk)
+
+    def sample(self, known: dict[int, list[int]]) -> None:
+        for chunk in self.plan.chunks:
+            for draw in chunk.draws:
+                token_ids = known[draw.sequence_id]
+                assert len(token_ids) <= chunk.end, "a draw after a token that is not computed"
+                if chunk.sequence_id not in self._prefixes or len(token_ids) < chunk.end:
+                    self._executor.wasted += 1
+                    self._result.token_ids[draw.sequence_id] = GARBAGE
+                    self._result.candidates[draw.sequence_id] = Candidates([GARBAGE], [0.0])
+                else:
+                    self._executor.draw(draw, token_ids, self._prefixes[chunk.sequence_id], self._result)
+        self._executor.drawn = self, self._result.token_ids
+        self.is_done = True
+
+    def _with_drawn_token(self, chunk: Chunk) -> Chunk:
+        if chunk.token_ids[-1] != PENDING:
+            return chunk
+        step, token_ids = self._executor.drawn
+        assert self._before is not None, "a token is pending, and nothing is under way"
+        assert step is self._before, "a pending token is of another step than the one before"
+        return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id]])
+
+
+def as_given(plan: StepPlan) -> StepPlan:
+    """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
+    chunks = [
+        replace(chunk, token_ids=[*chunk.token_ids], block_ids=[*chunk.block_ids], targets=[*chunk.targets])
+        for chunk in plan.chunks
+    ]
+    copies = {name: [*getattr(plan, name)] for name in ("copies_out", "copies_within", "copies_in")}
+    return replace(plan, chunks=chunks, **copies)
