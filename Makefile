@@ -11,7 +11,7 @@ SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts dem
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
 	@echo "make test                                     every test, real processes included"
-	@echo "make soak                                     100,000 simulated requests, aborted at every moment (a minute or two)"
+	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
@@ -41,7 +41,7 @@ lint: $(READY) proto-check
 	$(BIN)/mypy $(SOURCES)
 
 bench: $(READY)
-	$(BIN)/python -m tests.bench.throughput $(ARGS)
+	$(BIN)/quire-engine bench --shape 135m $(ARGS)
 	$(BIN)/python -m tests.bench.scheduling
 	$(BIN)/python -m tests.bench.growth
 	$(BIN)/python -m tests.bench.memory

@@ -25,8 +25,8 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 class EngineConfig(BaseSettings):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
 
-    quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help about
-    measuring the engine beside others.
+    quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help
+    about measuring the engine beside others.
     """
 
     model_config = SettingsConfigDict(

@@ -25,8 +25,8 @@ SECONDS_FOR_LAST_SPANS = 2.0
 
 
 def main() -> None:
-    """The command, or one of its subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, 1 with one sentence for a model
-    that cannot be served.
+    """The command, or one of its subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, 1 with one
+    sentence for a model that cannot be served.
 
     Torch is imported only once the settings are known to be right.
     """

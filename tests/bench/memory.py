@@ -1,6 +1,6 @@
 """What an engine's process holds in memory after work: `make bench`.
 
-The 135 M model of ``throughput`` with small KV pools, 32 requests of 128 tokens in and 64 out over one Session
+The 135 M model of ``model`` with small KV pools, 32 requests of 128 tokens in and 64 out over one Session
 stream. Resident memory must stay below weights + pools + 700 MiB.
 """
 
@@ -8,7 +8,7 @@ import random
 import tempfile
 from pathlib import Path
 
-from tests.bench.throughput import MIB, SHAPE, make_model
+from tests.bench.model import MIB, SHAPE, make_model
 from tests.support.engine_link import Link
 from tests.support.processes import Engine
 

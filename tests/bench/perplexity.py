@@ -55,7 +55,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=200)
-    parser.add_argument("--random", type=Path, help="a model folder, such as the one that tests.bench.throughput makes")
+    parser.add_argument("--random", type=Path, help="a model folder, such as the one that tests.bench.model makes")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 

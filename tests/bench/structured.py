@@ -1,6 +1,6 @@
 """What structured output costs: output tokens a second with and without a JSON schema, in one run.
 
-The 135 M model of ``throughput`` runs the same requests twice in alternation, free and held to a schema, with the same
+The 135 M model of ``model`` runs the same requests twice in alternation, free and held to a schema, with the same
 parameters. Random weights draw almost evenly among what a grammar allows, so that outputs differ as much as they can
 and each has masks of its own; the schema asks for a list so long that no output ends early. The tokenizer is a
 byte-level BPE of the model's vocabulary size, trained on the source text of Python's own library. The bar is a loss
@@ -28,7 +28,7 @@ from quire_engine.structured.model import ModelGrammars
 from quire_proto.sampling import SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 
-from tests.bench.throughput import MIB, SHAPE, make_model, make_prompts, measure
+from tests.bench.model import MIB, SHAPE, make_model, make_prompts, measure
 
 EOS = 2
 TEXT_BYTES = 12 * MIB

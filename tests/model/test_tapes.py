@@ -1,4 +1,4 @@
-"""Decode steps from tapes are the steps themselves, bit for bit: tokens and log-probabilities, in any order of batches."""
+"""Decode steps from tapes are the steps themselves, bit for bit: tokens and log-probabilities, in every batch."""
 
 from pathlib import Path
 

@@ -16,14 +16,18 @@ _LINE = 64
 _MAPPING_BYTES = 64 << 20  # address space: memory is taken as it is written
 
 
-def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a CPU tensor without gaps, at the start of a cache line. Its memory is given back when it and its
+def empty(nbytes: int) -> torch.Tensor:
+    """Fresh memory, uint8 [nbytes], at least one, that begins at a cache line. It is given back when it and its
     neighbours in the mapping are gone.
     """
+    return _arena().take(nbytes)
+
+
+def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a CPU tensor without gaps, in such memory."""
     if tensor.nbytes == 0:
         return tensor
-    taken = _arena().take(tensor.nbytes)
-    return taken.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class _Arena:

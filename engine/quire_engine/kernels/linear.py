@@ -4,16 +4,13 @@ All products of an output are summed in fp32 in the order of its inputs, whateve
 rounded once: a row of a result depends on its own inputs alone, bit for bit.
 """
 
-import contextlib
 import ctypes
-import mmap
 
 import torch
 
 from quire_engine.kernels.fused import silu_mul
+from quire_engine.kernels.huge_pages import empty
 from quire_engine.kernels.library import DTYPES, LinearLayer, library
-
-_HUGE_PAGE = 1 << 21
 
 
 class PackedWeight:
@@ -32,7 +29,8 @@ class PackedWeight:
         self._dtype = weight.dtype
         self._layer = _describe(kernels, weight.dtype, self._outputs, self._inputs)
         self._pointer, self._run = ctypes.pointer(self._layer), kernels.quire_linear
-        room, self._layer.weight = _room(self._layer.bytes)
+        room = empty(self._layer.bytes)
+        self._layer.weight = room.data_ptr()
         plain = weight.detach().contiguous()
         kernels.quire_linear_pack(self._pointer, plain.data_ptr(), torch.get_num_threads())
         added = None if bias is None else bias.detach().to(weight.dtype).expand(self._outputs).contiguous()
@@ -86,23 +84,6 @@ def _describe(kernels: ctypes.CDLL, dtype: torch.dtype, outputs: int, inputs: in
     layer = LinearLayer(inputs=inputs, outputs=outputs, bf16=int(dtype is torch.bfloat16))
     kernels.quire_linear_describe(ctypes.byref(layer))
     return layer
-
-
-def _room(size: int) -> tuple[object, int]:
-    """Fresh memory that begins at a page, with what keeps it and its address.
-
-    Reading a weight from huge pages is a few percent faster. Only pages that are needed whole are huge, so that
-    nothing is wasted.
-    """
-    memory = mmap.mmap(-1, size + _HUGE_PAGE)
-    held = (ctypes.c_char * len(memory)).from_buffer(memory)
-    start = ctypes.addressof(held)
-    skipped = -start % _HUGE_PAGE
-    whole = size // _HUGE_PAGE * _HUGE_PAGE
-    if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE, skipped, whole)
-    return held, start + skipped
 
 
 def _check(x: torch.Tensor, dtype: torch.dtype, inputs: int) -> None:

@@ -1,0 +1,47 @@
+"""The model and the requests that the benchmarks here share: 135 M random bf16 weights, prompts of random tokens,
+systems that take turns. Speed beside other engines is measured by ``quire-engine bench``.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+SHAPE: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "intermediate_size": 1536,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+}
+
+
+def make_model(folder: Path) -> Path:
+    """The 135 M model, written once."""
+    if not (folder / "config.json").is_file():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def make_prompts(count: int, length: int) -> list[list[int]]:
+    generator = random.Random(0)
+    return [[generator.randrange(3, SHAPE["vocab_size"]) for _ in range(length)] for _ in range(count)]
+
+
+def measure(systems: dict[str, Callable[[], int]], rounds: int) -> dict[str, list[float]]:
+    """Tokens a second of each round, the systems in alternation."""
+    rates: dict[str, list[float]] = {name: [] for name in systems}
+    for _ in range(rounds):
+        for name, run in systems.items():
+            begin = time.perf_counter()
+            rates[name].append(run() / (time.perf_counter() - begin))
+    return rates
