@@ -60,11 +60,11 @@ Command = Add | Abort | Inspect | Stop
 
 @dataclass(slots=True)
 class StepTrace:
-    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds.
+    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
+    ``passed`` are those from the start of its planning to its end.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too. Where steps overlap, a step's
-    ``schedule`` lies in the ``forward`` of the one before, and its ``emit`` in the ``forward`` of the one after it, so
-    durations add up to more than the time that passed.
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too. Where steps overlap, others
+    are planned and ended in the ``pause`` between the launch of a step and the wait for what it makes.
     """
 
     step: int
@@ -72,6 +72,7 @@ class StepTrace:
     timings: StepTimings
     schedule: float
     emit: float
+    passed: float
     num_prefill: int
     num_decode: int
     num_tokens: int
@@ -84,6 +85,11 @@ class StepTrace:
     def duration(self) -> float:
         """Seconds of the step's parts together."""
         return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
+
+    @property
+    def pause(self) -> float:
+        """Seconds that passed without any of the step's parts; next to none where steps do not overlap."""
+        return max(0.0, self.passed - self.duration)
 
 
 @dataclass(slots=True)
@@ -163,7 +169,7 @@ class EngineCore:
         plan = self.scheduler.plan()
         schedule = perf_counter() - begin
         if not (plan.is_empty and self._flights):
-            self._flights.append(Flight(self._executor, plan, started, schedule))
+            self._flights.append(Flight(self._executor, plan, started, begin, schedule))
         return not plan.is_empty
 
     def _land_all(self) -> None:
@@ -180,12 +186,14 @@ class EngineCore:
         self._refused = []
         looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
         waste = self.scheduler.waste() if looks else None
+        ended = perf_counter()
         trace = StepTrace(
             step=plan.step,
             started=flight.started,
             timings=result.timings,
             schedule=flight.schedule,
-            emit=perf_counter() - ran,
+            emit=ended - ran,
+            passed=ended - flight.begun,
             num_prefill=sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
             num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
             num_tokens=plan.num_tokens,

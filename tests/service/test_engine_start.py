@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.service.conftest import DEMO
 from tests.support.processes import Engine
@@ -70,6 +71,27 @@ def test_memory_that_holds_no_block_is_refused_with_the_numbers(tmp_path: Path) 
     code, sentence = sentence_of(DEMO, tmp_path, "--kv-cache-memory", "1000")
     assert code == 1
     assert "1000" in sentence
+
+
+def test_a_gpu_that_is_not_there_is_said(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    code, sentence = sentence_of(DEMO, tmp_path, "--device", "cuda")
+    assert code == 1
+    assert "no GPU can be used" in sentence
+
+
+def test_an_attention_for_another_device_is_refused(tmp_path: Path) -> None:
+    code, sentence = sentence_of(DEMO, tmp_path, "--device", "cpu", "--attention", "flashinfer")
+    assert code == 1
+    assert "flashinfer does not run on the CPU" in sentence
+
+
+def test_a_model_that_cannot_be_deterministic_is_named(tmp_path: Path) -> None:
+    folder = broken(tmp_path, architectures=["GPT2LMHeadModel"], model_type="gpt2")
+    code, sentence = sentence_of(folder, tmp_path, "--deterministic")
+    assert code == 1
+    assert "GPT2LMHeadModel runs through transformers" in sentence
 
 
 def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from quire_engine.grammar import GrammarError
+from quire_engine.sampling import noise
 from quire_engine.sampling.step import StepSampler
 from quire_engine.scheduling.plan import Draw, StepResult
 from quire_proto.sampling import SamplingParams
@@ -72,3 +73,8 @@ def run_step(sampler: StepSampler, draws: Sequence[Draw], logits: torch.Tensor) 
     result = StepResult()
     sampler.finish(sampler.begin(draws), logits, range(len(draws)), result)
     return result
+
+
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """The keys of ``noise.row_keys`` as a tensor, [B, 2] int32."""
+    return torch.from_numpy(noise.row_keys(seeds, positions))

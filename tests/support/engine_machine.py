@@ -93,6 +93,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.clients: dict[str, Client] = {}
         self.cached: set[Stored] = set()
         self.ran_before: set[int] = set()
+        self.drawn: set[int] = set()
+        self.told: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, self.memory.device.num_blocks * block_size)
 
     def make_executor(self, capacity: KvCapacity) -> PagedExecutor:
@@ -105,6 +107,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
+        self.drawn.update(draw.sequence_id for chunk in plan.chunks for draw in chunk.draws)
+        self.check_ended(plan)
+
+    def check_ended(self, plan: StepPlan) -> None:
+        assert self.told.isdisjoint(plan.ended), "an end was told twice"
+        self.told.update(plan.ended)
 
     @rule(
         count=st.integers(1, 4),
@@ -248,6 +256,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.memory.check()
         assert self.memory.device.num_free == self.memory.device.num_blocks
         assert self.memory.host.num_free == self.memory.host.num_blocks
+        self.check_ended(self.scheduler.plan())
+        assert self.drawn <= self.told, "an executor keeps what it drew for an output that is gone"
 
     def check_client(self, client: Client) -> None:
         assert client.ended, "a request never ended"

@@ -1,7 +1,7 @@
 """What Quire takes for granted of FlashInfer, as a table: the calls, and the names of the arguments it gives them.
 
 ``breaches`` compares it with FlashInfer's source, without importing it, as that needs a GPU. Written down from
-0.7.2.post1, and true of 0.6.18 too.
+0.7.2.post1.
 """
 
 import ast

@@ -66,6 +66,7 @@ class _Wrapper:
         assert workspace.data_ptr() % 16 == 0
         assert kv_layout == "HND"
         assert backend == "fa2"
+        self.workspace = workspace
         self.staging: dict[str, Tensor] = {}
         self.on_device: dict[str, Tensor] = {}
         self.settings: dict | None = None
@@ -193,6 +194,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         if self._buffers is not None:
             self._fill(indptr, indices, last_page_len)
         self._batch_size = len(last_page_len)
+        if self._buffers is not None and not disable_split_kv:
+            needed = graph_workspace_bytes(self._batch_size, num_qo_heads, num_kv_heads, head_dim)
+            if needed > self.workspace.nbytes:
+                raise RuntimeError(f"Failed to allocate memory for batch_prefill_tmp_v: {needed} bytes")
         self._stage(**arrays)
         self.settings = _settings(locals(), head_dim)
 
@@ -216,6 +221,17 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         if q.shape[0] != self._batch_size:
             raise ValueError(f"q implies q_len_per_req={q.shape[0] // self._batch_size} but plan() used 1")
         return self._run(q, paged_kv_cache, out, torch.arange(len(q) + 1), causal=False)
+
+
+def graph_workspace_bytes(rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """What a plan takes of the float workspace in a graph, on a GPU of one multiprocessor, compute capability 8 or
+    newer: ``PrefillSplitQOKVIndptr`` and ``PrefillPlanImpl`` in FlashInfer's ``scheduler.cuh``.
+    """
+    group = heads // kv_heads
+    tile = 128 if group > 64 and head_dim < 256 else 64 if group > 16 else 16
+    tiles = max(2 // kv_heads, -(-rows * group // tile) + rows - 1)
+    partial = -(-tiles * tile // group)
+    return 4 * heads * partial * head_dim + 4 * heads * partial
 
 
 def append_paged_kv_cache(

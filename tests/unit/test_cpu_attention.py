@@ -1,7 +1,10 @@
 """Paged attention on the CPU: the kernel and its torch form against the formula, and how the kernel is built."""
 
+import ctypes
 import logging
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_engine.attention import cpu
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.attention.reference import ReferenceAttention
@@ -262,6 +266,42 @@ def test_a_sequence_that_went_wrong_leaves_its_neighbours_alone(use_kernel):
     assert_close(out[3:6], by_the_formula(sound, shape, None))
     assert out[:3].isnan().all()
     assert out[6:].isnan().all()
+
+
+@pytest.fixture(scope="module")
+def least_build(tmp_path_factory) -> ctypes.CDLL:
+    """The kernel for a processor with no more than all of x86-64 have."""
+    compiler = shutil.which("c++")
+    if platform.machine() != "x86_64" or compiler is None:
+        pytest.skip("cannot be compiled here")
+    source, output = Path(build.__file__).parent / "attention.cpp", tmp_path_factory.mktemp("build") / "attention.so"
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fopenmp", "-march=x86-64"]
+    subprocess.run([compiler, *flags, source, "-o", output], check=True, capture_output=True, timeout=120)
+    loaded = ctypes.CDLL(str(output))
+    loaded.quire_attention.argtypes = kernels._SIGNATURES["quire_attention"]
+    loaded.quire_attention.restype = None
+    return loaded
+
+
+@settings(max_examples=20, deadline=None)
+@given(case=cases())
+def test_the_least_processor_gets_what_the_formula_says(least_build, case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "library", lambda: least_build)
+        assert_close(case.run(CpuAttention(case.shape)), case.expected())
+
+
+@needs_kernel
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0x7FFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("native", [True, False])
+def test_no_nan_becomes_a_number(least_build, monkeypatch, native, tokens, bits):
+    if not native:
+        monkeypatch.setattr(cpu, "library", lambda: least_build)
+    shape = shape_of(group=2, kv_heads=1, head_dim=32, block_size=16)
+    broken = random_sequence(shape, tokens, tokens + 20, torch.float32, 1)
+    broken.keys.view(torch.int32)[-1, 0, 3] = bits
+    assert place(shape, [broken], seed=2).run(CpuAttention(shape))[-1].isnan().all()
 
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(33, torch.bfloat16), (64, torch.float16)])
@@ -517,6 +557,23 @@ def test_without_a_working_compiler_torch_stands_in_after_one_warning(cache, mon
     finally:
         kernels.library.cache_clear()
     assert list(cache.iterdir()) == []
+
+
+def test_a_complaint_in_another_encoding_is_told(tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'error: d\\351faut' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.BuildError, match=r"error: d.faut"):
+        build.shared_object()
+
+
+def test_a_blank_name_of_a_compiler_is_none(monkeypatch):
+    monkeypatch.setenv("CXX", " ")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler"):
+        build._compiler()
 
 
 def test_the_kernels_can_be_refused_by_the_environment(monkeypatch):

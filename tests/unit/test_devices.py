@@ -1,12 +1,21 @@
-"""A device or a dtype that cannot be had is said in one sentence, and each thread computes on the engine's device."""
+"""A device, a dtype or what a device computes with that cannot be had is said in one sentence, and each thread computes
+on the engine's device.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 from quire_engine.executor.torch.devices import computing, resolve_device
+from quire_engine.executor.torch.parts import load_parts
 from quire_engine.models.errors import ModelError
+from quire_engine.models.loading import load_model, read_model_config
+from quire_engine.models.options import LoadOptions
 from quire_engine.models.weights import resolve_dtype
+from transformers import GPT2Config
 
 CUDA = torch.device("cuda", 0)
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +29,20 @@ def test_auto_is_the_current_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 3)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_is_there_and_cannot_be_used_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might ..."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    for name in ("auto", "cuda"):
+        with pytest.raises(ModelError, match=r"^The GPU cannot be used: CUDA error: [^\n]* unavailable; --device cpu"):
+            resolve_device(name)
     assert resolve_device("cpu") == torch.device("cpu")
 
 
@@ -57,3 +80,26 @@ def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) 
     with computing(CUDA):
         assert torch.is_inference_mode_enabled()
     assert entered == [CUDA, None]
+
+
+# Before weights are read
+
+
+def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.models.loading.Llama", lambda *_: pytest.fail("weights were read"))
+    options = LoadOptions(torch.device("cpu"))
+    for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
+        with pytest.raises(ModelError, match=complaint):
+            load_parts(
+                *(read_model_config(DEMO), DEMO, options), block_size=16, max_model_len=None, attention=attention
+            )
+
+
+def test_a_model_that_runs_through_transformers_is_not_deterministic_and_says_so(tmp_path: Path) -> None:
+    """There are no weights in the folder: nobody has looked for them."""
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    options = LoadOptions(torch.device("cpu"), deterministic=True)
+    with pytest.raises(
+        ModelError, match=r"^--deterministic is for models .*, and GPT2LMHeadModel runs through transformers\.$"
+    ):
+        load_model(read_model_config(tmp_path), tmp_path, options)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_engine.attention import flashinfer
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.flashinfer import FlashInferAttention, unsupported
+from quire_engine.attention.flashinfer import FlashInferAttention, unsupported, unsupported_shape
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.executor.torch.backends import make_attention
 from quire_engine.models.errors import ModelError
@@ -122,6 +123,15 @@ def test_a_graph_takes_its_own_batch_size_and_no_more_pages_than_it_has_room_for
             parent.for_graph(9, 6)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 4), st.sampled_from([64, 128, 256]))
+def test_the_workspace_has_room_for_the_largest_graph_of_every_shape(group, kv_heads, head_dim):
+    shape = AttentionShape(group * kv_heads, kv_heads, head_dim, 16, 1.0)
+    with installed():
+        size = flashinfer.LARGEST_GRAPH
+        make_step(shape, [(1, 1)] * size, BF16, 0).run(backend_of(shape, BF16).for_graph(size, size), None)
+
+
 def test_graphs_of_all_sizes_share_their_arrays_and_the_memory_of_their_plans():
     made = []
     with installed() as module:
@@ -160,6 +170,26 @@ def test_a_plan_waits_until_the_plan_before_has_left_its_staging_buffer(waits, m
     else:
         with pytest.raises(AssertionError):
             assert_agrees(steps[0], results[0], None)
+
+
+def test_plans_before_one_that_fails_are_waited_for_too(monkeypatch):
+    marked = []
+    step = make_step(SHAPE, [(1, 20)], BF16, 0)
+    with installed() as module:
+        backend = backend_of(SHAPE, BF16)
+        step.run(backend, None, 5)
+        monkeypatch.setattr(flashinfer_emulation.Fence, "mark", lambda _: marked.append(True))
+        plan = module.BatchDecodeWithPagedKVCacheWrapper.plan
+
+        def refuse(wrapper, *arrays, window_left, **options):
+            if window_left >= 0:
+                raise RuntimeError("no memory")
+            plan(wrapper, *arrays, window_left=window_left, **options)
+
+        monkeypatch.setattr(module.BatchDecodeWithPagedKVCacheWrapper, "plan", refuse)
+        with pytest.raises(RuntimeError, match="no memory"):
+            backend.prepare(step.batch)
+    assert len(marked) == 1
 
 
 def test_steps_of_single_tokens_take_the_decode_kernel_and_all_others_the_prefill_kernel(monkeypatch):
@@ -218,7 +248,7 @@ def test_forward_needs_a_prepared_step():
     ],
 )
 def test_what_flashinfer_cannot_do_is_half_a_sentence(shape, dtype, capability, reason):
-    found = unsupported(shape, dtype, capability)
+    found = unsupported(dtype, capability) or unsupported_shape(shape)
     assert found == reason if reason is None else reason in found
 
 

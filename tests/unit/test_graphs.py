@@ -2,8 +2,10 @@
 a recording that runs no code of the model.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.executor.torch.batch import pack, pad, padding
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.graphs import LARGEST_BATCH, Recording, ladder
+from quire_engine.executor.torch.graphs import LARGEST_BATCH, CudaRecorder, Recording, ladder
 from quire_engine.executor.torch.model_runner import ModelRunner
 from quire_engine.executor.torch.parts import Parts, load_parts
 from quire_engine.executor.torch.sizing import Pools
@@ -249,3 +251,51 @@ def test_without_sizes_or_an_attention_for_it_nothing_is_recorded(sizes: tuple[i
         parts = replace(parts, attention=ReferenceAttention(parts.attention._shape))
     ModelRunner(parts, POOLS, recorder)
     assert not recorder.recordings
+
+
+def test_the_current_stream_is_set_back_where_the_end_of_a_recording_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends the recording before it sets the stream back, and does not where that raises."""
+    current = ["compute"]
+
+    class Capture:
+        def __init__(self, graph: object, *, pool: object, capture_error_mode: str) -> None:
+            assert capture_error_mode == "thread_local"
+
+        def __enter__(self) -> None:
+            current[0] = "capture"
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    @contextmanager
+    def stream(wanted: str) -> Iterator[None]:
+        before, current[0] = current[0], wanted
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    for name, stand_in in {
+        "CUDAGraph": object,
+        "graph": Capture,
+        "graph_pool_handle": object,
+        "stream": stream,
+        "current_stream": lambda: current[0],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaRecorder()(lambda: None)
+    assert current == ["compute"]
+
+
+def test_no_garbage_is_collected_while_graphs_are_recorded(folders: Path) -> None:
+    enabled: list[bool] = []
+
+    def record(work: Callable[[], object]) -> Recording:
+        enabled.append(gc.isenabled())
+        return FakeRecorder()(work)
+
+    ModelRunner(parts_of_model("llama3", folders), POOLS, record)
+    assert enabled
+    assert not any(enabled)
+    assert gc.isenabled()

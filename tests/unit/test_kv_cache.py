@@ -110,12 +110,22 @@ def test_neighbours_that_move_to_neighbours_are_one_copy(move: str, plan: list[t
     assert counted.number == expected
 
 
+GPU = torch.device("cuda", 1)
+
+
 class Cudart:
-    """The two calls of the CUDA runtime that pin memory, and what is pinned."""
+    """The two calls of the CUDA runtime that pin memory, and what is pinned. Memory that the GPU may still copy from or
+    to is not let go.
+    """
 
     def __init__(self, refuses: bool = False) -> None:
         self.pinned: dict[int, int] = {}
         self.refuses = refuses
+        self.is_idle = False
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == GPU
+        self.is_idle = True
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - named by CUDA
         assert flags == 0
@@ -123,6 +133,7 @@ class Cudart:
         return 2 if self.refuses else 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - named by CUDA
+        assert self.is_idle
         del self.pinned[address]
         return 0
 
@@ -139,10 +150,10 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KvCache]:
     def make(cudart: Cudart) -> KvCache:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "check_error", check)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "synchronize", cudart.synchronize)
         monkeypatch.setattr(kv_cache, "_untouched", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
         pools = Pools(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
-        return KvCache(LAYOUT, 4, pools, torch.float32, torch.device("cuda"), order=InOrder())
+        return KvCache(LAYOUT, 4, pools, torch.float32, GPU, order=InOrder())
 
     return make
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, Stop
@@ -145,6 +146,21 @@ def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> N
     assert engine.executor.states <= {2}, "the executor keeps what belongs to sequences that have ended"
 
 
+@pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
+@pytest.mark.parametrize("aborted", [(1, 2), (0, 2), (0, 1, 2), (0, 1, 2, 3)])
+def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
+    make_executor: Callable[[KvCapacity], PagedExecutor], aborted: tuple[int, ...]
+) -> None:
+    engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
+    engine.add("many", n=4, max_tokens=3)
+    engine.step(2 if engine.executor.depth > 1 else 1)
+    engine.core._carry_out(Abort("many", aborted))
+    engine.run()
+    engine.plan()
+    told = [sequence_id for plan in engine.plans for sequence_id in plan.ended]
+    assert sorted(told) == [0, 1, 2, 3]
+
+
 def test_an_abort_frees_everything_at_once_and_its_step_is_thrown_away() -> None:
     engine = Engine()
     engine.add("a", [1] * 20, max_tokens=50)
@@ -285,6 +301,31 @@ def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
     engine.core.run()
     assert not engine.executor.under_way
     assert len(tokens([output for step in engine.steps for output in step.outputs])) == len(engine.plans)
+
+
+@pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
+def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[KvCapacity], PagedExecutor]) -> None:
+    engine = Engine(make_executor(CAPACITY))
+    stop, _ = stop_after(3)
+    engine.add("stops", max_tokens=20, stop_token_ids=(stop,))
+    engine.add("goes on", [4, 5], max_tokens=8)
+    engine.run()
+    ends = [(step.trace.step, each) for step in engine.steps for each in step.outputs if each.finish_reason]
+    assert len(ends) == 2
+    for step, output in ends:
+        assert output.timeline is not None
+        assert output.timeline.last_step == step
+
+
+def test_a_step_lasts_until_it_is_told_and_holds_the_planning_of_the_next_one() -> None:
+    engine = Engine()
+    engine.add("a", max_tokens=9)
+    engine.run()
+    traces = [step.trace for step in engine.steps]
+    assert len(traces) == 9
+    for trace, following in pairwise(traces):
+        assert trace.passed >= trace.duration + following.schedule
+        assert trace.pause >= following.schedule
 
 
 def test_every_refusal_and_every_end_is_told_with_or_without_a_step_under_way() -> None:

@@ -310,3 +310,11 @@ def test_copies_on_huge_pages_are_whole_aligned_and_apart(monkeypatch):
     assert all(tensor.data_ptr() % 64 == 0 for tensor in held)
     spans = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in held if len(tensor))
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells of mappings")
+def test_memory_for_huge_pages_is_private_as_shared_memory_gets_none():
+    address = on_huge_pages(torch.ones(1)).data_ptr()
+    mappings = [line.split()[:2] for line in Path("/proc/self/maps").read_text().splitlines()]
+    bounds = [([int(bound, 16) for bound in span.split("-")], access) for span, access in mappings]
+    assert [access for (start, end), access in bounds if start <= address < end] == ["rw-p"]

@@ -8,10 +8,12 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from quire_engine.sampling.filters import Top, lowest_kept
-from quire_engine.sampling.noise import gumbel, gumbel_of, hash_tokens, row_keys
+from quire_engine.sampling.noise import gumbel, gumbel_of, hash_tokens
 from quire_engine.sampling.rows import SamplingRows
 from quire_engine.sampling.sampler import finite_rows, sample
 from quire_proto.sampling import MAX_SEED, SamplingParams
+
+from tests.support.draws import row_keys
 
 seeds = st.integers(0, MAX_SEED)
 positions = st.integers(0, 2**31 - 1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.sampling.grammar_mask import no_masks
-from quire_engine.sampling.noise import gumbel, row_keys
+from quire_engine.sampling.noise import gumbel
 from quire_engine.sampling.processors import process
 from quire_engine.sampling.state import SequenceState
 from quire_engine.sampling.step import StepSampler
@@ -28,7 +28,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tests.support.draws import ModuloGrammar, make_draw, run_step, some_logits, some_tokens
+from tests.support.draws import ModuloGrammar, make_draw, row_keys, run_step, some_logits, some_tokens
 
 VOCAB = 50
 tokens = st.integers(0, VOCAB - 1)

@@ -13,7 +13,6 @@ from quire_engine.sampling.argmax import lowest_argmax
 from quire_engine.sampling.ranking import best
 from quire_engine.sampling.rows import SamplingRows
 from quire_engine.sampling.sampler import finite_rows, sample
-from quire_engine.sampling.uploads import Download, pack, unpack, upload
 from quire_engine.scheduling.plan import Draw, StepResult
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
@@ -250,23 +249,6 @@ def test_one_number_that_is_not_finite_is_found_when_nothing_is_read(dtype: torc
     assert finite.tolist() == [True, False, False, False, True]
 
 
-# On the way
-
-
-arrays = st.tuples(st.sampled_from([np.uint8, np.int32, np.float32, np.int64, np.float64]), st.integers(0, 5)).map(
-    lambda kind: np.arange(2 * kind[1]).astype(kind[0]).reshape(kind[1], 2)
-)
-
-
-@given(st.lists(arrays, max_size=6))
-def test_arrays_arrive_as_they_were_sent(sent: list[np.ndarray]) -> None:
-    expected = [torch.from_numpy(one) for one in sent]
-    for arrived in (upload(sent, torch.device("cpu")), unpack(pack(sent), sent)):
-        assert [(one.dtype, one.tolist()) for one in arrived] == [(one.dtype, one.tolist()) for one in expected]
-    on_device = upload(sent, torch.device("meta"))
-    assert [(one.dtype, one.shape) for one in on_device] == [(one.dtype, one.shape) for one in expected]
-
-
 # On a device
 
 
@@ -296,15 +278,3 @@ def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     # The two devices' logarithms may differ in the last bit.
     alike = [made.token_ids[id] == token_id for id, token_id in expected.token_ids.items()]
     assert sum(alike) >= 0.98 * len(alike)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_a_download_holds_what_was_there_when_it_was_asked_for() -> None:
-    values = torch.arange(1 << 20, device="cuda")
-    download = Download([values, values[:3] + 1])
-    values.zero_()
-    whole, part = download.wait()
-    assert whole.device.type == "cpu"
-    assert torch.equal(whole, torch.arange(1 << 20))
-    assert part.tolist() == [1, 2, 3]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.torch.kv_cache import KvCache
 from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import InOrder, SideStream, Wait, copy_order, mark, staged, upload
+from quire_engine.executor.torch.streams import InOrder, SideStream, Wait, copy_order, mark
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
 
@@ -136,22 +136,6 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
     assert done == [1, 2]
 
 
-def test_on_the_cpu_nothing_is_ordered_and_nothing_is_copied() -> None:
-    tensor = torch.arange(3)
+def test_on_the_cpu_nothing_is_ordered() -> None:
     assert isinstance(copy_order(CPU), InOrder)
-    assert staged(tensor, CPU) is tensor
-    assert upload(tensor, CPU) is tensor
     mark(CPU).wait()
-
-
-def test_what_goes_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, object]] = []
-
-    class Pinned:
-        def to(self, device: torch.device, non_blocking: bool) -> str:
-            calls.append(("to", (device.type, non_blocking)))
-            return "uploaded"
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: calls.append(("pin", tensor.tolist())) or Pinned())
-    assert upload(torch.arange(2), torch.device("cuda")) == "uploaded"
-    assert calls == [("pin", [0, 1]), ("to", ("cuda", True))]

@@ -1,5 +1,6 @@
 """A tape does what it recorded, again and on the same memory, and refuses to record what it could not repeat."""
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -129,6 +130,38 @@ def test_nothing_is_heard_after_a_recording_or_from_other_threads() -> None:
         assert not hasattr(getattr(kernels, name), "errcheck") or getattr(kernels, name).errcheck is None
     fused.rms_norm(states, norm, 1e-5)
     assert len(tape._calls) == 1
+
+
+def test_several_threads_record_and_compute_at_once() -> None:
+    norm, large = torch.ones(HIDDEN), torch.randn(4000, HIDDEN)
+    counts: list[int] = []
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            fused.rms_norm(large, norm, 1e-5)
+
+    def record_often() -> None:
+        states = torch.randn(4, HIDDEN)
+        for _ in range(150):
+            tape = record(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
+            counts.append(len(tape._calls))
+
+    recorders = [threading.Thread(target=record_often) for _ in range(2)]
+    computers = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (*computers, *recorders):
+            thread.start()
+        for thread in recorders:
+            thread.join(60)
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+    for thread in computers:
+        thread.join(60)
+    assert counts == [8] * 300
 
 
 def test_every_kernel_that_can_be_recorded_is_known_to_the_library() -> None:

@@ -27,17 +27,26 @@ _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 # A plan of a decode step fills a few bytes for each tile; FlashInfer's own default is 8 MiB for every wrapper.
 _GRAPH_PLAN_BYTES = 1 << 20
+# What the parts of a workspace may be moved by, as each begins at a multiple of 16 bytes.
+_ALIGNMENTS = 64
 _MAX_THREADS, _VALUES_A_THREAD = 1024, 8
 
 
-def unsupported(shape: AttentionShape, dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
-    """Why FlashInfer cannot serve a model on a GPU of this compute capability, as half a sentence; None if it can."""
+def unsupported(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+    """Why FlashInfer can serve no model of ``dtype`` on a GPU of this compute capability, as half a sentence; None if
+    it can.
+    """
     if capability < (7, 5):
         return f"needs a GPU of compute capability 7.5 or newer, and this one has {capability[0]}.{capability[1]}"
     if dtype not in _DTYPES:
         return f"computes in float16 and bfloat16, not in {str(dtype).removeprefix('torch.')}"
     if dtype == torch.bfloat16 and capability < (8, 0):
         return "computes in bfloat16 only on GPUs of compute capability 8.0 or newer"
+    return None
+
+
+def unsupported_shape(shape: AttentionShape) -> str | None:
+    """Why FlashInfer cannot serve a model of this shape, as half a sentence; None if it can."""
     if shape.head_dim not in _HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, _HEAD_DIMS))} numbers, not of {shape.head_dim}"
     if shape.num_kv_heads * shape.head_dim // max(_VALUES_A_THREAD, shape.head_dim // 32) > _MAX_THREADS:
@@ -169,10 +178,13 @@ class _PlannedAttention:
         """See ``AttentionBackend.prepare``. Waits for the copies of the plans before, and for nothing else."""
         self._step, self._planned = None, {}
         self._common.fence.wait()
-        self._step = step = self._stage(batch)
-        for window in self._common.windows:
-            self._plan(step, window)
-        self._common.fence.mark()
+        try:
+            self._step = step = self._stage(batch)
+            for window in self._common.windows:
+                self._plan(step, window)
+        finally:
+            # Where one plan fails, those before it are being copied all the same.
+            self._common.fence.mark()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
@@ -272,16 +284,17 @@ class _GraphDecode(_PlannedAttention):
 
 
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
-    """Room for what the parts of split contexts come to, in float32: a row for each head of each row of all tiles.
+    """Room for what the parts of split contexts come to, in float32: for each head a vector and a sum of each row.
 
-    Outside of graphs there are at most two tiles of 128 rows for each multiprocessor, in a graph one of 16 rows or
-    more for each chunk.
+    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head. Outside of graphs at
+    most two tiles for each multiprocessor are split. In a graph of B tokens there may be as many tiles as B requests
+    of any lengths, but B tokens in all, can need: at most B more than those tokens fill.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     group = shape.num_heads // shape.num_kv_heads
-    graph_tile = 16 if group <= 16 else 128
-    rows = max(2 * processors // shape.num_kv_heads * 128, LARGEST_GRAPH * graph_tile)
-    return max(LEAST_WORKSPACE, 4 * shape.num_heads * rows * (shape.head_dim + 1))
+    tile = 16 if group <= 16 else 128
+    rows = max(2 * processors // shape.num_kv_heads * 128, LARGEST_GRAPH + -(-LARGEST_GRAPH * tile // group))
+    return max(LEAST_WORKSPACE, 4 * shape.num_heads * rows * (shape.head_dim + 1) + _ALIGNMENTS)
 
 
 def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageArrays:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.device.transfers import stage_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,15 @@ class PageArrays:
 
 
 def stage(batch: AttentionBatch, device: torch.device) -> tuple[PageArrays, PageArrays]:
-    """The batch on the host, in pinned memory where ``device`` is a GPU, and its copy on the device.
-
-    All arrays travel in one copy, which nothing waits for. The pinned memory is fresh: torch's allocator gives a block
-    out again only when the copies that were queued from it, FlashInfer's own included, are done.
+    """The batch on the host, where FlashInfer copies some of it from once more, and on the device. Nothing is waited
+    for.
     """
     arrays = (
         *(batch.query_indptr, batch.page_indptr, batch.page_ids, batch.last_page_len),
         *(batch.context_lens, batch.positions, _chunk_ids(batch.query_indptr)),
     )
-    sizes = [len(array) for array in arrays]
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    torch.cat(arrays, out=host)
-    on_device = host.to(device, non_blocking=True)
-    return PageArrays(*host.split(sizes)), PageArrays(*on_device.split(sizes))
+    host, on_device = stage_arrays([array.numpy() for array in arrays], device)
+    return PageArrays(*host), PageArrays(*on_device)
 
 
 def split_tokens(batch: AttentionBatch, block_size: int) -> AttentionBatch:

@@ -14,12 +14,13 @@ class Flight:
     order of the steps. Only an ``ExecutorError`` of a step that is given up is raised at once: nothing can follow it.
 
     An executor that runs step by step begins when the result is asked for. ``started`` (nanoseconds since 1970) and
-    ``schedule`` (seconds) say when the planning began and how long it took.
+    ``begun`` (on ``perf_counter``) are the moment when the planning began, and ``schedule`` the seconds that it took.
     """
 
-    def __init__(self, executor: Executor, plan: StepPlan, started: int, schedule: float) -> None:
+    def __init__(self, executor: Executor, plan: StepPlan, started: int, begun: float, schedule: float) -> None:
         self.plan = plan
         self.started = started
+        self.begun = begun
         self.schedule = schedule
         self._failure: Exception | None = None
         self._step: LaunchedStep = _NotBegun(executor, plan)

@@ -98,7 +98,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def _compiler() -> list[str]:
-    named = os.environ.get("CXX")
+    named = os.environ.get("CXX", "").strip()
     if named:
         try:
             return shlex.split(named)
@@ -124,7 +124,7 @@ def _compile(folder: Path, stem: str) -> Path:
 def _run(command: list[str]) -> None:
     try:
         result = subprocess.run(  # noqa: S603 -- our own arguments, and no shell
-            command, capture_output=True, text=True, timeout=_SECONDS_TO_COMPILE, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS_TO_COMPILE, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from error

@@ -54,7 +54,8 @@ def _arena() -> _Arena:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, nbytes)
+    # Private, as Linux gives shared memory no huge pages unless it is told to by another setting.
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -120,15 +120,16 @@ inline float round_group(const T* x, int64_t count, int8_t* values, int64_t stri
   const bool vanishes = most < 1e-35f;
   const float inverse = vanishes ? 0.f : 127.f / most;
   int8_t bytes[kGroup];
-  Ints sums{};
+  Words sums{};  // what is not finite gives any bits, whose sum may overflow
   for (int64_t i = 0; i < count; i += kLanes) {
     // 1.5 * 2^23: the low bits now hold the number rounded to an integer, ties to even.
     const Ints bits = (Ints)(read_some(x + i, count - i) * inverse + 12582912.f);
-    sums = sums + (bits - 0x4b400000);
+    sums = sums + ((Words)bits - 0x4b400000u);
     store(bytes + i, low_bytes(bits));
   }
   for (int64_t i = 0; i < count; i += kStep) std::memcpy(values + i / kStep * stride, bytes + i, kStep);
-  *offset = -128 * fold(sums, [](Ints a, Ints b) { return a + b; }, Lanes{})[0];
+  const auto sum = int32_t(fold(sums, [](Words a, Words b) { return a + b; }, Lanes{})[0]);
+  *offset = std::isfinite(most) ? -128 * sum : 0;
   return vanishes ? 0.f : most / 127.f;
 }
 

@@ -5,11 +5,12 @@ it costs the interpreter nothing. Knows kernels by their names, and nothing of w
 """
 
 import ctypes
+import functools
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ _VIEWS = (
 )
 _SLOTS = 16
 _ALIGNMENT = 64
+_Listener = Callable[[None, object, tuple[object, ...]], None]
 
 
 class NotRecordableError(RuntimeError):
@@ -78,31 +80,39 @@ class _Call(ctypes.Structure):
 class _Recording:
     """What one thread asks of the kernels while it listens."""
 
+    _one_at_a_time = threading.Lock()  # all threads call the same functions, and each of those has one listener
+    _of_this_thread = threading.local()
+
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.structs: list[ctypes.Structure] = []
         self.arena = _Arena()
-        self._thread = get_ident()
+
+    @classmethod
+    def of_this_thread(cls) -> "_Recording | None":
+        """The recording whose ``listening`` this thread is in."""
+        return getattr(cls._of_this_thread, "recording", None)
 
     @contextmanager
     def listening(self, kernels: ctypes.CDLL) -> Iterator[None]:
-        """Within, every call of a kernel is noted. ctypes shows a finished call to its function's ``errcheck``."""
+        """Within, every call of a kernel by this thread is noted. ctypes shows a finished call to its function's
+        ``errcheck``.
+        """
         functions = [getattr(kernels, name) for name in KERNELS]
-        for name, function in zip(KERNELS, functions, strict=True):
-            function.errcheck = self._listener(kernels.quire_player(name.encode()))
-        try:
-            yield
-        finally:
-            for function in functions:
-                del function.errcheck
+        with self._one_at_a_time:
+            self._of_this_thread.recording = self
+            try:
+                for name, function in zip(KERNELS, functions, strict=True):
+                    function.errcheck = _listener(kernels.quire_player(name.encode()))
+                yield
+            finally:
+                for function in functions:
+                    del function.errcheck
+                del self._of_this_thread.recording
 
-    def _listener(self, play: int) -> Callable[[None, object, tuple[object, ...]], None]:
-        def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
-            if get_ident() == self._thread:
-                slots = (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))
-                self.calls.append(_Call(play, slots))
-
-        return listen
+    def note(self, play: int, arguments: tuple[object, ...]) -> None:
+        """Notes a call that ``play`` can make again."""
+        self.calls.append(_Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))))
 
     def _slot(self, argument: object) -> int:
         match getattr(argument, "contents", argument):
@@ -117,6 +127,18 @@ class _Recording:
                 self.structs.append(type(arguments).from_buffer_copy(arguments))
                 return ctypes.addressof(self.structs[-1])
         raise NotRecordableError(f"a kernel was called with {argument!r}")
+
+
+@functools.cache  # never freed: ctypes does not hold it during a call of another thread, and shows it the call after
+def _listener(play: int) -> _Listener:
+    """Tells of calls that ``play`` can make again."""
+
+    def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
+        recording = _Recording.of_this_thread()
+        if recording is not None:
+            recording.note(play, arguments)
+
+    return listen
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type

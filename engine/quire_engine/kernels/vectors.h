@@ -94,7 +94,8 @@ inline Floats exp2(Floats x) {
   p = p * f + 2.4022648e-1f;
   p = p * f + 6.9314720e-1f;
   p = p * f + 1.f;
-  return (Floats)((Words)p + ((Words)shifted << 23));
+  // The low bits of a NaN may be anything, and would make a number of it.
+  return x == x ? (Floats)((Words)p + ((Words)shifted << 23)) : x;
 }
 
 inline Floats silu(Floats x) {

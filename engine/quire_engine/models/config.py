@@ -129,7 +129,6 @@ class DecoderConfig(ModelConfig):
         _check_shape(path, config)
         return config
 
-
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
         """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""

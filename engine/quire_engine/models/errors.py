@@ -1,5 +1,10 @@
-"""The one error of model folders. Knows nothing else."""
+"""The one error of model folders, and how other errors are told in it. Knows nothing else."""
 
 
 class ModelError(Exception):
     """A model cannot be served. The text is one sentence that names the file or setting at fault, and the problem."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of ``error``, without a full stop: torch's go on with advice to programmers."""
+    return str(error).partition("\n")[0].rstrip(".")

@@ -1,5 +1,6 @@
 """From a model folder to a model that can run: own code where there is some, else transformers'. Knows no KV memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,22 +27,47 @@ def read_model_config(folder: Path) -> ModelConfig:
     return FallbackConfig.read(folder)
 
 
-def load_model(config: ModelConfig, folder: Path, options: LoadOptions) -> Model:
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    options: LoadOptions,
+    check: Callable[[torch.dtype], object] | None = None,
+) -> Model:
     """The model of ``folder`` with its weights, as ``options`` say.
 
-    ``config`` is what ``read_model_config`` made of the same folder. Raises ``ModelError``.
+    ``config`` is what ``read_model_config`` made of the same folder. ``check`` is given the dtype that the model will
+    compute in before the weights are read, and may refuse it. Raises ``ModelError``.
     """
     _check_quantization(config, options)
-    checkpoint, device = Checkpoint(folder), options.device
+    _check_deterministic(config, options)
+    checkpoint = Checkpoint(folder)
+    dtype = _dtype(config, checkpoint, options)
+    if check is not None:
+        check(dtype)
     if isinstance(config, FallbackConfig):
-        return load_fallback(config, folder, resolve_dtype(options.dtype, checkpoint.main_dtype(), device), device)
+        return load_fallback(config, folder, dtype, options.device)
     assert isinstance(config, DecoderConfig)
-    dtype = resolve_dtype(options.dtype, checkpoint.dtype(EMBEDDING), device)
     with torch.inference_mode():
         model = Llama(config, Weights(checkpoint, dtype, options))
     if options.ranks.rank == 0:
         checkpoint.log_unread()
     return model
+
+
+def _dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
+    """What the model is to compute in."""
+    fallback = isinstance(config, FallbackConfig)
+    stored = checkpoint.main_dtype() if fallback else checkpoint.dtype(EMBEDDING)
+    return resolve_dtype(options.dtype, stored, options.device)
+
+
+def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` where what a row comes to cannot be kept from depending on others."""
+    if options.deterministic and isinstance(config, FallbackConfig):
+        raise ModelError(
+            "--deterministic is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:

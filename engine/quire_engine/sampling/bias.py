@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from quire_proto.sampling import SamplingParams
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import FloatArray, TokenArray, cells
-from quire_engine.sampling.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,4 +33,4 @@ def add_bias(scores: torch.Tensor, biased: Sequence[tuple[int, Bias]]) -> None:
     if biased:
         places = cells(scores, [row for row, _ in biased], [bias.token_ids for _, bias in biased])
         values = np.concatenate([bias.values for _, bias in biased])
-        scores.view(-1).index_add_(0, *upload((places, values), scores.device))
+        scores.view(-1).index_add_(0, *upload_arrays((places, values), scores.device))

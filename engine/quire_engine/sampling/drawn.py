@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
+from quire_engine.device.transfers import Download
 from quire_engine.sampling.grammar_mask import grammar_param
 from quire_engine.sampling.groups import Group, Groups
 from quire_engine.sampling.logprobs import as_logprobs
 from quire_engine.sampling.state import SequenceState
-from quire_engine.sampling.uploads import Download
 from quire_engine.scheduling.plan import Candidates, Draw, StepResult
 
 

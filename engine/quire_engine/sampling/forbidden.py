@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import cells, token_array
-from quire_engine.sampling.uploads import upload
 from quire_engine.scheduling.plan import Draw
 
 
@@ -53,5 +53,5 @@ def forbid(scores: torch.Tensor, forbidden: Sequence[tuple[int, Forbidden]]) -> 
     """Sets in ``scores`` [R, V], in place, what each row named may not draw to -inf."""
     if forbidden:
         token_ids = [token_array(one.token_ids(), scores.shape[1]) for _, one in forbidden]
-        (places,) = upload((cells(scores, [row for row, _ in forbidden], token_ids),), scores.device)
+        (places,) = upload_arrays((cells(scores, [row for row, _ in forbidden], token_ids),), scores.device)
         scores.view(-1).index_fill_(0, places, -torch.inf)

@@ -16,8 +16,8 @@ import torch
 from quire_proto.errors import QuireError, internal, invalid
 from torch.nn import functional as F
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.grammar import GrammarError, Matcher
-from quire_engine.sampling.uploads import upload
 from quire_engine.scheduling.plan import Draw
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def constrain(scores: torch.Tensor, constrained: Sequence[tuple[int, int]], mask
         words = masks.words[[masks.rows[sequence_id] for _, sequence_id in constrained]]
         # Eight tokens are looked up at a time and added: several times faster than filling under an unpacked mask.
         rows = np.array([row for row, _ in constrained], dtype=np.int64)
-        octets, places = upload((words.astype("<i4", copy=False).view(np.uint8), rows), scores.device)
+        octets, places = upload_arrays((words.astype("<i4", copy=False).view(np.uint8), rows), scores.device)
         added = F.embedding(octets.int(), _added(scores.device)).flatten(1)[:, : scores.shape[1]]
         scores.index_add_(0, places, added)
 
@@ -142,7 +142,7 @@ def constrain(scores: torch.Tensor, constrained: Sequence[tuple[int, int]], mask
 @lru_cache
 def _added(device: torch.device) -> torch.Tensor:
     """``_ADDED`` on a device, [256, 8] float32."""
-    return upload((_ADDED,), device)[0]
+    return upload_arrays((_ADDED,), device)[0]
 
 
 def grammar_param(draw: Draw) -> str:

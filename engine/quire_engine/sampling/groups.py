@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import TokenArray
 from quire_engine.sampling.rows import SamplingRows
 from quire_engine.sampling.state import SequenceState
-from quire_engine.sampling.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def take(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """The rows of ``values`` [R, ...] that are named; without a copy where they are all of them in their order."""
     if len(rows) == len(values) and all(row == place for place, row in enumerate(rows)):
         return values
-    return values.index_select(0, upload((index_array(rows),), values.device)[0])
+    return values.index_select(0, upload_arrays((index_array(rows),), values.device)[0])
 
 
 def index_array(places: Sequence[int]) -> TokenArray:

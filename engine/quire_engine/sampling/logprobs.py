@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from quire_proto.logprobs import TokenLogprobs
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.ranking import best
-from quire_engine.sampling.uploads import upload
 
 MAX_ROWS, MAX_VALUES = 256, 1 << 24
 
@@ -24,7 +24,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
     """Of each row of ``logits`` [R, V], any float dtype and finite: the log-probability of that row's token, and of its
     so many most probable tokens, best first, equal ones in the order of their ids. Waits for the device.
     """
-    (places,) = upload((np.array(token_ids, dtype=np.int64),), logits.device)
+    (places,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
     return as_logprobs(measure_logprobs(logits, places, max(num_top, default=0)), num_top)
 
 

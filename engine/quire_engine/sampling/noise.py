@@ -30,13 +30,8 @@ _BELOW_ONE = 1 - 2**-24
 Uint64 = npt.NDArray[np.uint64]
 
 
-def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-    """Keys [B, 2] int32 (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
-    return torch.from_numpy(key_halves(seeds, positions))
-
-
-def key_halves(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
-    """The same keys, on the host."""
+def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Keys [B, 2] (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
     places = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
     keys = _mix64(np.array(seeds, dtype=np.uint64) ^ places)
     halves = np.stack((keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)), axis=1)

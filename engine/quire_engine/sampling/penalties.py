@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import FloatArray, TokenArray, cells, per_cell
-from quire_engine.sampling.uploads import upload
 from quire_engine.scheduling.plan import Draw
 
 _LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
@@ -104,7 +104,7 @@ def _penalise_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Pe
     places = cells(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
     lengths = [len(tokens) for _, _, tokens in penalised]
     factors_of = per_cell([one.repetition for _, one, _ in penalised], lengths)
-    at, factors = upload((places, factors_of), scores.device)
+    at, factors = upload_arrays((places, factors_of), scores.device)
     old = scores.view(-1).index_select(0, at)
     # A token that is there twice is read and written twice, with the same value.
     new = torch.where(old < 0, old * factors, old / factors).clamp_(_LEAST, _MOST)
@@ -118,7 +118,7 @@ def _penalise_count(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalti
     places = cells(scores, [row for row, _ in penalised], [one.output for _, one in penalised])
     counts = np.concatenate([one.counts for _, one in penalised])
     each = [per_cell(of, lengths) for of in zip(*((one.frequency, one.presence) for _, one in penalised), strict=True)]
-    at, times, frequency, presence = upload((places, counts, *each), scores.device)
+    at, times, frequency, presence = upload_arrays((places, counts, *each), scores.device)
     values = scores.view(-1).index_select(0, at)
     values -= frequency * times
     values -= presence

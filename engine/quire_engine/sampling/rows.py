@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 from quire_proto.sampling import SamplingParams
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import FloatArray, TokenArray
-from quire_engine.sampling.noise import key_halves
-from quire_engine.sampling.uploads import upload
+from quire_engine.sampling.noise import row_keys
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -54,7 +54,7 @@ class SamplingRows:
             top_k=np.array([one.top_k for one in params], dtype=np.int64),
             top_p=np.array([one.top_p for one in params], dtype=np.float64),
             floor=np.array([log(one.min_p) if one.min_p else -inf for one in params], dtype=np.float32),
-            keys=key_halves(seeds, positions),
+            keys=row_keys(seeds, positions),
         )
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class SamplingRows:
 
     def to(self, device: torch.device) -> Columns:
         """The same rows on a device."""
-        return Columns(*upload((self.temperature, self.top_k, self.top_p, self.floor, self.keys), device))
+        return Columns(*upload_arrays((self.temperature, self.top_k, self.top_p, self.floor, self.keys), device))
 
     def greedy(self) -> BoolArray:
         """Which rows take the most probable token, [B]."""

@@ -19,12 +19,12 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.argmax import lowest_argmax
 from quire_engine.sampling.cells import TokenArray
 from quire_engine.sampling.filters import Top, lowest_kept
 from quire_engine.sampling.noise import gumbel
 from quire_engine.sampling.rows import BoolArray, Columns, SamplingRows
-from quire_engine.sampling.uploads import upload
 
 TOP_WIDTH = 1024
 # Noise is made for so many tokens at a time. A dozen passes over them stay in a processor's cache; on other devices a
@@ -45,7 +45,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, *, may_wait: bool = True) -
     if len(kinds) == 1:
         return kinds[0][0](logits, rows, may_wait)
     token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    indices = upload([places for _, places in kinds], logits.device)
+    indices = upload_arrays([places for _, places in kinds], logits.device)
     for (draw, places), index in zip(kinds, indices, strict=True):
         token_ids.index_copy_(0, index, draw(logits.index_select(0, index), rows.take(places), may_wait))
     return token_ids

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire_engine.device.transfers import Download, upload_arrays
 from quire_engine.sampling.argmax import lowest_argmax
 from quire_engine.sampling.drawn import Downloads, Drawn, numbers_told
 from quire_engine.sampling.grammar_mask import MaskFiller, Masks, PendingMasks, no_masks
@@ -23,7 +24,6 @@ from quire_engine.sampling.processors import process
 from quire_engine.sampling.ranking import best
 from quire_engine.sampling.sampler import finite_rows, sample
 from quire_engine.sampling.state import SequenceState, SequenceStates
-from quire_engine.sampling.uploads import Download, upload
 from quire_engine.scheduling.plan import Draw, StepResult
 
 
@@ -123,7 +123,7 @@ class _Step:
         if len(group) == len(self.token_ids):
             self.token_ids.copy_(token_ids)
         else:
-            (places,) = upload((index_array(group.places),), self.token_ids.device)
+            (places,) = upload_arrays((index_array(group.places),), self.token_ids.device)
             self.token_ids.index_copy_(0, places, token_ids)
 
     def _sample(self, group: Group, scores: torch.Tensor) -> torch.Tensor:

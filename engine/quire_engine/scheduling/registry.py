@@ -70,13 +70,17 @@ class Registry:
         return child
 
     def part(self, root: Sequence) -> None:
-        """``root`` is from now on the output of its own choice only."""
+        """``root`` is from now on the output of its own choice only. Choices that have ended were drawn for until now,
+        and get no sequences.
+        """
+        group, others = root.group, root.draws[1:]
+        self._ended += [draw.sequence_id for index, draw in enumerate(others, 1) if index not in group.open]
         root.draws, root.width = root.draws[:1], 1
 
     def close(self, sequence: Sequence) -> None:
-        """Forgets a sequence, and its request with the last one."""
+        """Forgets a sequence, all that it draws for, and its request with the last one."""
         del self._sequences[sequence.id]
-        self._ended.append(sequence.id)
+        self._ended += [draw.sequence_id for draw in sequence.draws]
         group = sequence.group
         del group.sequences[sequence.id]
         if not group.sequences:

@@ -62,6 +62,7 @@ class Scheduler:
         self.swapped = self._planner.swapped
         self.preempted = self._planner.preempted
         self._step = 0
+        self._committed = 0
         self._under_way: deque[StepPlan] = deque()
         self._outputs: list[Output] = []
         self._complete: list[Group] = []
@@ -122,6 +123,7 @@ class Scheduler:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
         if self._under_way and self._under_way[0] is plan:
             self._under_way.popleft()
+        self._committed = plan.step
         self._count_copies(plan)
         for chunk in plan.chunks:
             sequence = self._registry.sequence(chunk.sequence_id)
@@ -343,7 +345,7 @@ class Scheduler:
     def _final(self, sequence: Sequence, index: int, reason: FinishReason) -> Output:
         """The last output of a choice, without its tokens."""
         sequence.timeline.finished = self._clock()
-        sequence.timeline.last_step = self._step
+        sequence.timeline.last_step = self._committed
         return Output(
             sequence.request.request_id,
             position=sequence.num_reported,

@@ -5,6 +5,7 @@ is *linked* to the requests in it. Steps are traced one in an interval, and when
 fail, within a rate.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -104,7 +105,8 @@ class SpanBuilder:
         )
         inside = trace.set_span_in_context(root)
         begin = step.started
-        for name, seconds in _phases(step):
+        for name, pause, seconds in _phases(step):
+            begin += int(pause * _NANOSECONDS)
             end = begin + int(seconds * _NANOSECONDS)
             self._span(name, inside, begin, end)
             begin = end
@@ -131,7 +133,9 @@ class SpanBuilder:
                 Attribute.CACHED_TOKENS: output.cached_tokens,
                 Attribute.FIRST_STEP: times.first_step,
             }
-            self._span(Span.PREFILL, traced.context, times.admitted, times.first_token or end, attributes)
+            read = times.first_token or end
+            early = [moment for moment in times.moments if moment.time < read]
+            self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
 
     def _export_decode(self, traced: _Traced, output: Output, times: Timeline) -> None:
         span = self._tracer.start_span(
@@ -146,9 +150,7 @@ class SpanBuilder:
             },
         )
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
-        for moment in times.moments:
-            name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
-            span.add_event(name, _preemption(moment), timestamp=moment.time)
+        _add_events(span, [moment for moment in times.moments if moment.time >= times.first_token])
         span.end(times.finished)
 
     def _export_swaps(self, traced: _Traced, times: Timeline) -> None:
@@ -163,9 +165,24 @@ class SpanBuilder:
                 self._span(Span.SWAP_IN, traced.context, moment.time, moment.time, attributes)
 
     def _span(
-        self, name: str, context: Context, start: int, end: int, attributes: dict[str, int] | None = None
+        self,
+        name: str,
+        context: Context,
+        start: int,
+        end: int,
+        attributes: dict[str, int] | None = None,
+        *,
+        moments: Sequence[Moment] = (),
     ) -> None:
-        self._tracer.start_span(name, context=context, start_time=start, attributes=attributes).end(end)
+        span = self._tracer.start_span(name, context=context, start_time=start, attributes=attributes)
+        _add_events(span, moments)
+        span.end(end)
+
+
+def _add_events(span: trace.Span, moments: Sequence[Moment]) -> None:
+    for moment in moments:
+        name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
+        span.add_event(name, _preemption(moment), timestamp=moment.time)
 
 
 def _preemption(moment: Moment) -> dict[str, str | int]:
@@ -173,11 +190,12 @@ def _preemption(moment: Moment) -> dict[str, str | int]:
     return attributes | ({Attribute.PREEMPTION_REASON: str(moment.reason)} if moment.reason else {})
 
 
-def _phases(step: StepTrace) -> list[tuple[str, float]]:
+def _phases(step: StepTrace) -> list[tuple[str, float, float]]:
+    """The parts of a step in their order, each with the seconds between the one before and it, and its own."""
     return [
-        (Span.STEP_SCHEDULE, step.schedule),
-        (Span.STEP_SWAP, step.timings.swap),
-        (Span.STEP_FORWARD, step.timings.forward),
-        (Span.STEP_SAMPLE, step.timings.sample),
-        (Span.STEP_EMIT, step.emit),
+        (Span.STEP_SCHEDULE, 0.0, step.schedule),
+        (Span.STEP_SWAP, 0.0, step.timings.swap),
+        (Span.STEP_FORWARD, step.pause, step.timings.forward),
+        (Span.STEP_SAMPLE, 0.0, step.timings.sample),
+        (Span.STEP_EMIT, 0.0, step.emit),
     ]

@@ -7,11 +7,33 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.flashinfer import FlashInferAttention, unsupported
+from quire_engine.attention.flashinfer import FlashInferAttention, unsupported, unsupported_shape
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.models.errors import ModelError
 
 log = logging.getLogger(__name__)
+
+
+def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> None:
+    """Raises ``ModelError`` where ``make_attention`` would for a model of any shape: it can be asked before there is
+    one.
+    """
+    on_gpu = device.type == "cuda"
+    match name:
+        case "auto" if on_gpu and deterministic:
+            _check_flashinfer(device, dtype, deterministic=True)
+        case "flashinfer" if on_gpu:
+            _check_flashinfer(device, dtype, deterministic=deterministic)
+        case "reference" if on_gpu and deterministic:
+            raise ModelError("The attention backend reference is not deterministic on a GPU; use flashinfer.")
+        case "cpu" if on_gpu:
+            raise ModelError("The attention backend cpu does not run on a GPU.")
+        case "flashinfer":
+            raise ModelError("The attention backend flashinfer does not run on the CPU.")
+        case "auto" | "cpu" | "reference":
+            pass
+        case _:
+            raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
 
 
 def make_attention(
@@ -23,21 +45,17 @@ def make_attention(
     cannot be had reference, with a warning. ``deterministic`` asks that what is computed for a token depends on its
     sequence alone. Raises ``ModelError``.
     """
-    on_gpu = device.type == "cuda"
+    check_attention(name, device, dtype, deterministic=deterministic)
     match name:
+        case "auto" if device.type == "cuda":
+            return _for_gpu(shape, device, dtype, deterministic)
         case "auto":
-            return _for_gpu(shape, device, dtype, deterministic) if on_gpu else CpuAttention(shape)
-        case "cpu" if not on_gpu:
+            return CpuAttention(shape)
+        case "cpu":
             return _compiled(shape)
-        case "flashinfer" if on_gpu:
+        case "flashinfer":
             return _flashinfer(shape, device, dtype, deterministic)
-        case "reference" if not (on_gpu and deterministic):
-            return ReferenceAttention(shape)
-        case "reference":
-            raise ModelError("The attention backend reference is not deterministic on a GPU; use flashinfer.")
-        case "cpu" | "flashinfer":
-            raise ModelError(f"The attention backend {name} does not run on {'a GPU' if on_gpu else 'the CPU'}.")
-    raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
+    return ReferenceAttention(shape)
 
 
 def _for_gpu(shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> AttentionBackend:
@@ -53,6 +71,13 @@ def _for_gpu(shape: AttentionShape, device: torch.device, dtype: torch.dtype, de
 def _flashinfer(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> FlashInferAttention:
+    _check_flashinfer(device, dtype, deterministic=deterministic)
+    if reason := unsupported_shape(shape):
+        raise ModelError(f"FlashInfer {reason}.")
+    return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
+
+
+def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:
     try:
         import_module("flashinfer")
     except ModuleNotFoundError:
@@ -60,11 +85,10 @@ def _flashinfer(
     except (ImportError, OSError, RuntimeError) as error:  # parts of unlike versions, or no CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)
-    if reason := unsupported(shape, dtype, capability):
+    if reason := unsupported(dtype, capability):
         raise ModelError(f"FlashInfer {reason}.")
     if deterministic and capability < (8, 0):  # Triton has no products for older ones
         raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
-    return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
 
 
 def _compiled(shape: AttentionShape) -> CpuAttention:

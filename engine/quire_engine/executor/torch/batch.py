@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.executor.torch.streams import upload
+from quire_engine.device.transfers import upload
 from quire_engine.scheduling.plan import PENDING, Chunk, Draw
 
 

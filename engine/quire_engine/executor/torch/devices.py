@@ -5,15 +5,27 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from quire_engine.models.errors import ModelError
+from quire_engine.models.errors import ModelError, first_line
 
 
 def resolve_device(name: str) -> torch.device:
     """The device called ``cpu`` or ``cuda``, or for ``auto`` a GPU where there is one. Raises ``ModelError``."""
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
+    if name == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", _current_gpu())
+    if name == "cuda":
         raise ModelError("The device is set to cuda, and no GPU can be used here.")
-    return torch.device("cuda", torch.cuda.current_device()) if has_gpu and name != "cpu" else torch.device("cpu")
+    return torch.device("cpu")
+
+
+def _current_gpu() -> int:
+    """Its number. This is the first call that needs the GPU, and fails where another process has it for itself."""
+    try:
+        number: int = torch.cuda.current_device()
+    except RuntimeError as error:
+        raise ModelError(f"The GPU cannot be used: {first_line(error)}; --device cpu does without.") from None
+    return number
 
 
 @contextmanager

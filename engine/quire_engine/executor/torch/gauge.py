@@ -6,7 +6,7 @@ import torch
 
 from quire_engine.executor.torch.memory import CpuMemory, memory_of
 from quire_engine.executor.torch.sizing import Measured
-from quire_engine.models.errors import ModelError
+from quire_engine.models.errors import ModelError, first_line
 
 # What a process grows by after its largest step: compiled products for other shapes, fragments of the heap, buffers of
 # connections. Seen on a CPU: 80 MiB with the demo model, 30 MiB with one of 135 M parameters.
@@ -42,8 +42,7 @@ class MemoryGauge:
         try:
             return self._memory.peak_during(largest_step)
         except (MemoryError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
             raise ModelError(
-                f"The largest step that is allowed cannot be run: {reason}; lower --max-num-batched-tokens or "
-                "--max-num-seqs."
+                f"The largest step that is allowed cannot be run: {first_line(error)}; "
+                "lower --max-num-batched-tokens or --max-num-seqs."
             ) from None

@@ -6,17 +6,20 @@ copied to where the graph reads them, and the batch is padded to the next size o
 neither plans nor draws. What records and replays is given: see ``Recorder``.
 """
 
+import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, cast
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, GraphAttention
+from quire_engine.device.transfers import pinned
 from quire_engine.executor.torch.batch import ForwardBatch, pad, padding, place
-from quire_engine.executor.torch.streams import staged
 from quire_engine.models.base import Model
+from quire_engine.models.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,10 @@ class CudaRecorder:
     def __call__(self, work: Callable[[], object]) -> Recording:
         """A ``Recorder``."""
         graph: Recording = torch.cuda.CUDAGraph()
+        # torch leaves the current stream changed where the end of a recording fails.
+        set_back = torch.cuda.stream(torch.cuda.current_stream())
         # What other threads do meanwhile, such as a watchdog that looks at events, is not this recording's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with set_back, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph
 
@@ -72,13 +77,28 @@ def record_graphs(
     if not (sizes and model.capturable and hasattr(attention, "for_graph")):
         return None
     try:
-        graphs = DecodeGraphs(model, kv, cast(GraphAttention, attention), sizes=sizes, pages=pages, record=record)
+        with _without_collector():
+            graphs = DecodeGraphs(model, kv, cast(GraphAttention, attention), sizes=sizes, pages=pages, record=record)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        log.warning("no CUDA graphs: %s; short steps take longer to launch", reason)
+        log.warning("no CUDA graphs: %s; short steps take longer to launch", first_line(error))
         return None
     log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
     return graphs
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Collects garbage before, and none inside: what it finds may have memory on the device to give back, which spoils
+    a recording.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
@@ -120,7 +140,7 @@ class DecodeGraphs:
         inputs = torch.zeros((2, size), dtype=torch.int64)
         inputs[0, :count], inputs[1] = batch.token_ids, padded.positions
         token_ids, _ = self._parts(size)
-        self._inputs[: 2 * size].copy_(staged(inputs.view(-1), self._inputs.device), non_blocking=True)
+        self._inputs[: 2 * size].copy_(pinned(inputs.view(-1), self._inputs.device), non_blocking=True)
         if pending is not None:
             place(token_ids[:count], batch.pending_rows, pending)
         graph.replay()

@@ -50,7 +50,7 @@ class KvCache:
         self.capacity = KvCapacity(block_size, blocks, host_blocks, block_bytes)
         self.device = _untouched((blocks, *shape), dtype, device)
         self._host = _untouched((host_blocks, *shape), dtype, torch.device("cpu"))
-        self._release = _pin(self._host) if device.type == "cuda" and host_blocks else None
+        self._release = _pin(self._host, device) if device.type == "cuda" and host_blocks else None
         self._order = order or copy_order(device)
         self.computed()
 
@@ -136,8 +136,8 @@ def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         raise ModelError(f"There is no memory for a KV pool of {size} bytes on the {device.type}.") from None
 
 
-def _pin(pool: torch.Tensor) -> Callable[[], object]:
-    """Keeps the pages of ``pool`` in memory, so that the GPU copies them itself; this makes all of them resident.
+def _pin(pool: torch.Tensor, device: torch.device) -> Callable[[], object]:
+    """Keeps the pages of ``pool`` in memory, so that ``device`` copies them itself; this makes all of them resident.
     Returns what ends that, which also happens when the pool's memory goes.
 
     ``pin_memory`` would take the next power of two, which can be twice as much.
@@ -148,13 +148,13 @@ def _pin(pool: torch.Tensor) -> Callable[[], object]:
         raise ModelError(
             f"The host pool of {pool.nbytes} bytes cannot be pinned ({str(error).strip()}); lower --swap-space."
         ) from None
-    release = weakref.finalize(pool, _unpin, pool.data_ptr())
+    release = weakref.finalize(pool, _unpin, pool.data_ptr(), device)
     release.atexit = False
     return release
 
 
-def _unpin(address: int) -> None:
+def _unpin(address: int, device: torch.device) -> None:
     # A device that has failed refuses this too, and its memory goes with the process.
     with suppress(RuntimeError):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import torch
 
+from quire_engine.device.transfers import upload
 from quire_engine.executor.torch.batch import ForwardBatch, place
 from quire_engine.executor.torch.graphs import CudaRecorder, Recorder, record_graphs
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import upload
 from quire_engine.executor.torch.tapes import make_tapes
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.copy import BlockCopy

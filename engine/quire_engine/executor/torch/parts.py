@@ -4,12 +4,13 @@ plans.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
-from quire_engine.executor.torch.backends import make_attention
+from quire_engine.executor.torch.backends import check_attention, make_attention
 from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
 from quire_engine.executor.torch.sizing import Pools
@@ -57,11 +58,13 @@ def load_parts(
     ``ModelError``, for settings that cannot be before the weights are read.
     """
     length = _length(config, max_model_len)
-    model = load_model(config, folder, options)
+    deterministic = options.deterministic
+    check = partial(check_attention, attention, options.device, deterministic=deterministic)
+    model = load_model(config, folder, options, check)
     if options.device.type == "cpu":
         keep_freed_memory()
     shape = _attention_shape(model.layout, block_size)
-    backend = make_attention(attention, shape, options.device, model.dtype, deterministic=options.deterministic)
+    backend = make_attention(attention, shape, options.device, model.dtype, deterministic=deterministic)
     return Parts(config, model, backend, block_size, length, options.device, graph_sizes)
 
 

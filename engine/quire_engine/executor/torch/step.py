@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
+from quire_engine.device.transfers import upload
 from quire_engine.executor.base import ExecutorError
 from quire_engine.executor.torch.batch import StepBatch
 from quire_engine.executor.torch.devices import computing
 from quire_engine.executor.torch.model_runner import Runner
-from quire_engine.executor.torch.streams import Mark, mark, upload
+from quire_engine.executor.torch.streams import Mark, mark
 from quire_engine.sampling import Drawn, PendingDraws, StepSampler, score_prompts
 from quire_engine.scheduling.plan import StepResult, StepTimings
 

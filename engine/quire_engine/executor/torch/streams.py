@@ -1,5 +1,5 @@
-"""The order of work on a device: transfers that nobody waits for, marks in it, and the stream that blocks are copied
-on. Knows tensors and streams, neither batches nor blocks.
+"""The order of work on a device: marks in it, and the stream that blocks are copied on. Knows streams, neither tensors
+nor blocks.
 
 On the CPU everything has happened when its call returns, so there is nothing to order there.
 """
@@ -111,19 +111,3 @@ def copy_order(device: torch.device) -> CopyOrder:
 def mark(device: torch.device) -> Mark:
     """A mark after everything that was launched until now."""
     return _Passed() if device.type == "cpu" else _CudaMark(device)
-
-
-def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the host where ``device`` can fetch it without anybody waiting: on CUDA a pinned copy.
-
-    A pinned copy may be dropped at once. Torch's allocator of pinned memory gives it to nobody else before the
-    transfers from it are done.
-    """
-    return tensor if device.type == "cpu" or not tensor.numel() else tensor.pin_memory()
-
-
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the host on ``device``, for what is launched later; the host waits for nothing. On the CPU it is
-    ``tensor`` itself.
-    """
-    return staged(tensor, device).to(device, non_blocking=True)

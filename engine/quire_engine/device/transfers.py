@@ -1,7 +1,8 @@
-"""Small host arrays on their way to a device, and results on their way back, behind what the device still has to do.
+"""Small tensors on their way between host and device, behind what the device still has to do. Knows no streams.
 
 A copy from or to pageable memory makes the host wait until the device is done with everything before it. Here copies go
-through pinned memory and are only enqueued; pinned memory that is let go is kept by torch until its copies are done.
+through pinned memory and are only enqueued. Pinned memory may be dropped at once: torch's allocator gives it to nobody
+else before the copies that torch enqueued from it or to it are done.
 """
 
 from collections.abc import Sequence
@@ -16,19 +17,37 @@ Array = npt.NDArray[Any]
 _ALIGNMENT = 8
 
 
-def upload(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on ``device``, in one copy that is not waited for; on the CPU they share the arrays'
-    memory.
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host where ``device`` can fetch it without anybody waiting: a pinned copy for a GPU, and else
+    ``tensor`` itself.
     """
+    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host on ``device``, for what is enqueued later; on the CPU it is ``tensor`` itself."""
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def upload_arrays(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on ``device``, in one copy; on the CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpack(pack(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
+    return unpack(_packed_for(device, arrays).to(device, non_blocking=True), arrays)
 
 
-def pack(arrays: Sequence[Array], *, pinned: bool = False) -> torch.Tensor:
+def stage_arrays(arrays: Sequence[Array], device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The arrays as tensors on the host, in fresh memory that ``device`` can copy from later without anybody waiting,
+    and on ``device``, in one copy; on the CPU both share that memory.
+    """
+    packed = _packed_for(device, arrays)
+    return unpack(packed, arrays), unpack(packed.to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
     """The bytes of the arrays, one after the other, each from an aligned place: [N] uint8 on the host."""
     starts, size = _places(arrays)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
     bytes_of = packed.numpy()
     for array, start in zip(arrays, starts, strict=True):
         bytes_of[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -41,6 +60,10 @@ def unpack(packed: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
         packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for array, start in zip(arrays, _places(arrays)[0], strict=True)
     ]
+
+
+def _packed_for(device: torch.device, arrays: Sequence[Array]) -> torch.Tensor:
+    return pack(arrays, is_pinned=device.type == "cuda")
 
 
 def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:

@@ -1,0 +1,1 @@
+"""What all rooms that compute with tensors know of a device that works beside the host."""
