@@ -2,7 +2,7 @@
 aborted, finishes, is preempted or fails, and every block comes back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from quire_engine.core import Inspect
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Stored
+from quire_engine.kv.events import Stored, Tier
+from quire_engine.kv.memory import Hit
 from quire_engine.scheduling.output import Load
 from quire_engine.scheduling.plan import PENDING, StepPlan
 
@@ -48,7 +49,22 @@ class OverlapMachine(EngineMachine):
         self.failing: str | None = None
         self.blames = False
         self.blamed: set[str] = set()
+        fork, admit = self.memory.fork, self.memory.admit
+        self.memory.fork = lambda table: self.check_still(table.block_ids) or fork(table)
+        self.memory.admit = lambda table, hits: self.check_hits(hits) or admit(table, hits)
         return self.executor
+
+    def check_hits(self, hits: Sequence[Hit]) -> None:
+        self.check_still([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
+
+    def check_still(self, block_ids: list[int]) -> None:
+        """What comes to be shared is written by no step under way."""
+        size = self.memory.block_size
+        for plan in self.scheduler._under_way:
+            for chunk in plan.chunks:
+                if self.scheduler._registry.sequence(chunk.sequence_id) is not None:
+                    written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
+                    assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
 
     def fails(self, where: str, plan: StepPlan) -> bool:
         if where == "launch":

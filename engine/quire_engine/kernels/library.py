@@ -87,8 +87,11 @@ def library() -> ctypes.CDLL | None:
     They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls let go of the
     interpreter lock.
     """
-    if os.environ.get(_SWITCH, "").lower() in ("off", "0", "false"):
-        return None
+    return None if os.environ.get(_SWITCH, "").lower() in ("off", "0", "false") else _load()
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
     try:
         loaded = ctypes.CDLL(str(shared_object()))
     except (BuildError, OSError) as error:

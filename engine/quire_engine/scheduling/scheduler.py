@@ -10,6 +10,8 @@ its blocks back at once, although a step under way still writes into them. That 
 * steps are carried out in the order of their plans, copies first: whoever is given such a block later writes it later;
 * a block is named only when what fills it is committed, so nothing finds a block that is still written, and a chunk
   starts behind the blocks that are named;
+* what parts is in no step under way, as outputs that may part do not run ahead: a block that comes to be shared while
+  it is not full is written by nobody then, and the copy for whoever writes first is a later plan's;
 * results for a sequence that has ended are dropped, and the executor hears of its end when nothing draws for it.
 """
 
