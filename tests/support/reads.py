@@ -14,7 +14,7 @@ READING = (
 )  # fmt: skip
 INDEXING = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put")
 # What turns a tensor into something of the host's, or something of the host's into a tensor by a copy that waits.
-CROSSING = {"numpy", "tolist", "item", "cpu", "cuda", "__array__", "pin_memory", "tensor", "as_tensor"}
+CROSSING = {"numpy", "tolist", "item", "cpu", "cuda", "__array__", "pin_memory", "tensor", "as_tensor", "data_ptr"}
 
 
 class WaitedError(Exception):

@@ -72,7 +72,7 @@ def _measure(config: BenchConfig) -> Report:
     return Report(
         title=_title(config, threads, device, dtype),
         readings=readings,
-        best=_best(config, plan, device, dtype) if config.tensor_parallel_size == 1 else {},
+        best=_best(config, plan, device, dtype) if engine and config.tensor_parallel_size == 1 else {},
         steps=engine[0].decode_steps(config.num_prompts) if engine else None,
         settings=config.model_dump(mode="json"),
     )

@@ -2,7 +2,7 @@
 
 The roofline model (Williams, Waterman and Patterson 2009), for each step: no less time than its products take at the
 highest rate that products reach here, and no less than reading the weights and the context once takes at the highest
-rate that memory gives. What a step does besides counts as free.
+rate at which anything here reads memory. What a step does besides counts as free.
 """
 
 import time
@@ -17,7 +17,7 @@ from quire_engine.models.linear import make_linear
 from quire_engine.models.options import LoadOptions
 
 PRODUCT_ROWS, PRODUCT_SIDE = 2048, 2048
-READ_BYTES = 1 << 29
+READ_BYTES = 1 << 28
 TRIES = 7
 
 
@@ -71,9 +71,21 @@ def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
         make_linear(weight, None, LoadOptions(device)),
         torch.randn(PRODUCT_ROWS, PRODUCT_SIDE).to(device, dtype),
     )
-    numbers = torch.ones(READ_BYTES // 4, device=device)
     operations = 2 * PRODUCT_ROWS * PRODUCT_SIDE**2 / _best_seconds(lambda: product(x), device)
-    return Ceilings(operations, READ_BYTES / _best_seconds(numbers.sum, device))
+    return Ceilings(operations, max(_sum_bytes(device), _row_bytes(dtype, device)))
+
+
+def _sum_bytes(device: torch.device) -> float:
+    """Bytes a second that a sum over a large tensor reads."""
+    numbers = torch.ones(READ_BYTES // 4, device=device)
+    return READ_BYTES / _best_seconds(numbers.sum, device)
+
+
+def _row_bytes(dtype: torch.dtype, device: torch.device) -> float:
+    """Bytes a second that the product of a large weight with one row reads."""
+    weight = torch.ones(READ_BYTES // dtype.itemsize // PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype, device=device)
+    product, x = make_linear(weight, None, LoadOptions(device)), torch.ones(1, PRODUCT_SIDE, dtype=dtype, device=device)
+    return READ_BYTES / _best_seconds(lambda: product(x), device)
 
 
 def least_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> float:

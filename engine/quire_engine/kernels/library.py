@@ -76,6 +76,7 @@ _SIGNATURES = {
         *(_POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER, _POINTER, _POINTER),
         *(*(_INTEGER,) * 5, ctypes.c_float, _INTEGER, _INTEGER),
     ),
+    "quire_scan_rows": (_POINTER, *(_INTEGER,) * 4, _POINTER, _POINTER, _INTEGER),
     "quire_replay": (_POINTER, _INTEGER),
 }
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from quire_engine.device.transfers import upload_arrays
+from quire_engine.kernels import scan
 from quire_engine.sampling.argmax import lowest_argmax
 from quire_engine.sampling.cells import TokenArray
 from quire_engine.sampling.filters import Top, lowest_kept
@@ -52,11 +53,14 @@ def sample(logits: torch.Tensor, rows: SamplingRows, *, may_wait: bool = True) -
 
 
 def finite_rows(logits: torch.Tensor, *, may_wait: bool = True) -> torch.Tensor:
-    """Which rows hold only finite numbers, [B] bool. A sum that is finite proves it, at a fraction of the cost, but
-    must be read.
+    """Which rows hold only finite numbers, [B] bool. Without the compiled kernel: a sum that is finite proves it, at a
+    fraction of the cost, but must be read.
     """
     if not may_wait:
         return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
+    known = scan.finite_rows(logits)
+    if known is not None:
+        return known
     finite = logits.sum(-1).isfinite()
     return finite if bool(finite.all()) else logits.isfinite().all(-1)
 
