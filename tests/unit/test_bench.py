@@ -259,7 +259,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     small = ("--latency-output-len", "4", "--prefill-len", "16", "--rounds", "1", "--kv-cache-memory", "2000000")
     command = (sys.executable, "-m", "quire_engine.main", "bench", "--shape", json.dumps(TINY))
     done = subprocess.run(
-        [*command, *short, *small, "--against", "transformers", "--json", str(figures)],
+        [*command, *short, *small, "--against", "transformers", "--also", "int8", "--json", str(figures)],
         capture_output=True,
         text=True,
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
@@ -269,7 +269,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "quire is" in done.stdout
     systems = json.loads(figures.read_text())["systems"]
-    for name in ("quire", "transformers"):
+    for name in ("quire", "quire int8", "transformers"):
         assert systems[name]["failure"] is None
         assert set(systems[name]["medians"]) == {"throughput", "latency", "prefill"}
 
@@ -280,6 +280,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         ([], "Give either --model or --shape."),
         (["--model", "demo/model", "--shape", "135m"], "Give either --model or --shape."),
         (["--shape", "135m", "--against", "nobody"], "--against: nobody is not one of"),
+        (["--shape", "135m", "--also", "magic"], "--also: magic is not one of"),
         (["--shape", "135m", "--measure", "beauty"], "--measure: beauty is not one of"),
         (["--shape", "135m", "--input-len", "5..2"], "--input-len: '5..2' must begin"),
     ],

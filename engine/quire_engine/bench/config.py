@@ -1,9 +1,10 @@
 """The benchmark's settings: the engine's own, and what is measured beside whom."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from quire_engine.bench.lengths import Lengths
@@ -12,6 +13,13 @@ from quire_engine.bench.shapes import SHAPES
 from quire_engine.config import EngineConfig, Names
 
 PEERS = ("transformers", "vllm", "llama.cpp")
+# What the engine can be measured with beside its own settings.
+VARIANTS: Mapping[str, Mapping[str, object]] = {
+    "int8": {"quantization": "int8"},
+    "deterministic": {"deterministic": True},
+    "eager": {"enforce_eager": True},
+    "async": {"async_scheduling": True},
+}
 FIGURES: tuple[Figure, ...] = get_args(Figure)
 Range = Annotated[str, BeforeValidator(lambda value: str(Lengths.of(str(value))))]
 
@@ -39,6 +47,9 @@ class BenchConfig(EngineConfig):
         default=["auto"],
         description=f"Peers to run beside: {', '.join(PEERS)}; auto for those that are installed, none for none.",
     )
+    also: Names = Field(
+        default=[], description=f"The engine once more, with another setting each: {', '.join(VARIANTS)}."
+    )
     vllm_python: Path | None = Field(
         default=None, description="The interpreter of vLLM's environment; by default ours, or .peers/vllm."
     )
@@ -61,10 +72,10 @@ class BenchConfig(EngineConfig):
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides the prompts, the lengths and random weights.")
     json_path: Path | None = Field(default=None, alias="json", description="Also write all figures here.")
 
-    @field_validator("against")
+    @field_validator("against", "also")
     @classmethod
-    def _are_peers(cls, names: list[str]) -> list[str]:
-        known = (*PEERS, "auto", "none")
+    def _are_known(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        known = (*PEERS, "auto", "none") if info.field_name == "against" else tuple(VARIANTS)
         unknown = [name for name in names if name not in known]
         if unknown:
             raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}.")

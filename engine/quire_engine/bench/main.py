@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from quire_engine.bench.config import BenchConfig
+from quire_engine.bench.config import VARIANTS, BenchConfig
 from quire_engine.bench.installed import find_peers
 from quire_engine.bench.lengths import Lengths
 from quire_engine.bench.measure import Figure, Plan, System, run_apart, run_in_turn
@@ -65,6 +65,8 @@ def _measure(config: BenchConfig) -> Report:
     plan = _plan(config, model.vocab_size)
     engine: list[Quire] = []
     systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
+    for name in config.also:
+        systems[f"{OURS} {name}"] = partial(_start_variant, config.model_copy(update=dict(VARIANTS[name])))
     systems |= find_peers(config, lambda: _told(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
     readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say)
@@ -83,6 +85,12 @@ def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
 
     engine.append(Quire(config))
     return engine[0]
+
+
+def _start_variant(config: BenchConfig) -> System:
+    from quire_engine.bench.quire import Quire
+
+    return Quire(config)
 
 
 def _plan(config: BenchConfig, vocab: int) -> Plan:
