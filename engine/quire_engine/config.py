@@ -54,13 +54,16 @@ class EngineConfig(BaseSettings):
     tensor_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
     )
-    enforce_eager: bool = Field(default=False, description="Never use CUDA graphs.")
+    enforce_eager: bool = Field(
+        default=False, description="Never record decode steps, as CUDA graphs or, on the CPU, as tapes."
+    )
     async_scheduling: bool | None = Field(
         default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
     )
     deterministic: bool = Field(
         default=False,
-        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; slower.",
+        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; free on CPUs "
+        "with AVX-512, slower elsewhere.",
     )
     attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
         default="auto", description="Attention backend; auto takes the fastest that works here."

@@ -1,5 +1,5 @@
-"""With ``--deterministic``, what a request gets hangs on nothing but the request: tokens and log-probabilities, bit for
-bit, whatever shares its steps and however its own work is cut, cached, preempted or swapped.
+"""With ``--deterministic``, what a request gets depends on nothing but the request: tokens and log-probabilities, bit
+for bit, whatever shares its steps and however its own work is cut, cached, preempted or swapped.
 """
 
 import random

@@ -122,8 +122,8 @@ def test_a_report_says_ratios_and_failures() -> None:
     report = Report("a title", readings, {"throughput": 400.0}, None, {"rounds": 3})
     assert report.ratios() == {"slow": {"throughput": 2.5}}
     table = report.as_table()
-    assert "quire is 2.50 times as good" in table
-    assert "quire reaches 50% of it" in table
+    assert "quire: 2.50 times as good" in table
+    assert "quire: 50% of it" in table
     assert "gone: It is not here." in table
     data = json.loads(json.dumps(report.as_data()))
     assert data["systems"]["slow"]["medians"] == {"throughput": 80.0}
@@ -267,7 +267,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "quire is" in done.stdout
+    assert "times as good" in done.stdout
     systems = json.loads(figures.read_text())["systems"]
     for name in ("quire", "quire int8", "transformers"):
         assert systems[name]["failure"] is None
@@ -296,3 +296,23 @@ def test_wrong_settings_are_one_sentence(arguments: list[str], said: str) -> Non
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_peer_that_was_asked_for_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:
+    shape = tmp_path / "config.json"
+    shape.write_text(json.dumps(TINY))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for arguments, said in (
+        (("--against", "vllm", "--vllm-python", "/nonexistent"), "vllm is not installed; docs/bench.md says how."),
+        (("--against", "none", "--prefill-len", "300"), "has 301 tokens, and the model takes 256: lower --prefill-len"),
+    ):
+        lengths = ("--input-len", "4", "--output-len", "4", "--latency-input-len", "4", "--latency-output-len", "4")
+        done = subprocess.run(
+            [sys.executable, "-m", "quire_engine.main", "bench", "--shape", str(shape), *lengths, *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, said in done.stderr) == (1, True), done.stderr

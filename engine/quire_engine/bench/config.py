@@ -41,7 +41,7 @@ class BenchConfig(EngineConfig):
     model: Path = Field(default=Path(), description="Folder of the model, as Hugging Face lays it out.")
     shape: str | None = Field(
         default=None,
-        description=f"Random weights of a shape instead: one of {', '.join(SHAPES)}, or a config.json as text.",
+        description=f"Random weights of a shape instead: {', '.join(SHAPES)}, a config.json, or the text of one.",
     )
     against: Names = Field(
         default=["auto"],

@@ -29,7 +29,8 @@ INSTALLED = {
 
 def find_peers(config: BenchConfig, told: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
     """How to start each peer that is wanted. Of those that were not asked for by name, only what is installed. ``told``
-    is what they are told, known once the first is started.
+    is what they are told, known once the first is started. Raises ``SystemFailedError`` for one that was asked for and
+    is not there.
     """
     if "none" in config.against:
         return {}
@@ -39,7 +40,7 @@ def find_peers(config: BenchConfig, told: Callable[[], Mapping[str, object]]) ->
         if python is not None:
             found[name] = partial(_start, python, INSTALLED[name].script, told)
         elif name in config.against:
-            found[name] = partial(_missing, name)
+            raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
     return found
 
 
@@ -53,7 +54,3 @@ def _python(config: BenchConfig, name: str) -> Path | None:
 
 def _start(python: Path, script: str, told: Callable[[], Mapping[str, object]]) -> System:
     return Child(python, script, told(), os.environ)
-
-
-def _missing(name: str) -> System:
-    raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire_engine.bench.config import VARIANTS, BenchConfig
 from quire_engine.bench.installed import find_peers
 from quire_engine.bench.lengths import Lengths
-from quire_engine.bench.measure import Figure, Plan, System, run_apart, run_in_turn
+from quire_engine.bench.measure import Figure, Plan, System, SystemFailedError, run_apart, run_in_turn
 from quire_engine.bench.report import OURS, Report
 from quire_engine.bench.shapes import SHAPES, model_of_shape
 from quire_engine.bench.workload import Workload, random_workload
@@ -29,7 +29,7 @@ def bench(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         report = _measure(_completed(config))
-    except ModelError as error:
+    except (ModelError, SystemFailedError) as error:
         quit_with(1, str(error))
     if report.readings[OURS].failure:
         quit_with(1, str(report.readings[OURS].failure))
@@ -46,13 +46,24 @@ def _completed(config: BenchConfig) -> BenchConfig:
     changes: dict[str, object] = {"enable_prefix_caching": False, "scheduling_policy": "fcfs"}
     if config.shape is not None:
         changes["model"] = model_of_shape(config.shape, config.seed)
-    if config.max_model_len is None:
-        changes["max_model_len"] = config.longest
     if "max_num_seqs" not in config.model_fields_set:
         changes["max_num_seqs"] = min(config.num_prompts, 256)
     if "swap_space" not in config.model_fields_set:
         changes["swap_space"] = 0.0
     return config.model_copy(update=changes)
+
+
+def _fitted(config: BenchConfig, most: int) -> BenchConfig:
+    """With a model length that the workloads need, of at most ``most`` tokens. Raises ``ModelError``."""
+    limit = min(most, config.max_model_len or most)
+    if "prefill_len" not in config.model_fields_set:
+        config = config.model_copy(update={"prefill_len": min(config.prefill_len, limit - 1)})
+    if config.longest > limit:
+        raise ModelError(
+            f"The longest request has {config.longest} tokens, and the model takes {limit}: lower --prefill-len, or "
+            "the input and output lengths."
+        )
+    return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
 
 
 def _measure(config: BenchConfig) -> Report:
@@ -62,6 +73,7 @@ def _measure(config: BenchConfig) -> Report:
 
     threads, device = configure_threads(), resolve_device(config.device)
     model = read_model_config(config.model)
+    config = _fitted(config, model.max_length)
     plan = _plan(config, model.vocab_size)
     engine: list[Quire] = []
     systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}

@@ -1,7 +1,7 @@
 """The measurements, and their medians over rounds in which the systems take turns."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -120,8 +120,3 @@ def _read(figure: Figure, system: System, workload: Workload) -> float:
 def first_tokens(workload: Workload) -> Workload:
     """The same prompts, answered with one token each: what of a stream is not the time between its tokens."""
     return Workload(workload.prompts, [1] * len(workload.prompts))
-
-
-def spread(values: Sequence[float]) -> str:
-    """The smallest and the largest value."""
-    return f"{min(values):.4g} to {max(values):.4g}"

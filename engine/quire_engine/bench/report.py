@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quire_engine.bench.measure import LOWER_IS_BETTER, UNITS, Figure, Readings, ratio, spread
+from quire_engine.bench.measure import LOWER_IS_BETTER, UNITS, Figure, Readings, ratio
 from quire_engine.bench.quire import DecodeSteps
 
 OURS = "quire"
@@ -76,11 +76,17 @@ class Report:
             median = readings.median(figure)
             if median is not None:
                 times = ratios.get(name, {}).get(figure)
-                beside = f"quire is {times:.2f} times as good" if times else ""
-                shown = f"({spread(readings.values[figure])})"
-                lines.append(f"  {name:<{width}}  {median:10.4g}  {shown:<22}{beside}".rstrip())
+                beside = f"quire: {times:.2f} times as good" if times else ""
+                shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
+                lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
         ours, best = self.readings[OURS].median(figure), self.best.get(figure)
         if ours and best:
             part = ratio(ours, best, figure)
-            lines.append(f"  {'roofline':<{width}}  {best:10.4g}  {'':<22}quire reaches {part:.0%} of it")
+            lines.append(f"  {'roofline':<{width}}  {_number(best):>10}  {'':<22}  quire: {part:.0%} of it")
         return lines
+
+
+def _number(value: float) -> str:
+    """With three digits behind the point below 10, and none above 100."""
+    digits = 3 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"

@@ -55,8 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_of_shape(shape: str, seed: int) -> Path:
-    """The folder of a model of this shape in bfloat16, written once for each user. ``shape`` is a name of ``SHAPES`` or
-    the text of a ``config.json``. Raises ``ModelError``.
+    """The folder of a model of this shape in bfloat16, written once for each user. ``shape`` is a name of ``SHAPES``,
+    a ``config.json`` or the text of one. Raises ``ModelError``.
     """
     settings = SHAPES.get(shape) or _read(shape)
     name = hashlib.sha256(json.dumps([settings, seed], sort_keys=True).encode()).hexdigest()[:16]
@@ -73,12 +73,13 @@ def model_of_shape(shape: str, seed: int) -> Path:
 
 def _read(text: str) -> dict[str, Any]:
     try:
-        settings = json.loads(text)
-    except ValueError:
+        settings = json.loads(Path(text).read_text() if text.endswith(".json") else text)
+    except (OSError, ValueError):
         settings = None
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ModelError(
-            f"The shape {text!r} is neither one of {', '.join(SHAPES)} nor a JSON object with a model_type."
+            f"The shape {text!r} is none of {', '.join(SHAPES)}, and neither a JSON object with a model_type nor a file "
+            "with one."
         )
     return settings
 

@@ -129,9 +129,9 @@ def _run(command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from error
     if result.returncode:
-        raise BuildError(f"{command[0]} failed: {_first_complaint(result.stderr)}")
+        raise BuildError(f"{command[0]} failed with exit code {result.returncode}: {_first_complaint(result.stderr)}")
 
 
 def _first_complaint(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
+    return next((line for line in lines if "error" in line), lines[0] if lines else "no message")

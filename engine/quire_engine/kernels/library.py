@@ -13,6 +13,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 """Element types that the kernels know."""
 
 _SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
+_ON, _OFF = ("on", "1", "true", ""), ("off", "0", "false")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,10 @@ def library() -> ctypes.CDLL | None:
     They run on the threads of torch's own OpenMP runtime, which is loaded before them. Calls let go of the
     interpreter lock.
     """
-    return None if os.environ.get(_SWITCH, "").lower() in ("off", "0", "false") else _load()
+    switch = os.environ.get(_SWITCH, "on").lower()
+    if switch not in (*_ON, *_OFF):
+        logger.warning("%s is %r, which is neither on nor off, and counts as on", _SWITCH, switch)
+    return None if switch in _OFF else _load()
 
 
 @functools.cache

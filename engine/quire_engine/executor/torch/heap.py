@@ -24,11 +24,13 @@ def keep_freed_memory() -> bool:
     be had.
 
     Threads that begin later share one arena, as any other is made of pieces of 64 MiB, which are given back when they
-    are free. Call it once weights are loaded: what loading takes for a moment need not be kept. Where the C library
+    are free. Call it once weights are loaded: what loading took for a moment is given back first. Where the C library
     has no such thing, nothing happens.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        mallopt = ctypes.CDLL(None).mallopt
+        library = ctypes.CDLL(None)
+        library.malloc_trim(ctypes.c_size_t(0))
+        mallopt = library.mallopt
         mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
         return all(mallopt(*pair) for pair in ((_MMAP_THRESHOLD, KEPT), (_TRIM_THRESHOLD, _NEVER), (_ARENA_MAX, 1)))
     return False
