@@ -78,8 +78,8 @@ def _read(text: str) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ModelError(
-            f"The shape {text!r} is none of {', '.join(SHAPES)}, and neither a JSON object with a model_type nor a file "
-            "with one."
+            f"The shape {text!r} is none of {', '.join(SHAPES)}, and neither a JSON object with a model_type nor a "
+            "file with one."
         )
     return settings
 
