@@ -24,12 +24,12 @@ class Preset:
 PRESETS: Mapping[PresetName, Preset] = {
     "cpu": Preset(
         Latency(
-            tokens_per_second=3_000,
-            weights_seconds=8e-3,
-            context_seconds=0.7e-6,
-            pair_seconds=0.15e-6,
-            draw_seconds=0.3e-3,
-            overhead_seconds=1e-3,
+            tokens_per_second=3_300,
+            weights_seconds=6.3e-3,
+            context_seconds=0.5e-6,
+            pair_seconds=0.1e-6,
+            draw_seconds=0.11e-3,
+            overhead_seconds=0.5e-3,
             bytes_per_second=5e9,
         ),
         token_bytes=23_040,
