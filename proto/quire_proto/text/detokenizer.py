@@ -52,7 +52,8 @@ class Detokenizer:
     def _settle_most(self, text: str) -> str:
         """Hands out all but an unfinished last character of ``text``, which ends with a replacement character.
 
-        A cut is between characters exactly when both sides decode to what they decode to together.
+        A cut is between characters exactly when both sides decode to what they decode to together. There is none where
+        a token ends one character and begins the next: then the whole characters go out, and all tokens stay.
         """
         for cut in range(len(self._window) - 1, len(self._window) - _LONGEST_CHARACTER, -1):
             head = self._decode(self._window[:cut])
@@ -61,6 +62,10 @@ class Detokenizer:
                 del self._window[:cut]
                 self._settled, self._prefix = 0, ""
                 return delta
+        whole = text.rstrip(REPLACEMENT)
+        if whole.startswith(self._prefix) and len(self._window) - self._settled < 2 * _LONGEST_CHARACTER:
+            delta, self._prefix = whole[len(self._prefix) :], whole
+            return delta
         return self._settle(text)
 
     def _new_text(self, text: str) -> str:
