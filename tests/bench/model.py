@@ -8,27 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quire_engine.bench.shapes import SHAPES
+
 MIB = 1 << 20
-SHAPE: dict[str, Any] = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 2048,
-}
+SHAPE: dict[str, Any] = {**SHAPES["135m"], "max_position_embeddings": 2048}
 
 
 def make_model(folder: Path) -> Path:
     """The 135 M model, written once."""
     if not (folder / "config.json").is_file():
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -78,7 +78,7 @@ def _measure(config: BenchConfig) -> Report:
     engine: list[Quire] = []
     systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
     for name in config.also:
-        systems[f"{OURS} {name}"] = partial(_start_variant, config.model_copy(update=dict(VARIANTS[name])))
+        systems[f"{OURS} {name}"] = partial(_start_quire, config.model_copy(update=dict(VARIANTS[name])), [])
     systems |= find_peers(config, lambda: _told(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
     readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say)
@@ -97,12 +97,6 @@ def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
 
     engine.append(Quire(config))
     return engine[0]
-
-
-def _start_variant(config: BenchConfig) -> System:
-    from quire_engine.bench.quire import Quire
-
-    return Quire(config)
 
 
 def _plan(config: BenchConfig, vocab: int) -> Plan:

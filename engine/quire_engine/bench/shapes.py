@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.models.errors import ModelError
+from quire_engine.models.folder import one_line
 
 # What published config.json files say.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -111,4 +112,4 @@ def _parse(settings: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(kind, **values)
     except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
-        raise ModelError(f"The shape is not a {kind}: {' '.join(str(error).split())}.") from None
+        raise ModelError(f"The shape is not a {kind}: {one_line(error)}.") from None
