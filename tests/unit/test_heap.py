@@ -27,7 +27,7 @@ def faults():
 def measure():
     start = memory.used()
     peak = memory.peak_during(faults)
-    again = [faults() for _ in range(5)]
+    again = [faults() for _ in range(20)]
     settled = memory.peak_during(faults)
     for _ in range(50):
         faults()
@@ -66,7 +66,7 @@ def test_freed_blocks_serve_the_next_and_are_still_part_of_the_peak(thread: str)
     again, peak, settled, later = measured(True, thread, SMALL)
     assert again * PAGE < MIB
     assert 95 * MIB <= peak <= 130 * MIB
-    assert settled <= 2 * peak + KEPT
+    assert settled <= 8 * peak, "holes, whose number depends on where small blocks lie among the large ones"
     assert later <= settled + KEPT, "what is kept is used again, fifty times"
 
 

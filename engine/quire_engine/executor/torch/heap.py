@@ -5,7 +5,8 @@ for all of its large tensors, one fault each: with a small model, half of the ti
 the pages of one step serve the next.
 
 What is kept is what the largest step took, which memory profiles count, and about as much again in holes, since a
-block fits a hole only with room to spare. Hence blocks beyond ``KEPT`` still come and go. Little is lost by that: only
+block fits a hole only with room to spare; where small blocks happen to lie between the large ones it can be three times
+as much again, and then grows no further. Hence blocks beyond ``KEPT`` still come and go. Little is lost by that: only
 large models ask for them, whose products take far longer than the faults.
 """
 
