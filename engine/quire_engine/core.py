@@ -63,8 +63,9 @@ class StepTrace:
     """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
     ``passed`` are those from the start of its planning to its end.
 
-    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too. Where steps overlap, others
-    are planned and ended in the ``pause`` between the launch of a step and the wait for what it makes.
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_draws`` the tokens
+    that were to be drawn. Where steps overlap, others are planned and ended in the ``pause`` between the launch of a
+    step and the wait for what it makes.
     """
 
     step: int
@@ -80,6 +81,7 @@ class StepTrace:
     swapped_blocks: int
     failed: bool
     request_ids: list[str]
+    num_draws: int = 0
 
     @property
     def duration(self) -> float:
@@ -201,6 +203,7 @@ class EngineCore:
             swapped_blocks=plan.num_copies,
             failed=bool(result.errors),
             request_ids=request_ids,
+            num_draws=sum(len(chunk.draws) for chunk in plan.chunks),
         )
         self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste))
 

@@ -45,18 +45,26 @@ STATUS = {
 class QuireError(Exception):
     """An error that a client is told.
 
-    ``message`` is one sentence without internals, ``param`` the REST name of the parameter at fault, and
-    ``retry_after`` seconds after which the same request may succeed.
+    ``message`` is one sentence without internals, ``param`` the REST name of the parameter at fault,
+    ``retry_after`` seconds after which the same request may succeed, and ``reason`` a word for programs where the code
+    alone does not say what to do, such as which limit was met.
     """
 
     def __init__(
-        self, code: ErrorCode, message: str, *, param: str | None = None, retry_after: float | None = None
+        self,
+        code: ErrorCode,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.reason = reason
 
     @property
     def status(self) -> Status:

@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
 from quire_engine.core import Abort, Add, Command, EngineCore
 from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Stored, Tier
+from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
 from quire_engine.kv.memory import KvMemory
+from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.rates import UNMEASURED
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service import compilations, messages
 from quire_engine.service import hub as hubs
@@ -35,7 +39,9 @@ class Engine:
     def __init__(self) -> None:
         self.grammars = Watched()
         spans = SpanBuilder(enabled=False, step_interval=1)
-        self.hub = SessionHub(7, grace=0.05, spans=spans, grammars=self.grammars.compiler)
+        self.hub = SessionHub(
+            7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=PaceMeter(UNMEASURED, 1)
+        )
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
         self.core = EngineCore(Scheduler(config, KvMemory(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
         self.hub.bind(self.core)
@@ -201,6 +207,47 @@ async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> Non
     assert [batch.step for batch in await received(session, number, 1)] == [2]
 
 
+# Pace and drain
+
+
+async def test_the_load_says_how_fast_the_engine_is_once_it_has_made_a_step() -> None:
+    engine = Engine()
+    session, number, snapshot = await engine.open("s")
+    assert not snapshot.load.HasField("pace")
+    engine.submit(session, "r")
+    engine.step(3)
+    first, second, _ = await received(session, number, 3)
+    assert not first.load.HasField("pace")
+    assert second.load.pace.step_seconds + second.load.pace.sequence_seconds > 0
+    assert second.load.pace.host_block_seconds == 1 / UNMEASURED.bytes_per_second
+    _, _, later = await engine.open("later")
+    assert later.load.HasField("pace")
+
+
+async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones_hear_it_first() -> None:
+    engine = Engine()
+    (busy, number, snapshot), (idle, other, _) = await engine.open("busy"), await engine.open("idle")
+    assert not snapshot.draining
+    engine.submit(busy, "r", max_tokens=2)
+    engine.step()
+    engine.hub.drain()
+    engine.step()
+    for batches in (await received(busy, number, 3), await received(idle, other, 3)):
+        assert [(batch.step > 0, batch.draining) for batch in batches] == [(True, False), (False, True), (True, True)]
+    _, _, again = await engine.open("busy", last_sequence=2)
+    _, _, late = await engine.open("late")
+    assert (again.resumed, again.draining, late.resumed, late.draining) == (True, True, False, True)
+
+
+def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 10)
+    session = Session("s", 1, draining=True)
+    session.publish(1, [pb.SequenceOutput(request_id=f"request-{index}") for index in range(5)], pb.Load(), [])
+    assert [batch.draining for batch in session._kept] == [True] * 5
+
+
 # Several choices
 
 
@@ -269,6 +316,20 @@ async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_l
         if each.logprob == -(output.prompt_position + offset)
     ]
     assert positions == list(range(1, 1051))
+
+
+def change(came: bool, name: bytes, tier: Tier) -> KvEvent:
+    return Stored(name, tier) if came else Removed(name, tier)
+
+
+@given(st.lists(st.builds(change, st.booleans(), st.binary(min_size=1, max_size=1), st.sampled_from(Tier))))
+def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KvEvent]) -> None:
+    told = []
+    for event in messages.events_to_proto(changes):
+        kind, blocks = (Stored, event.stored) if event.HasField("stored") else (Removed, event.removed)
+        tier = {pb.KV_TIER_DEVICE: Tier.DEVICE, pb.KV_TIER_HOST: Tier.HOST}[blocks.tier]
+        told += [kind(name, tier) for name in blocks.block_hashes]
+    assert told == changes
 
 
 def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
@@ -429,7 +490,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
     engine = Engine()
     session, _, _ = await engine.open("s")
     engine.submit_structured(session, "r", max_tokens=1)
-    engine.hub.draining = True
+    engine.hub.drain()
     drained = asyncio.create_task(engine.hub.idle())
     await asyncio.sleep(0)
     assert not drained.done()

@@ -14,13 +14,14 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput
 from quire_engine.kv.events import Stored
+from quire_engine.pace import PaceMeter
 from quire_engine.request import Request
 from quire_engine.scheduling.output import Load
 from quire_engine.service.compilations import Compilations
 from quire_engine.service.messages import (
     abort_to_proto,
     cached_to_proto,
-    event_to_proto,
+    events_to_proto,
     load_to_proto,
     output_to_proto,
     refusal_to_proto,
@@ -44,10 +45,13 @@ class SessionHub:
     has not heard of it.
     """
 
-    def __init__(self, generation: int, grace: float, spans: SpanBuilder, grammars: GrammarCompiler) -> None:
+    def __init__(
+        self, generation: int, grace: float, spans: SpanBuilder, grammars: GrammarCompiler, pace: PaceMeter
+    ) -> None:
         self._generation = generation
         self._grace = grace
         self._spans = spans
+        self._pace = pace
         self._grammars = grammars
         self._compilations = Compilations(self._run, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
@@ -75,6 +79,13 @@ class SessionHub:
         while self._live:
             self._ended.clear()
             await self._ended.wait()
+
+    def drain(self) -> None:
+        """Takes nothing new from now on, and tells every session so at once. What runs goes on."""
+        self.draining = True
+        for session in list(self._sessions.values()):
+            session.draining = True
+            self._hand_over(session, 0, [], [])
 
     async def beat(self) -> None:
         """Lets routers that wait for something hear that the engine is there, also while a long step runs."""
@@ -143,7 +154,7 @@ class SessionHub:
 
     def publish(self, step: StepOutput) -> None:
         """Takes in one step's news and hands every session its share."""
-        self._load = load_to_proto(step.load)
+        self._load = load_to_proto(step.load, self._pace.pace)
         shares: dict[str, list[pb.SequenceOutput]] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
@@ -151,9 +162,10 @@ class SessionHub:
                 shares.setdefault(session.session_id, []).extend(output_to_proto(output, request_id))
                 if output.ends_request:
                     self._forget(output.request_id)
-        events = [event_to_proto(event) for event in step.kv_events]
+        events = events_to_proto(step.kv_events)
         for session in list(self._sessions.values()):
             self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
+        self._pace.on_step(step.trace)
         self._spans.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
 
     def _hand_over(
@@ -231,8 +243,8 @@ class SessionHub:
             return
         if (other := self._sessions.get(session_id)) is not None:
             self.close(other)
-        self._load = load_to_proto(load)
-        session = self._sessions[session_id] = Session(session_id, self._generation)
+        self._load = load_to_proto(load, self._pace.pace)
+        session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
         snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
         opened.set_result((session, session.attach(), snapshot))
 

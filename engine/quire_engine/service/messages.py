@@ -1,7 +1,8 @@
 """Plain types of the core to protobuf and back. No state."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from quire.v1 import engine_pb2 as pb
 from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, sampling_from_proto
@@ -9,6 +10,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 
 from quire_engine.kv.events import KvEvent, Stored, Tier
+from quire_engine.pace import Pace
 from quire_engine.request import Delivered, Request
 from quire_engine.scheduling.output import Load, Output
 
@@ -69,8 +71,8 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     return ends
 
 
-def load_to_proto(load: Load) -> pb.Load:
-    """The load, field by field."""
+def load_to_proto(load: Load, pace: Pace | None) -> pb.Load:
+    """The load, field by field, and the pace once there is one."""
     return pb.Load(
         running=load.running,
         waiting=load.waiting,
@@ -80,20 +82,37 @@ def load_to_proto(load: Load) -> pb.Load:
         blocks_free=load.blocks_free,
         host_blocks_total=load.host_blocks_total,
         host_blocks_free=load.host_blocks_free,
+        pace=None if pace is None else _pace_to_proto(pace),
     )
 
 
-def event_to_proto(event: KvEvent) -> pb.KvEvent:
-    """One change of the prefix cache."""
-    if isinstance(event, Stored):
-        return pb.KvEvent(stored=pb.KvStored(block_hashes=[event.block_hash], tier=_TIER[event.tier]))
-    return pb.KvEvent(removed=pb.KvRemoved(block_hashes=[event.block_hash], tier=_TIER[event.tier]))
+def events_to_proto(events: Iterable[KvEvent]) -> list[pb.KvEvent]:
+    """Changes of the prefix cache, in their order; those of one kind that follow each other are one message."""
+    return [
+        _changes_to_proto(kind, tier, [event.block_hash for event in alike])
+        for (kind, tier), alike in groupby(events, key=lambda event: (type(event), event.tier))
+    ]
 
 
 def cached_to_proto(stored: Sequence[Stored]) -> list[pb.KvStored]:
     """Everything that can be hit, tier by tier."""
     hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
     return [pb.KvStored(block_hashes=held, tier=_TIER[tier]) for tier, held in hashes.items() if held]
+
+
+def _changes_to_proto(kind: type[KvEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
+    if kind is Stored:
+        return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
+    return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
+
+
+def _pace_to_proto(pace: Pace) -> pb.Pace:
+    return pb.Pace(
+        step_seconds=pace.step_seconds,
+        token_seconds=pace.token_seconds,
+        sequence_seconds=pace.sequence_seconds,
+        host_block_seconds=pace.host_block_seconds,
+    )
 
 
 def _prompt_piece(output: Output, request_id: str, start: int) -> pb.SequenceOutput:

@@ -15,6 +15,7 @@ from quire.v1 import engine_pb2, engine_pb2_grpc
 
 from quire_engine.core import EngineCore, StepOutput, Stop
 from quire_engine.executor.base import Executor
+from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service.hub import SessionHub
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
@@ -71,7 +72,8 @@ class EngineServer:
         self._metrics = EngineMetrics(name, scheduler.statistics, lambda: self._core.silence)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
-        self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars)
+        pace = PaceMeter(executor.rates, executor.capacity.block_bytes)
+        self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars, pace)
         self._hub.bind(self._core)
         self._failure: BaseException | None = None
         self._ready = False
@@ -137,7 +139,7 @@ class EngineServer:
 
     async def _drain(self) -> None:
         """Takes nothing new and lets running requests end, for a bounded time."""
-        self._hub.draining = True
+        self._hub.drain()
         if self._failure is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._hub.idle(), self._config.shutdown_timeout)

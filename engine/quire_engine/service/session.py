@@ -21,10 +21,12 @@ class Session:
     """Numbers a session's batches from 1 and keeps each until the router acknowledged it.
 
     ``requests`` maps the live requests' ids, as the router chose them, to the keys that the core knows them by.
+    ``draining`` is told with everything that follows.
     """
 
-    def __init__(self, session_id: str, generation: int) -> None:
+    def __init__(self, session_id: str, generation: int, *, draining: bool = False) -> None:
         self.session_id = session_id
+        self.draining = draining
         self.requests: dict[str, str] = {}
         self.sequence = 0
         self._generation = generation
@@ -61,7 +63,14 @@ class Session:
         """
         if len(self._kept) >= MAX_UNACKNOWLEDGED or self._kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
-        whole = pb.StepBatch(sequence=self.sequence + 1, step=step, outputs=outputs, load=load, kv_events=events)
+        whole = pb.StepBatch(
+            sequence=self.sequence + 1,
+            step=step,
+            outputs=outputs,
+            load=load,
+            kv_events=events,
+            draining=self.draining,
+        )
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
             self._keep(whole, size)
         else:
@@ -74,7 +83,12 @@ class Session:
         sequence = self.acknowledged if resumed else self.sequence
         return pb.SessionResponse(
             snapshot=pb.Snapshot(
-                generation=self._generation, sequence=sequence, resumed=resumed, load=load, cached=cached
+                generation=self._generation,
+                sequence=sequence,
+                resumed=resumed,
+                load=load,
+                cached=cached,
+                draining=self.draining,
             )
         )
 
@@ -119,13 +133,14 @@ class Session:
 
 def _split(whole: pb.StepBatch) -> Iterator[pb.StepBatch]:
     """The same news in batches with at most ``MAX_BATCH_BYTES`` of outputs, or a single one; the events come last."""
-    part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load)
+    part = pb.StepBatch(sequence=whole.sequence, step=whole.step, load=whole.load, draining=whole.draining)
     size = 0
     for output in whole.outputs:
         size += output.ByteSize()
         if part.outputs and size > MAX_BATCH_BYTES:
             yield part
-            part = pb.StepBatch(sequence=part.sequence + 1, step=whole.step, load=whole.load)
+            sequence = part.sequence + 1
+            part = pb.StepBatch(sequence=sequence, step=whole.step, load=whole.load, draining=whole.draining)
             size = output.ByteSize()
         part.outputs.append(output)
     part.kv_events.extend(whole.kv_events)

@@ -18,29 +18,18 @@ GIB = 1 << 30
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-class SimulationConfig(BaseSettings):
-    """Settings of one simulation."""
+class EngineSettings(BaseSettings):
+    """What a simulated engine is: its limits, its memory, and how long its steps take."""
 
     model_config = SettingsConfigDict(
-        env_prefix="QUIRE_ENGINE_",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_prog_name="quire-engine simulate",
-        cli_hide_none_type=True,
+        env_prefix="QUIRE_ENGINE_", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
     )
 
-    trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
-    start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
-    limit: int | None = Field(default=None, ge=1, description="Rows that are used; all by default.")
-    rate: float = Field(
-        default=1.0, gt=0, allow_inf_nan=False, description="How many times faster than traced requests arrive."
-    )
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
 
     scheduling_policy: Policy = Field(
         default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
     )
-    compare: Names = Field(default=[], description="Policies to run side by side, instead of --scheduling-policy.")
     batching: Batching = Field(
         default="continuous", description="static takes nothing in until a whole batch has ended."
     )
@@ -73,29 +62,12 @@ class SimulationConfig(BaseSettings):
     bytes_per_second: float | None = Field(default=None, gt=0, description="Block copies to or from the host.")
     jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
 
-    as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
-    plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
-
-    @field_validator("compare")
-    @classmethod
-    def _are_policies(cls, names: list[str]) -> list[str]:
-        unknown = [name for name in names if name not in POLICIES]
-        if unknown:
-            raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
-        return names
-
     @model_validator(mode="after")
-    def _makes_sense(self) -> "SimulationConfig":
+    def _makes_sense(self) -> "EngineSettings":
         if self.capacity.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.capacity.block_bytes} bytes.")
         _ = self.latency
         return self
-
-    @property
-    def policies(self) -> list[Policy]:
-        """What to run, in this order, each once."""
-        wanted = [policy for name in self.compare for policy in POLICIES if policy == name]
-        return list(dict.fromkeys(wanted)) or [self.scheduling_policy]
 
     @property
     def latency(self) -> Latency:
@@ -127,3 +99,33 @@ class SimulationConfig(BaseSettings):
     @property
     def _preset(self) -> Preset:
         return PRESETS[self.preset]
+
+
+class SimulationConfig(EngineSettings):
+    """Settings of one simulation."""
+
+    model_config = SettingsConfigDict(cli_prog_name="quire-engine simulate")
+
+    trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
+    start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
+    limit: int | None = Field(default=None, ge=1, description="Rows that are used; all by default.")
+    rate: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="How many times faster than traced requests arrive."
+    )
+    compare: Names = Field(default=[], description="Policies to run side by side, instead of --scheduling-policy.")
+    as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
+    plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
+
+    @field_validator("compare")
+    @classmethod
+    def _are_policies(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
+        return names
+
+    @property
+    def policies(self) -> list[Policy]:
+        """What to run, in this order, each once."""
+        wanted = [policy for name in self.compare for policy in POLICIES if policy == name]
+        return list(dict.fromkeys(wanted)) or [self.scheduling_policy]

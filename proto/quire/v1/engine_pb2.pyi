@@ -285,12 +285,15 @@ class Snapshot(_message.Message):
     RESUMED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random, new with each start of the engine: a changed generation means that all former requests and blocks are gone."""
     sequence: _builtins.int
     """The sequence that this snapshot stands at: the next StepBatch has sequence + 1."""
     resumed: _builtins.bool
     """True when the session goes on: nothing was lost, and `cached` is left empty because the deltas continue."""
+    draining: _builtins.bool
+    """The engine is shutting down: it ends what runs, and takes nothing new."""
     @_builtins.property
     def load(self) -> Global___Load: ...
     @_builtins.property
@@ -305,10 +308,11 @@ class Snapshot(_message.Message):
         resumed: _builtins.bool = ...,
         load: Global___Load | None = ...,
         cached: _abc.Iterable[Global___KvStored] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "generation", b"generation", "load", b"load", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "draining", b"draining", "generation", b"generation", "load", b"load", "resumed", b"resumed", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,10 +331,13 @@ class StepBatch(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     KV_EVENTS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the batches of this session, from 1, without gaps."""
     step: _builtins.int
     """The engine's step number; 0 when no step was needed (a refusal, a sign of life)."""
+    draining: _builtins.bool
+    """As in Snapshot; told to every session as soon as it begins."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceOutput]: ...
     @_builtins.property
@@ -349,10 +356,11 @@ class StepBatch(_message.Message):
         outputs: _abc.Iterable[Global___SequenceOutput] | None = ...,
         load: Global___Load | None = ...,
         kv_events: _abc.Iterable[Global___KvEvent] | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_events", b"kv_events", "load", b"load", "outputs", b"outputs", "sequence", b"sequence", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +450,7 @@ class Load(_message.Message):
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     HOST_BLOCKS_FREE_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Sequences holding device blocks."""
     waiting: _builtins.int
@@ -456,6 +465,10 @@ class Load(_message.Message):
     host_blocks_total: _builtins.int
     """The same for the host pool."""
     host_blocks_free: _builtins.int
+    @_builtins.property
+    def pace(self) -> Global___Pace:
+        """How fast it is, learned from its own steps; nothing is set before the first ones."""
+
     def __init__(
         self,
         *,
@@ -467,14 +480,48 @@ class Load(_message.Message):
         blocks_free: _builtins.int = ...,
         host_blocks_total: _builtins.int = ...,
         host_blocks_free: _builtins.int = ...,
+        pace: Global___Pace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pace", b"pace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_free", b"blocks_free", "blocks_total", b"blocks_total", "host_blocks_free", b"host_blocks_free", "host_blocks_total", b"host_blocks_total", "pace", b"pace", "running", b"running", "swapped", b"swapped", "uncomputed_tokens", b"uncomputed_tokens", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Pace(_message.Message):
+    """How long an engine's steps take, as a sum that was fitted to its last steps: `step_seconds`, and for each token that the step
+    computes of a prompt, and each sequence that it draws a token for, so much more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_SECONDS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCK_SECONDS_FIELD_NUMBER: _builtins.int
+    step_seconds: _builtins.float
+    token_seconds: _builtins.float
+    sequence_seconds: _builtins.float
+    host_block_seconds: _builtins.float
+    """Copying one block back from the host pool."""
+    def __init__(
+        self,
+        *,
+        step_seconds: _builtins.float = ...,
+        token_seconds: _builtins.float = ...,
+        sequence_seconds: _builtins.float = ...,
+        host_block_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_block_seconds", b"host_block_seconds", "sequence_seconds", b"sequence_seconds", "step_seconds", b"step_seconds", "token_seconds", b"token_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pace: _TypeAlias = Pace  # noqa: Y015
 
 @_typing.final
 class KvEvent(_message.Message):

@@ -6,12 +6,17 @@ The public API over gRPC: one stream a request. What it accepts and refuses equa
 Every call may carry the metadata `authorization: Bearer KEY`. Initial and trailing metadata name the request in
 `quire-request-id`. Errors are gRPC statuses whose text says what is wrong; their trailing metadata carry a serialised
 quire.v1.Error in `quire-error-bin`, which names the parameter at fault, and seconds in `retry-after` where trying again may help.
+
+Generate and Chat may carry `idempotency-key` (1 to 255 printable ASCII characters): a call with the key of an earlier one, of the same
+caller and with the same message, is answered with that one's answer, from its beginning, and nothing is run twice. With another
+message it is ALREADY_EXISTS. They may carry `session-id` (as long): requests of one session are placed where their history is cached.
 """
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from quire.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -23,6 +28,33 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RequestStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATUS_UNSPECIFIED: _RequestStatus.ValueType  # 0
+    REQUEST_STATUS_RUNNING: _RequestStatus.ValueType  # 1
+    """Not ended."""
+    REQUEST_STATUS_COMPLETED: _RequestStatus.ValueType  # 2
+    REQUEST_STATUS_CANCELLED: _RequestStatus.ValueType  # 3
+    """Cancelled."""
+    REQUEST_STATUS_FAILED: _RequestStatus.ValueType  # 4
+    """It ended with `error`."""
+
+class RequestStatus(_RequestStatus, metaclass=_RequestStatusEnumTypeWrapper): ...
+
+REQUEST_STATUS_UNSPECIFIED: RequestStatus.ValueType  # 0
+REQUEST_STATUS_RUNNING: RequestStatus.ValueType  # 1
+"""Not ended."""
+REQUEST_STATUS_COMPLETED: RequestStatus.ValueType  # 2
+REQUEST_STATUS_CANCELLED: RequestStatus.ValueType  # 3
+"""Cancelled."""
+REQUEST_STATUS_FAILED: RequestStatus.ValueType  # 4
+"""It ended with `error`."""
+Global___RequestStatus: _TypeAlias = RequestStatus  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -38,6 +70,7 @@ class GenerateRequest(_message.Message):
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A name that ListModels returns."""
     text: _builtins.str
@@ -50,6 +83,10 @@ class GenerateRequest(_message.Message):
     """Requests with a smaller number go first where engines run by priority, and the router allows clients to set it."""
     echo: _builtins.bool
     """Begin the first piece of each choice with the prompt's text (and its log-probabilities, if sampling.logprobs or sampling.prompt_logprobs is set)."""
+    background: _builtins.bool
+    """Run without a listener: the stream ends after one message that names the request. Resume attaches to it, GetRequest asks after it.
+    It goes on when its router dies, and its answer is kept for the router's retention time.
+    """
     @_builtins.property
     def token_ids(self) -> _types_pb2.TokenIds:
         """Tokens, used as they are."""
@@ -77,10 +114,11 @@ class GenerateRequest(_message.Message):
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
         echo: _builtins.bool = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "prompt", b"prompt", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "echo", b"echo", "include_stop_str_in_output", b"include_stop_str_in_output", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "background", b"background", "bad_words", b"bad_words", "echo", b"echo", "include_stop_str_in_output", b"include_stop_str_in_output", "model", b"model", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
@@ -106,6 +144,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    EVENT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The same in every message of a stream."""
     text: _builtins.str
@@ -116,6 +155,8 @@ class GenerateResponse(_message.Message):
     """Which choice this is a piece of, from 0. Each choice has its own finish_reason; usage comes with the last one."""
     score: _builtins.float
     """Of a beam, with its finish_reason."""
+    event_id: _builtins.str
+    """Where the answer stands after this message; ResumeRequest.after takes it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens. Their text may come with a later message."""
@@ -144,10 +185,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         score: _builtins.float | None = ...,
+        event_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
@@ -161,22 +203,126 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant"."""
+    """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
+    tool_call_id: _builtins.str
+    """Of a tool's message: the id of the call that it answers."""
+    reasoning: _builtins.str
+    """What the assistant thought before its content, where the model's template has a place for it."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """What an assistant's message called."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call. At most 128."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """`[A-Za-z0-9_-]{1,64}`."""
+    description: _builtins.str
+    parameters_json: _builtins.str
+    """JSON schema of the arguments, an object; empty: no arguments."""
+    strict: _builtins.bool
+    """Arguments follow the schema even if the call is not forced."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters_json: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    """JSON."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """A piece of one call. `id` and `name` come with its first piece, whole; `arguments` of all pieces together are JSON."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which call of the choice, from 0."""
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class ChatRequest(_message.Message):
@@ -190,11 +336,23 @@ class ChatRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
+    SEPARATE_REASONING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A name that ListModels returns."""
     include_stop_str_in_output: _builtins.bool
     skip_special_tokens: _builtins.bool
     priority: _builtins.int
+    tool_choice: _builtins.str
+    """"none", "auto" (the default with tools), "required", or "function:NAME"."""
+    parallel_tool_calls: _builtins.bool
+    """More than one call in one answer. Default true."""
+    background: _builtins.bool
+    separate_reasoning: _builtins.bool
+    """Tell what the model thought apart from its answer, where the model marks it. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """At least one."""
@@ -207,6 +365,8 @@ class ChatRequest(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
     def __init__(
         self,
         *,
@@ -218,13 +378,27 @@ class ChatRequest(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         priority: _builtins.int = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: _builtins.str = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        background: _builtins.bool = ...,
+        separate_reasoning: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_separate_reasoning", b"_separate_reasoning", "_skip_special_tokens", b"_skip_special_tokens", "parallel_tool_calls", b"parallel_tool_calls", "sampling", b"sampling", "separate_reasoning", b"separate_reasoning", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "messages", b"messages", "model", b"model", "priority", b"priority", "sampling", b"sampling", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_separate_reasoning", b"_separate_reasoning", "_skip_special_tokens", b"_skip_special_tokens", "background", b"background", "bad_words", b"bad_words", "include_stop_str_in_output", b"include_stop_str_in_output", "messages", b"messages", "model", b"model", "parallel_tool_calls", b"parallel_tool_calls", "priority", b"priority", "sampling", b"sampling", "separate_reasoning", b"separate_reasoning", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__separate_reasoning: _TypeAlias = _typing.Literal["separate_reasoning"]  # noqa: Y015
+    _WhichOneofArgType__separate_reasoning: _TypeAlias = _typing.Literal["_separate_reasoning", b"_separate_reasoning"]  # noqa: Y015
     _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__separate_reasoning) -> _WhichOneofReturnType__separate_reasoning | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
 Global___ChatRequest: _TypeAlias = ChatRequest  # noqa: Y015
@@ -244,11 +418,17 @@ class ChatResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     finish_reason: _types_pb2.FinishReason.ValueType
     index: _builtins.int
     score: _builtins.float
+    event_id: _builtins.str
+    reasoning: _builtins.str
+    """What the model thought, apart from `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -257,6 +437,8 @@ class ChatResponse(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]: ...
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprobs]: ...
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
     def __init__(
         self,
         *,
@@ -269,16 +451,252 @@ class ChatResponse(_message.Message):
         logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[_types_pb2.TokenLogprobs] | None = ...,
         score: _builtins.float | None = ...,
+        event_id: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "event_id", b"event_id", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "request_id", b"request_id", "score", b"score", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___ChatResponse: _TypeAlias = ChatResponse  # noqa: Y015
+
+@_typing.final
+class ResumeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As GenerateResponse.request_id, also in the form in which the REST API gives it."""
+    after: _builtins.str
+    """The event_id of the last message that was received; empty: from the beginning."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        after: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeRequest: _TypeAlias = ResumeRequest  # noqa: Y015
+
+@_typing.final
+class ResumeResponse(_message.Message):
+    """The kind of message that the request is answered with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATE_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generate(self) -> Global___GenerateResponse: ...
+    @_builtins.property
+    def chat(self) -> Global___ChatResponse: ...
+    def __init__(
+        self,
+        *,
+        generate: Global___GenerateResponse | None = ...,
+        chat: Global___ChatResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "response", b"response"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "response", b"response"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_response: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
+    _WhichOneofArgType_response: _TypeAlias = _typing.Literal["response", b"response"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_response) -> _WhichOneofReturnType_response | None: ...
+
+Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
+
+@_typing.final
+class GetRequestRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestRequest: _TypeAlias = GetRequestRequest  # noqa: Y015
+
+@_typing.final
+class GetRequestResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    CREATED_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    status: Global___RequestStatus.ValueType
+    model: _builtins.str
+    created: _builtins.int
+    """Seconds since 1970."""
+    background: _builtins.bool
+    @_builtins.property
+    def error(self) -> _types_pb2.Error: ...
+    @_builtins.property
+    def usage(self) -> _types_pb2.Usage:
+        """So far."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        status: Global___RequestStatus.ValueType = ...,
+        model: _builtins.str = ...,
+        created: _builtins.int = ...,
+        background: _builtins.bool = ...,
+        error: _types_pb2.Error | None = ...,
+        usage: _types_pb2.Usage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "created", b"created", "error", b"error", "model", b"model", "request_id", b"request_id", "status", b"status", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestResponse: _TypeAlias = GetRequestResponse  # noqa: Y015
+
+@_typing.final
+class TokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_STRS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    text: _builtins.str
+    """One of them."""
+    add_special_tokens: _builtins.bool
+    """With text: begin with what the tokenizer puts before a text. Default true."""
+    add_generation_prompt: _builtins.bool
+    """With messages: end where the assistant's answer begins. Default true."""
+    return_token_strs: _builtins.bool
+    """Also say the text of each token."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        text: _builtins.str = ...,
+        messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        return_token_strs: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_add_special_tokens", b"_add_special_tokens", "add_generation_prompt", b"add_generation_prompt", "add_special_tokens", b"add_special_tokens", "messages", b"messages", "model", b"model", "return_token_strs", b"return_token_strs", "text", b"text", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+
+Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
+
+@_typing.final
+class TokenizeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    TOKEN_STRS_FIELD_NUMBER: _builtins.int
+    max_model_len: _builtins.int
+    """Most tokens of prompt and output together; 0 while no engine has told it."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_strs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        max_model_len: _builtins.int = ...,
+        token_strs: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "token_ids", b"token_ids", "token_strs", b"token_strs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class DetokenizeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeRequest: _TypeAlias = DetokenizeRequest  # noqa: Y015
+
+@_typing.final
+class DetokenizeResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

@@ -44,10 +44,30 @@ class InferenceStub:
                 request_serializer=quire_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_stream(
+                '/quire.v1.Inference/Resume',
+                request_serializer=quire_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+                _registered_method=True)
+        self.GetRequest = channel.unary_unary(
+                '/quire.v1.Inference/GetRequest',
+                request_serializer=quire_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/quire.v1.Inference/Cancel',
                 request_serializer=quire_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/quire.v1.Inference/Tokenize',
+                request_serializer=quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/quire.v1.Inference/Detokenize',
+                request_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/quire.v1.Inference/ListModels',
@@ -74,8 +94,38 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
+        still to come. A request whose router died, or whose client left, is taken up from where it stood.
+        Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRequest(self, request, context):
+        """How far a request has come. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
-        """Ends a running request of either API. Errors: NOT_FOUND.
+        """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of tokens. Errors: as Tokenize.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,10 +151,30 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
+            'Resume': grpc.unary_stream_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.ResumeResponse.SerializeToString,
+            ),
+            'GetRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequest,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.GetRequestRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.GetRequestResponse.SerializeToString,
+            ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -177,6 +247,60 @@ class Inference:
             _registered_method=True)
 
     @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.Inference/Resume',
+            quire_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.ResumeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/GetRequest',
+            quire_dot_v1_dot_inference__pb2.GetRequestRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.GetRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Cancel(request,
             target,
             options=(),
@@ -193,6 +317,60 @@ class Inference:
             '/quire.v1.Inference/Cancel',
             quire_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Tokenize',
+            quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Detokenize',
+            quire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

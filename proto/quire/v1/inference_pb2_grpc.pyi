@@ -6,6 +6,10 @@ The public API over gRPC: one stream a request. What it accepts and refuses equa
 Every call may carry the metadata `authorization: Bearer KEY`. Initial and trailing metadata name the request in
 `quire-request-id`. Errors are gRPC statuses whose text says what is wrong; their trailing metadata carry a serialised
 quire.v1.Error in `quire-error-bin`, which names the parameter at fault, and seconds in `retry-after` where trying again may help.
+
+Generate and Chat may carry `idempotency-key` (1 to 255 printable ASCII characters): a call with the key of an earlier one, of the same
+caller and with the same message, is answered with that one's answer, from its beginning, and nothing is run twice. With another
+message it is ALREADY_EXISTS. They may carry `session-id` (as long): requests of one session are placed where their history is cached.
 """
 
 from collections import abc as _abc
@@ -42,8 +46,19 @@ class InferenceStub:
     """
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
     """Answers a conversation, with the model's chat template. Errors as Generate."""
+    Resume: _grpc.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]
+    """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
+    still to come. A request whose router died, or whose client left, is taken up from where it stood.
+    Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
+    """
+    GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
+    """How far a request has come. Errors: NOT_FOUND."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Ends a running request of either API. Errors: NOT_FOUND."""
+    """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
+    """The text of tokens. Errors: as Tokenize."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models that are configured, whether or not an engine is ready."""
 
@@ -56,8 +71,19 @@ class InferenceAsyncStub(InferenceStub):
     """
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
     """Answers a conversation, with the model's chat template. Errors as Generate."""
+    Resume: _aio.UnaryStreamMultiCallable[_inference_pb2.ResumeRequest, _inference_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
+    still to come. A request whose router died, or whose client left, is taken up from where it stood.
+    Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
+    """
+    GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
+    """How far a request has come. Errors: NOT_FOUND."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a running request of either API. Errors: NOT_FOUND."""
+    """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """The text of tokens. Errors: as Tokenize."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """The models that are configured, whether or not an engine is ready."""
 
@@ -81,12 +107,47 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Answers a conversation, with the model's chat template. Errors as Generate."""
 
     @_abc_1.abstractmethod
+    def Resume(
+        self,
+        request: _inference_pb2.ResumeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.ResumeResponse], _abc.AsyncIterator[_inference_pb2.ResumeResponse]]:
+        """Goes on with the answer to an earlier request of either API, at this router or at any other: what came after `after`, then what is
+        still to come. A request whose router died, or whose client left, is taken up from where it stood.
+        Errors: as Generate, and NOT_FOUND (unknown, forgotten, or of another caller), INVALID_ARGUMENT (`after` is no place in this answer).
+        """
+
+    @_abc_1.abstractmethod
+    def GetRequest(
+        self,
+        request: _inference_pb2.GetRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetRequestResponse, _abc.Awaitable[_inference_pb2.GetRequestResponse]]:
+        """How far a request has come. Errors: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
     def Cancel(
         self,
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
-        """Ends a running request of either API. Errors: NOT_FOUND."""
+        """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.TokenizeResponse, _abc.Awaitable[_inference_pb2.TokenizeResponse]]:
+        """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _inference_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
+        """The text of tokens. Errors: as Tokenize."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -62,6 +62,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The client cancelled or went away."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """The request failed; the error beside this says why."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """Chat only, told by routers: the answer ends with the tool calls in it."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
@@ -76,6 +78,8 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """The client cancelled or went away."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """The request failed; the error beside this says why."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""Chat only, told by routers: the answer ends with the tool calls in it."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _ErrorCode:

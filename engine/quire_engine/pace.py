@@ -1,0 +1,160 @@
+"""How long this engine's steps take, learned from those that it made. Knows no service.
+
+A step's seconds are fitted as a sum: each step costs something, and each prompt token that it computes, and each
+sequence that it draws a token for, so much more. Old steps count exponentially less.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from quire_engine.core import StepTrace
+from quire_engine.scheduling.rates import Rates
+
+_MEMORY = 1 - 1 / 256  # what a step weighs after the next one of its kind
+_TRUST = 0.001  # in steps: what the prior weighs
+_SOLVABLE = 1e-9  # of what was summed: so much of a ridge keeps rounding from deciding
+_SHORTEST = 1e-6  # seconds; no step is shorter
+_REFIT = 16
+_WORST = 4.0  # a step that took so many times as long, than expected and than the last, was held up by something else
+_PRIOR_STEP_TOKENS = 32
+
+Three = tuple[float, float, float]
+_SUBSETS = [kept for size in (3, 2, 1) for kept in combinations(range(3), size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: each step, each prompt token in it, each sequence that it draws for; and copying a block back from the
+    host pool. See ``quire.v1.Pace``.
+    """
+
+    step_seconds: float
+    token_seconds: float
+    sequence_seconds: float
+    host_block_seconds: float
+
+    def predict(self, prompt_tokens: int, sequences: int) -> float:
+        """Seconds of a step that copies no blocks."""
+        return self.step_seconds + prompt_tokens * self.token_seconds + sequences * self.sequence_seconds
+
+
+class PaceMeter:
+    """Fits by least squares of the relative error, so that short steps count as much as long ones; nothing comes out
+    negative. What the steps do not tell apart stays near what ``rates`` say.
+
+    Steps with and without prompt tokens are remembered apart: a long spell of decoding does not blur what is known of
+    prompts.
+    """
+
+    def __init__(self, rates: Rates, block_bytes: int) -> None:
+        token = 1 / rates.tokens_per_second
+        self._prior: Three = (_PRIOR_STEP_TOKENS * token, token, token)
+        self._host_block_seconds = block_bytes / rates.bytes_per_second
+        self._decoding, self._mixed = _Moments(), _Moments()
+        self._pace = self._make(self._prior)
+        self._steps = 0
+        self._ended = 0
+
+    @property
+    def pace(self) -> Pace | None:
+        """What the last steps tell; None before the first one."""
+        return self._pace if self._steps else None
+
+    def on_step(self, trace: StepTrace) -> None:
+        """Takes in a step of the core. Where steps overlap, it lasts from the end of the one before."""
+        ended = trace.started + int(1e9 * trace.passed)
+        lasted = ended - max(trace.started, self._ended)
+        self._ended = ended
+        if not trace.failed:
+            prompt_tokens = trace.num_tokens - trace.num_decode
+            self.observe(prompt_tokens, trace.num_draws, lasted / 1e9 - trace.timings.swap)
+
+    def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
+        """Takes in one step. ``seconds`` are without those that block copies took."""
+        if seconds <= 0 or not (prompt_tokens or sequences):
+            return
+        moments = self._mixed if prompt_tokens else self._decoding
+        expected = max(moments.last, self._pace.predict(prompt_tokens, sequences))
+        moments.last = max(_SHORTEST, seconds)
+        seconds = min(moments.last, _WORST * expected)
+        moments.add((1 / seconds, prompt_tokens / seconds, sequences / seconds))
+        self._steps += 1
+        if self._steps <= _REFIT or self._steps % _REFIT == 0:
+            self._refit()
+
+    def _refit(self) -> None:
+        pace, prior = self._pace, self._prior
+        known = (pace.step_seconds, pace.token_seconds, pace.sequence_seconds)
+        # Being off by a part of itself counts alike for each cost, be it the prior or what was learned that is larger.
+        ridge = [_TRUST / max(cost, first) ** 2 for cost, first in zip(known, prior, strict=True)]
+        self._pace = self._make(_fit(self._decoding.plus(self._mixed), prior, ridge))
+
+    def _make(self, costs: Three) -> Pace:
+        return Pace(*costs, self._host_block_seconds)
+
+
+class _Moments:
+    """Sums over steps, the older the less: of the products of what a step had (each divided by its seconds), and of
+    that itself. ``last`` are the seconds of the last step, whatever came of them.
+    """
+
+    __slots__ = ("last", "products", "sums")
+
+    def __init__(self) -> None:
+        self.last = float("inf")
+        self.sums = [0.0] * 3
+        self.products = [0.0] * 9
+
+    def add(self, had: Three) -> None:
+        """One step more."""
+        self.sums = [_MEMORY * old + new for old, new in zip(self.sums, had, strict=True)]
+        squares = [left * right for left in had for right in had]
+        self.products = [_MEMORY * old + new for old, new in zip(self.products, squares, strict=True)]
+
+    def plus(self, other: "_Moments") -> "_Moments":
+        """Of the steps of both."""
+        both = _Moments()
+        both.sums = [left + right for left, right in zip(self.sums, other.sums, strict=True)]
+        both.products = [left + right for left, right in zip(self.products, other.products, strict=True)]
+        return both
+
+
+def _fit(moments: _Moments, prior: Three, ridge: Sequence[float]) -> Three:
+    """The costs, none below 0, whose relative errors have the smallest sum of squares, drawn a little to the prior."""
+    ridge = [max(steep, _SOLVABLE * moments.products[4 * i]) for i, steep in enumerate(ridge)]
+    matrix = [[moments.products[3 * i + j] + (ridge[i] if i == j else 0.0) for j in range(3)] for i in range(3)]
+    goal = [moments.sums[i] + ridge[i] * prior[i] for i in range(3)]
+    best = (0.0, 0.0, 0.0)
+    for kept in _SUBSETS:  # the one whose left-out costs would only grow from below 0 is the solution
+        costs = _solve(matrix, goal, kept)
+        if min(costs) >= 0 and _is_optimal(matrix, goal, costs):
+            return costs
+        if min(costs) >= 0 and best == (0.0, 0.0, 0.0):
+            best = costs
+    return best
+
+
+def _is_optimal(matrix: Sequence[Sequence[float]], goal: Sequence[float], costs: Three) -> bool:
+    """Whether no cost that is 0 wants to be above it."""
+    for i in range(3):
+        pull = goal[i] - sum(matrix[i][j] * costs[j] for j in range(3))
+        if costs[i] == 0 and pull > 1e-9 * abs(goal[i]):
+            return False
+    return True
+
+
+def _solve(matrix: Sequence[Sequence[float]], goal: Sequence[float], kept: Sequence[int]) -> Three:
+    """The costs of ``kept`` by Gaussian elimination, the others 0. The matrix is positive definite."""
+    rows = [[matrix[i][j] for j in kept] + [goal[i]] for i in kept]
+    size = len(kept)
+    for i in range(size):
+        for below in rows[i + 1 :]:
+            factor = below[i] / rows[i][i]
+            for j in range(i, size + 1):
+                below[j] -= factor * rows[i][j]
+    costs = [0.0, 0.0, 0.0]
+    for i in reversed(range(size)):
+        known = sum(rows[i][j] * costs[kept[j]] for j in range(i + 1, size))
+        costs[kept[i]] = (rows[i][size] - known) / rows[i][i]
+    return costs[0], costs[1], costs[2]
