@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -17,6 +17,8 @@ from jinja2.utils import Namespace
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.errors import ModelTextError
+from quire_proto.text.reasoning import END as END_OF_REASONING
+from quire_proto.text.tools.formats import ToolFormat, format_of
 
 _RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
@@ -24,26 +26,42 @@ _RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueE
 class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
+    ``variables`` are the names that it asks for. ``tool_format`` is how calls are written in it, None where it knows no
+    tools or another format. ``marks_reasoning`` says that its model thinks between marks before it answers.
+
     Raises ``ModelTextError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             raise ModelTextError(f"{origin}: the chat template is not valid: {error}.") from error
+        self.tool_format: ToolFormat | None = format_of(source) if "tools" in self.variables else None
+        self.marks_reasoning = END_OF_REASONING in source
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt that asks the assistant to answer ``messages``. Raises ``QuireError`` INVALID with the
-        template's own words where it refuses them.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] = {},
+    ) -> str:
+        """The prompt that asks the assistant to answer ``messages``, for which it may use ``tools``, in the shape of
+        the OpenAI API with arguments as objects. ``options`` are further variables. Raises ``QuireError`` INVALID with
+        the template's own words where it refuses them.
         """
         try:
             return self._template.render(
+                **options,
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except _RefusalError as refusal:

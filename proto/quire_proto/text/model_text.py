@@ -1,7 +1,8 @@
 """One model's text side: its tokenizer and chat template, loaded from a Hugging Face folder. Does no I/O afterwards."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,13 +12,19 @@ from quire_proto.errors import invalid
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.output import OutputText
+from quire_proto.text.reasoning import BEGIN, END, is_opened
 from quire_proto.text.stop import StopMatcher
 from quire_proto.text.tokens import TokenBytes
+from quire_proto.text.tools.formats import MARKS, ToolFormat
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _CHARACTERS_A_TOKEN = 8  # more than common text has
 _TOKENS_OF_A_CUT = 512  # what may become of one long token that is cut in two
+_LAST_TOKENS = 32  # of a prompt: enough to see what it ends with
+_REMEMBERED = 65_536  # tokens
+
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class ModelText:
@@ -30,9 +37,14 @@ class ModelText:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
+        self._decode_alone = lru_cache(_REMEMBERED)(self._decode_one)  # asked for with every token of every output
+        self._known = lru_cache(_REMEMBERED)(self._is_known)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
+        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._marks = {mark: added[mark] for mark in _marks_of(template) if mark in added}
+        self._hidden = self._special - frozenset(self._marks.values())
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = TokenBytes(self._decode, tokenizer.id_to_token, self.vocab_size)
 
@@ -58,17 +70,70 @@ class ModelText:
         self._refuse_far_too_long(text, limit)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
-        """The text that asks the model to answer a conversation. The template writes the special tokens, so none must
-        be added. Raises ``QuireError`` INVALID when the model has no template, and when it refuses the messages.
+    def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
+        """As ``encode`` or, without ``add_special_tokens``, as ``encode_part``."""
+        return self.encode(text, limit) if add_special_tokens else self.encode_part(text, limit)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones and all."""
+        return self._decode(token_ids)
+
+    def name_of(self, token_id: int) -> str:
+        """What the tokenizer calls a token; empty for one that it does not have."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template asks for by name."""
+        return frozenset() if self._template is None else self._template.variables
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model calls tools; None where its chat template says nothing that is known here."""
+        return None if self._template is None else self._template.tool_format
+
+    @property
+    def marks_reasoning(self) -> bool:
+        """Whether the model thinks between marks before it answers."""
+        return self._template is not None and self._template.marks_reasoning
+
+    @property
+    def added_marks(self) -> frozenset[str]:
+        """Those marks of calls and thoughts that are tokens of their own."""
+        return frozenset(self._marks)
+
+    def begins_with_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside of the model's thoughts."""
+        return self.marks_reasoning and is_opened(self._decode(list(prompt_token_ids[-_LAST_TOKENS:])))
+
+    def chat_prompt(
+        self,
+        messages: Conversation,
+        tools: Conversation = (),
+        *,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] = {},
+    ) -> str:
+        """The text that asks the model to answer a conversation, as ``ChatTemplate.render``. The template writes the
+        special tokens, so none must be added. Raises ``QuireError`` INVALID when the model has no template, and when it
+        refuses the messages.
         """
         if self._template is None:
             raise invalid("messages", "This model has no chat template; use the completions API.")
-        return self._template.render(messages)
+        return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
 
-    def render_chat(self, messages: list[dict[str, str]], limit: int | None = None) -> list[int]:
+    def render_chat(
+        self,
+        messages: Conversation,
+        limit: int | None = None,
+        *,
+        tools: Conversation = (),
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] = {},
+    ) -> list[int]:
         """The prompt of a conversation in tokens. Raises as ``chat_prompt`` and ``encode`` do."""
-        return self.encode_part(self.chat_prompt(messages), limit)
+        prompt = self.chat_prompt(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
+        return self.encode_part(prompt, limit)
 
     def open_output(
         self,
@@ -77,11 +142,14 @@ class ModelText:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        keep_marks: bool = False,
     ) -> OutputText:
         """The text of one output that continues ``prompt_token_ids`` and ends with the first of ``stop``, which is
-        part of the text only with ``include_stop``. Special tokens have no text unless ``skip_special_tokens`` is off.
+        part of the text only with ``include_stop``. Special tokens have no text unless ``skip_special_tokens`` is off;
+        with ``keep_marks`` those have that mark calls and thoughts.
         """
-        visible = self._visible if skip_special_tokens else self._known
+        hidden = self._hidden if keep_marks else self._special
+        visible = self._visible_beside(hidden) if skip_special_tokens else self._known
         matcher = StopMatcher(stop, include=include_stop) if stop else None
         return OutputText(self._decode, visible, prompt_token_ids, matcher)
 
@@ -100,15 +168,27 @@ class ModelText:
                 raise invalid("prompt", f"The prompt has more than {limit} tokens, which is this model's limit.")
 
     def _decode(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1:
+            return self._decode_alone(token_ids[0])
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _visible(self, token_id: int) -> bool:
-        """Whether a token has text where special tokens have none."""
-        return token_id not in self._special and self._known(token_id)
+    def _decode_one(self, token_id: int) -> str:
+        return self._tokenizer.decode((token_id,), skip_special_tokens=False)
 
-    def _known(self, token_id: int) -> bool:
+    def _visible_beside(self, hidden: frozenset[int]) -> Callable[[int], bool]:
+        """Whether a token has text where ``hidden`` ones have none."""
+        return lambda token_id: token_id not in hidden and self._known(token_id)
+
+    def _is_known(self, token_id: int) -> bool:
         """Whether the tokenizer has this token: models may name more."""
         return self._tokenizer.id_to_token(token_id) is not None
+
+
+def _marks_of(template: ChatTemplate | None) -> Iterator[str]:
+    if template is not None and template.tool_format is not None:
+        yield from MARKS[template.tool_format]
+    if template is not None and template.marks_reasoning:
+        yield from (BEGIN, END)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

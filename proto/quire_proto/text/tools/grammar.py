@@ -1,0 +1,107 @@
+"""Grammars, in llguidance's dialect of Lark, that make a model write calls which the parsers read without doubt."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire_proto.text.reasoning import BEGIN as THINK
+from quire_proto.text.reasoning import END as END_OF_THINKING
+from quire_proto.text.tools import hermes
+from quire_proto.text.tools.formats import ToolFormat
+
+ANYTHING: Mapping[str, Any] = {"type": "object"}
+_WHITESPACE = r"( |\n[ \t]{0,32})"  # as in every other JSON: no room for an endless gap
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+@dataclass(frozen=True, slots=True)
+class Callable:
+    """A tool that may be called, and the JSON schema of its arguments, an object."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """What a model may think before its calls: whether it does at all, and whether the prompt has begun it."""
+
+    marked: bool = False
+    opened: bool = False
+
+
+def call_grammar(
+    tool_format: ToolFormat,
+    tools: Sequence[Callable],
+    *,
+    forced: bool,
+    parallel: bool,
+    thinking: Thinking = Thinking(),
+    special: Collection[str] = (),
+) -> str:
+    """Calls of ``tools`` alone where they are ``forced``, and otherwise text that may end in calls. One call, unless
+    ``parallel``. ``special`` are the marks that the tokenizer has as special tokens, which no text can write.
+    """
+    marks = _Marks(frozenset(special))
+    rules = _forced(tool_format, parallel) if forced else _free(tool_format, marks, parallel)
+    # Where text is free it may hold thoughts anyway, unless their mark is no text.
+    apart = forced or thinking.opened or marks.is_token(THINK)
+    rules += _thoughts(thinking, marks) if thinking.marked and apart else ["start: answer"]
+    return "\n".join(["%llguidance {}", *rules, _TEXT, *_calls(tool_format, tools, marks)])
+
+
+class _Marks:
+    """Marks as the grammar writes them: special tokens by their names, others as text."""
+
+    def __init__(self, special: frozenset[str]) -> None:
+        self._special = special
+
+    def is_token(self, mark: str) -> bool:
+        return mark in self._special
+
+    def write(self, mark: str) -> str:
+        return mark if mark in self._special else json.dumps(mark)
+
+    def until(self, rule: str, mark: str) -> str:
+        """A rule for any text up to the first ``mark``, and that."""
+        lazy = "" if mark in self._special else "[lazy]"
+        return f"{rule}{lazy}: TEXT {self.write(mark)}"
+
+
+def _forced(tool_format: ToolFormat, parallel: bool) -> list[str]:
+    gap = json.dumps("\n" if tool_format is ToolFormat.HERMES else "; ")
+    return [f"answer: call ({gap} call)*" if parallel else "answer: call"]
+
+
+def _free(tool_format: ToolFormat, marks: _Marks, parallel: bool) -> list[str]:
+    if tool_format is ToolFormat.HERMES:
+        answer = "answer: (begun body)* TEXT" if parallel else "answer: TEXT | begun body"
+        return [answer, marks.until("begun", hermes.BEGIN)]
+    calls = 'call ("; " call)*' if parallel else "call"
+    return [f"answer: PLAIN | {calls}", r"PLAIN: /([^{< \t\r\n](.|\n)*)?/"]
+
+
+def _thoughts(thinking: Thinking, marks: _Marks) -> list[str]:
+    begin = "" if thinking.opened else f"{marks.write(THINK)} "
+    optional = f"({begin}thought GAP)" + ("" if thinking.opened else "?")
+    return [f"start: {optional} answer", r"GAP: /\n{0,2}/", marks.until("thought", END_OF_THINKING)]
+
+
+def _calls(tool_format: ToolFormat, tools: Sequence[Callable], marks: _Marks) -> list[str]:
+    numbers = range(len(tools))
+    bodies = "body: " + " | ".join(f"tool_{number}" for number in numbers)
+    if tool_format is ToolFormat.HERMES:
+        rules = [f"call: {marks.write(hermes.BEGIN)} body", bodies]
+        before, key, after = "\n", "arguments", f'"}}\\n" {marks.write(hermes.END)}'
+    else:
+        rules, before, key, after = ["call: body", bodies], "", "parameters", '"}"'
+    for number, tool in zip(numbers, tools, strict=True):
+        head = json.dumps(f'{before}{{"name": "{tool.name}", "{key}": ')
+        rules += [f"tool_{number}: {head} arguments_{number} {after}"]
+        rules += [f"arguments_{number}: %json {_schema(tool.schema)}"]
+    return rules
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return json.dumps({"type": "object", **schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
