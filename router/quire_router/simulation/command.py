@@ -1,0 +1,103 @@
+"""What ``quire-router simulate`` does: reads settings and requests, runs the policies, prints what came of it."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+from quire_engine.simulation.trace import TraceError
+
+from quire_router.simulation.config import FleetSettings
+from quire_router.simulation.flood import TenantReport, tenant_report
+from quire_router.simulation.plots import draw_plots
+from quire_router.simulation.report import Report, make_report
+from quire_router.simulation.runs import Records, read_jobs, run_all, with_flood
+from quire_router.simulation.table import make_table, make_tenant_table
+from quire_router.simulation.workload import Job
+
+Reports = Mapping[float, Mapping[str, Report]]
+TenantReports = Mapping[float, Mapping[str, TenantReport]]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """See ``simulate``."""
+    settings = _read_settings(arguments)
+    try:
+        jobs = read_jobs(settings)
+    except TraceError as error:
+        _quit(1, str(error))
+    records = run_all(settings, jobs)
+    reports = {load: {name: make_report(each) for name, each in row.items()} for load, row in records.items()}
+    tenants = _flood(settings, jobs, records) if settings.flood is not None else {}
+    told = _as_json(settings, reports, tenants) if settings.as_json else _as_text(settings, reports, tenants)
+    sys.stdout.write(f"{told}\n")
+    if settings.plot is not None:
+        _plot(settings.plot, records)
+
+
+def _flood(settings: FleetSettings, jobs: Sequence[Job], calm: Records) -> TenantReports:
+    """The same again with the flood, beside what was without."""
+    flooded = run_all(settings, jobs, with_flood)
+    return {
+        load: {name: tenant_report(record, flooded[load][name]) for name, record in row.items()}
+        for load, row in calm.items()
+    }
+
+
+def _as_text(settings: FleetSettings, reports: Reports, tenants: TenantReports) -> str:
+    parts: list[str] = []
+    for load, row in reports.items():
+        one = next(iter(row.values()))
+        parts.append(
+            f"utilisation {load:g}, {settings.engines} engines, {settings.replicas} routers; "
+            f"{one.requests} requests within {one.arrival_seconds:.0f} s"
+        )
+        parts.append(make_table(row))
+        if load in tenants:
+            parts.append(f"waits of all tenants but the first, which then sends {settings.flood:g} times as much")
+            parts.append(make_tenant_table(tenants[load]))
+    return "\n".join(parts)
+
+
+def _as_json(settings: FleetSettings, reports: Reports, tenants: TenantReports) -> str:
+    """What ran, and what came of it."""
+    told = settings.model_dump(mode="json", exclude={"as_json", "plot"})
+    told |= {"latency": asdict(settings.latency), "capacity": asdict(settings.capacity)}
+    runs = [
+        {"utilisation": load, "policy": name, "report": asdict(report)}
+        for load, row in reports.items()
+        for name, report in row.items()
+    ]
+    for entry in runs if tenants else ():
+        entry["tenants"] = asdict(tenants[entry["utilisation"]][entry["policy"]])  # type: ignore[index]
+    return json.dumps({"settings": told, "runs": runs}, indent=2)
+
+
+def _plot(path: Path, records: Records) -> None:
+    try:
+        draw_plots(path, records)
+    except ImportError:
+        _quit(1, "Plots need matplotlib: pip install 'quire-router[plot]'.")
+    except (OSError, ValueError) as error:
+        _quit(1, f"The plot cannot be written: {error}.")
+
+
+def _read_settings(arguments: Sequence[str]) -> FleetSettings:
+    try:
+        return CliApp.run(FleetSettings, cli_args=list(arguments))
+    except ValidationError as error:
+        _quit(2, "; ".join(_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)))
+
+
+def _explain(location: tuple[int | str, ...], message: str) -> str:
+    said = message.removeprefix("Value error, ")
+    return f"--{str(location[0]).replace('_', '-')}: {said}" if location else said
+
+
+def _quit(status: int, message: str) -> NoReturn:
+    sys.stderr.write(f"quire-router: {message}\n")
+    raise SystemExit(status)

@@ -1,0 +1,132 @@
+"""The fleet simulator's settings. What an engine is has the flags and environment variables of the engine's simulator,
+and the shared-prefix workload those of SGLang's benchmark.
+"""
+
+from pathlib import Path
+from typing import Annotated, get_args
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+from quire_engine.config import Names
+from quire_engine.simulation.clock import NANOSECONDS
+from quire_engine.simulation.config import EngineSettings
+
+from quire_router.admission.queue import QueueSettings
+from quire_router.fleet.ledger import ROOM_SECONDS
+from quire_router.fleet.peers import PeerSettings
+from quire_router.placement.settings import PlacementSettings, PolicyName
+from quire_router.simulation.fleet import FleetShape
+from quire_router.simulation.replica import Delays
+from quire_router.simulation.shared_prefix import SharedPrefix
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+def _numbers(value: object) -> object:
+    """Numbers separated by commas; a repeated flag adds some."""
+    parts = value if isinstance(value, list) else [value]
+    return [number for part in parts for number in str(part).split(",")]
+
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Utilisation = Annotated[float, Field(gt=0, le=100)]
+
+
+class FleetSettings(EngineSettings):
+    """Simulates engines and the routers before them, with the code that serves, in virtual time.
+
+    The requests are those of a trace, or groups of prompts that begin alike.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="quire-router simulate")
+
+    trace: Path | None = Field(
+        default=None, description="Requests: an Azure CSV or a Mooncake JSONL file; by default they are generated."
+    )
+    start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
+    limit: Count | None = Field(default=None, description="Requests that are used; all by default.")
+    gsp_num_groups: Count = Field(default=64, description="Generated: groups of prompts that begin alike.")
+    gsp_prompts_per_group: Count = Field(default=16, description="Generated: prompts of one group.")
+    gsp_system_prompt_len: int = Field(default=2048, ge=0, description="Generated: tokens that a group shares.")
+    gsp_question_len: Count = Field(default=128, description="Generated: tokens that a prompt has of its own.")
+    gsp_output_len: Count = Field(default=256, description="Generated: tokens of an output.")
+
+    engines: int = Field(default=8, ge=1, le=1024, description="Engines.")
+    replicas: int = Field(default=1, ge=1, le=64, description="Routers; each request comes to any of them.")
+    policies: Names = Field(default=list(POLICIES), description="Placement policies to run side by side.")
+    tenants: int = Field(default=1, ge=1, le=10_000, description="Tenants, which share the requests evenly.")
+    flood: float | None = Field(
+        default=None, ge=1, allow_inf_nan=False, description="Run again with so many times the first tenant's requests."
+    )
+    utilisation: Annotated[list[Utilisation], NoDecode, BeforeValidator(_numbers)] = Field(
+        default=[0.9], description="Work that arrives, as part of what the engines can do with nothing cached."
+    )
+    share_age: Annotated[float | None, BeforeValidator(lambda value: None if value == "none" else value)] = Field(
+        default=PeerSettings().interval,
+        ge=0,
+        description="Seconds between two times that a router tells the others what it has in flight; none: never.",
+    )
+    share_delay: Seconds = Field(default=0.002, description="Seconds until the others hear of it.")
+    load_age: Seconds = Field(default=0.01, description="Seconds until a router has an engine's report of its load.")
+    event_delay: Seconds = Field(default=0.01, description="Seconds until a router knows what an engine caches.")
+    admission: bool = Field(default=True, description="Let requests wait at the router while no engine has room.")
+    room_seconds: float = Field(
+        default=ROOM_SECONDS, gt=0, description="Seconds of prompts to compute with which an engine still has room."
+    )
+    max_tokens: Count = Field(default=1024, description="Tokens that every request allows its output to have.")
+
+    block_size: int = Field(default=64, ge=1, le=256, description="Tokens of one KV block.")
+
+    as_json: bool = Field(default=False, alias="json", description="Print JSON instead of tables.")
+    plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
+
+    @field_validator("policies")
+    @classmethod
+    def _are_policies(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in POLICIES]
+        if unknown:
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(POLICIES)}.")
+        if not names:
+            raise ValueError("At least one is needed.")
+        return names
+
+    @model_validator(mode="after")
+    def _has_others(self) -> "FleetSettings":
+        if self.flood is not None and self.tenants == 1:
+            raise ValueError("A flood needs --tenants, of which the first floods the others.")
+        return self
+
+    @property
+    def placement(self) -> list[PolicyName]:
+        """What to run, in this order, each once."""
+        return [policy for name in dict.fromkeys(self.policies) for policy in POLICIES if policy == name]
+
+    @property
+    def shared_prefix(self) -> SharedPrefix:
+        """The generated workload."""
+        return SharedPrefix(
+            self.gsp_num_groups,
+            self.gsp_prompts_per_group,
+            self.gsp_system_prompt_len,
+            self.gsp_question_len,
+            self.gsp_output_len,
+        )
+
+    def fleet(self, policy: PolicyName) -> FleetShape:
+        """The fleet under this policy."""
+        interval = None if self.share_age is None else _nanoseconds(self.share_age)
+        delays = map(_nanoseconds, (self.share_delay, self.load_age, self.event_delay))
+        return FleetShape(
+            engines=self.engines,
+            replicas=self.replicas,
+            delays=Delays(interval, *delays),
+            placement=PlacementSettings(policy=policy, seed=self.seed),
+            room_seconds=self.room_seconds,
+            max_tokens=self.max_tokens,
+            queue=QueueSettings() if self.admission else None,
+        )
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * NANOSECONDS)

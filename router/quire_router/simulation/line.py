@@ -1,0 +1,37 @@
+"""The queue of one simulated router: the fair queue of a real one, in virtual time."""
+
+from quire_proto.errors import QuireError
+
+from quire_router.admission.fair import FairQueue
+from quire_router.admission.queue import QueueSettings
+from quire_router.admission.tenant import Tenants
+from quire_router.admission.turn import Waiting
+from quire_router.simulation.replica import Replica
+
+
+class Line:
+    """Requests that wait for room. What ``Queue`` does with tasks, this does when it is asked."""
+
+    def __init__(self, replica: Replica, settings: QueueSettings) -> None:
+        self._replica = replica
+        self._queue = FairQueue(Tenants(), settings.bounds)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, waiting: Waiting) -> list[Waiting]:
+        """A request has come. Returns those that have to give way, itself too if it is refused."""
+        if not self._queue and self._replica.has_room:
+            self._queue.rest()
+        try:
+            return self._queue.add(waiting)
+        except QuireError:
+            return [waiting]
+
+    def next(self) -> Waiting | None:
+        """Whose turn it is, if it is anybody's."""
+        return self._queue.next() if self._queue and self._replica.has_room else None
+
+    def leave(self, request_id: str) -> bool:
+        """The request waits no more; False if it did not."""
+        return self._queue.remove(request_id)

@@ -1,0 +1,34 @@
+"""How a simulated router tells the others what it has in flight: as ``fleet.peers`` does, without Redis."""
+
+from quire_router.fleet.ledger import Ledger
+from quire_router.fleet.share import Message
+from quire_router.simulation.news import News
+
+
+class Publisher:
+    """Of one router: tells its share when it has changed, but not within ``interval`` nanoseconds of the last time;
+    then when that is over. With None it never does.
+    """
+
+    def __init__(self, router_id: str, ledger: Ledger, shares: News[Message], interval: int | None) -> None:
+        self._router_id = router_id
+        self._ledger = ledger
+        self._shares = shares
+        self._interval = interval
+        self._next = 0
+        self._sequence = 0
+        self._changed: int | None = None
+
+    def change(self, now: int) -> None:
+        """The share changes now. What was to be told before must have been: see ``flush``."""
+        self._changed = now
+        self.flush(now)
+
+    def flush(self, now: int) -> None:
+        """It is ``now``: tells what was to be told by then, as nothing has changed since."""
+        if self._interval is None or self._changed is None or self._next > now:
+            return
+        time = max(self._next, self._changed)
+        self._sequence += 1
+        self._shares.tell(time, Message(self._router_id, self._sequence, self._ledger.share()))
+        self._next, self._changed = time + self._interval, None

@@ -1,0 +1,98 @@
+"""Runs small enough to compute by hand: a token takes a millisecond and nothing else takes any time."""
+
+from typing import Any
+
+import pytest
+from quire_engine.executor.latency import Latency
+from quire_engine.executor.mixing import mix
+from quire_router.simulation.recorder import Life
+from quire_router.simulation.work import work
+from quire_router.simulation.workload import Job
+
+from tests.sim.fleets import IDEAL, run
+
+TINY: dict[str, Any] = {**IDEAL, "engines": 2, "block_size": 16, "policies": ["round_robin"], "swap_space": 0}
+
+
+def milliseconds(life: Life) -> tuple[int, int]:
+    """Until the first token and until the end."""
+    assert life.first_token is not None
+    assert life.ended is not None
+    return round((life.first_token - life.arrived) / 1e6), round((life.ended - life.arrived) / 1e6)
+
+
+def unique(name: int, time: float, length: int, output: int = 1) -> Job:
+    return Job(time, ((name, length),), output)
+
+
+def test_requests_share_engines_in_turn_and_steps_are_not_cut_short() -> None:
+    jobs = [unique(0, 0.0, 100, 3), unique(1, 0.0, 200), unique(2, 0.05, 40)]
+    # The third comes to the first engine 50 ms into its step. The next step computes its 40 tokens and one of the first
+    # request; the one after that the first's last.
+    assert [milliseconds(life) for life in run(jobs, **TINY).lives] == [(100, 142), (200, 200), (91, 91)]
+
+
+def test_a_prefix_that_is_cached_takes_no_time_where_it_is_and_all_of_it_elsewhere() -> None:
+    jobs = [unique(7, 0.1 * index, 65) for index in range(3)]
+    record = run(jobs, **TINY)
+    assert [milliseconds(life)[0] for life in record.lives] == [65, 65, 1]
+    assert [life.cached_tokens for life in record.lives] == [0, 0, 64]
+
+
+def test_cost_goes_where_a_prefix_is_cached_once_engines_have_said_how_fast_they_are() -> None:
+    jobs = [unique(index, 0.0, 40) for index in range(2)] + [unique(7, 1 + 0.1 * index, 65) for index in range(3)]
+    followed = run(jobs, **(TINY | {"policies": ["cost"]})).lives
+    assert [milliseconds(life)[0] for life in followed] == [40, 40, 65, 1, 1]
+    assert len({life.engine for life in followed[2:]}) == 1
+
+
+@pytest.mark.parametrize(("event_delay", "found"), [(0.5, 6), (10.0, 0)])
+def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found: int) -> None:
+    """Each prompt comes again when its router no longer expects what it sent to be cached, and must be told."""
+    names = range(6)
+    jobs = [unique(name, 0.1 * name, 65) for name in names] + [unique(name, 5 + 0.1 * name, 65) for name in names]
+    lives = run(jobs, **(TINY | {"engines": 4, "policies": ["prefix_only"], "event_delay": event_delay})).lives
+    followed = [before.engine == after.engine for before, after in zip(lives[:6], lives[6:], strict=True)]
+    assert found <= sum(followed) < found + 6
+    assert [life.cached_tokens for life in lives[6:]] == [64 * same for same in followed]
+
+
+def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_turns() -> None:
+    room = {**TINY, "room_seconds": 0.1, "engines": 1, "load_age": 0.0}
+    warming = [unique(index, 0.2 * index, 100 + 10 * index) for index in range(5)]  # the router learns its pace
+    jobs = [*warming, *(unique(9 + index, 2.0, 120) for index in range(3))]
+    first, second, third = run(jobs, **room).lives[5:]
+    assert first.placed == first.arrived
+    # With 120 tokens to compute there is no room. The second is sent when they are done, and so is the third.
+    assert (second.placed, third.placed) == (first.first_token, second.first_token)
+
+
+def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has() -> None:
+    """The second request comes too soon after the first for its router to tell of it at once."""
+    seed = next(seed for seed in range(100) if [mix(seed, index) % 2 for index in range(3)] == [0, 0, 1])
+    jobs = [unique(0, 0.0, 900), unique(1, 0.05, 1000), unique(2, 0.5, 10)]
+    shape = {**TINY, "policies": ["least_load"], "replicas": 2, "load_age": 1e3, "seed": seed}
+    told = run(jobs, **shape, share_age=0.4).lives
+    assert told[0].engine != told[1].engine
+    assert told[2].engine == told[0].engine, "it has less to do"
+    late = run(jobs, **shape, share_age=0.6).lives
+    assert late[2].engine == late[1].engine, "as far as is known, it has nothing to do"
+
+
+def test_work_is_what_full_steps_take() -> None:
+    latency = Latency(1000, 0.0, 1e-6, 1e-6, 1e-3, 0.02, 1.0)
+    # 29 tokens of a step of 10 that adds 20 ms; chunks of 10, 10 and 5 tokens with their pairs; 4 tokens that see what
+    # is before them; and five draws.
+    pairs = 10 * 11 / 2 + (11 + 20) * 10 / 2 + (21 + 25) * 5 / 2
+    seen = 26 + 27 + 28 + 29
+    expected = 29 * (1e-3 + 2e-3) + 1e-6 * (pairs + seen) + 5e-3
+    assert work(unique(0, 0.0, 25, 5), latency, 10) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("utilisation", "keeps_up"), [(0.8, True), (1.3, False)])
+def test_at_a_utilisation_above_one_engines_without_a_cache_fall_behind(utilisation: float, keeps_up: bool) -> None:
+    record = run(
+        utilisation=[utilisation], enable_prefix_caching=False, policies=["least_load"], admission=False, engines=2
+    )
+    last = record.lives[-1].arrived
+    assert (record.end < 1.15 * last) is keeps_up

@@ -1,0 +1,79 @@
+"""Whatever the fleet: every request ends once, everything is given back, and equal seeds are equal runs."""
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from quire_router.simulation.config import POLICIES
+from quire_router.simulation.fleet import FleetSimulation
+from quire_router.simulation.flood import flood
+from quire_router.simulation.runs import at_utilisation, read_jobs
+
+from tests.sim.fleets import AT_ONCE, UNIQUE, assert_sound, report, run, settings
+
+shapes = st.fixed_dictionaries(
+    {
+        "engines": st.integers(1, 4),
+        "replicas": st.integers(1, 4),
+        "policies": st.sampled_from(POLICIES).map(lambda name: [name]),
+        "utilisation": st.sampled_from([[0.3], [1.0], [4.0]]),
+        "share_age": st.sampled_from([None, 0, 0.1, 3.0]),
+        "load_age": st.sampled_from([0, 0.01, 2.0]),
+        "event_delay": st.sampled_from([0, 0.01, 2.0]),
+        "admission": st.booleans(),
+        "room_seconds": st.sampled_from([0.05, 2.0]),
+        "tenants": st.sampled_from([1, 3]),
+        "num_gpu_blocks_override": st.sampled_from([None, 40]),
+        "max_num_seqs": st.sampled_from([3, 256]),
+        "max_waiting": st.sampled_from([2, 1 << 20]),
+        "limit": st.just(60),
+        "seed": st.integers(0, 1000),
+    }
+)
+
+
+@examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(shapes, st.booleans())
+def test_every_request_ends_once_and_everything_is_given_back(shape: dict[str, Any], floods: bool) -> None:
+    config = settings(**shape)
+    (policy,), (load,) = config.placement, config.utilisation
+    jobs = at_utilisation(config, read_jobs(config), load)
+    if floods and config.tenants > 1:
+        jobs = flood(jobs, config.tenants, 3.0, config.seed)
+    simulation = FleetSimulation(config.fleet(policy), config, config.seed)
+    assert_sound(simulation.run(jobs), jobs)
+    assert simulation.in_flight == 0
+
+
+@pytest.mark.parametrize("changes", [{"replicas": 3}, {"policies": ["power_of_two"]}, {"jitter": 0.3}])
+def test_equal_seeds_are_equal_runs_and_others_are_not(changes: dict[str, Any]) -> None:
+    assert run(seed=1, **changes) == run(seed=1, **changes)
+    assert run(seed=1, **changes) != run(seed=2, **changes)
+
+
+@pytest.mark.parametrize("policy", ["least_load", "llm_d", "sglang"])
+def test_routers_that_know_everything_at_once_decide_as_one_does(policy: str) -> None:
+    """Without shared prefixes: what a router expects to be cached soon, it does not tell the others."""
+    shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "policies": [policy], "utilisation": [0.9]}
+    one, four = (run(**shape, admission=False, replicas=replicas) for replicas in (1, 4))
+    assert [(life.engine, life.first_token) for life in one.lives] == [
+        (life.engine, life.first_token) for life in four.lives
+    ]
+    assert len({life.router for life in four.lives}) == 4
+
+
+def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost() -> None:
+    """They decide a little differently, as each remembers the queues that its own requests found."""
+    one, four = (
+        report(**UNIQUE, **AT_ONCE, utilisation=[0.9], replicas=replicas, gsp_prompts_per_group=30)
+        for replicas in (1, 4)
+    )
+    assert four.ttft.mean < 1.1 * one.ttft.mean
+
+
+def test_routers_that_hear_nothing_of_each_other_decide_otherwise() -> None:
+    shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "load_age": 1e3, "utilisation": [0.9], "replicas": 4}
+    deaf = run(**shape | {"share_age": None})
+    assert [life.engine for life in deaf.lives] != [life.engine for life in run(**shape).lives]

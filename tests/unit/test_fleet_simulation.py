@@ -1,0 +1,112 @@
+"""The fleet simulator's parts: news that come late, shares that are told now and then, and workloads."""
+
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import engine_pb2
+from quire_proto.hashing import hash_blocks
+from quire_router.fleet.ledger import Ledger
+from quire_router.fleet.share import Message
+from quire_router.placement.table import EngineTable
+from quire_router.simulation.flood import flood, spread_over_tenants
+from quire_router.simulation.news import News, Reader
+from quire_router.simulation.shared_prefix import SharedPrefix, generate
+from quire_router.simulation.sharing import Publisher
+from quire_router.simulation.workload import Job, at_pace, from_trace
+
+from tests.support.traces import write_mooncake
+
+times = st.lists(st.integers(0, 100), max_size=30).map(sorted)
+
+
+@given(times, times, st.one_of(st.none(), st.integers(0, 50)))
+def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, delay) -> None:
+    news: News[int] = News()
+    reader = Reader(news, delay)
+    heard: list[tuple[int, int]] = []
+    for number, time in enumerate(told):
+        news.tell(time, number)
+    for now in asked:
+        due = list(reader.due(now))
+        assert all(time <= now for time, _ in due)
+        heard += due
+    known = [] if delay is None or not asked else [t for t in told if t + delay <= asked[-1]]
+    assert heard == [(time + (delay or 0), number) for number, time in enumerate(known)]
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
+def test_a_share_is_told_when_it_changes_but_not_more_often_than_the_interval(changes, interval) -> None:
+    shares: News[Message] = News()
+    ledger = Ledger(EngineTable())
+    ledger.add("0").describe(engine_pb2.DescribeResponse())
+    publisher = Publisher("a", ledger, shares, interval)
+    for now in changes:
+        publisher.flush(now)
+        ledger.begin("0", pending_tokens=1)
+        publisher.change(now)
+    publisher.flush(changes[-1] + interval)
+    moments = [time for time, _ in shares.told]
+    assert all(later - earlier >= interval for earlier, later in pairwise(moments))
+    for time, message in shares.told:
+        assert message.share.engines["0"][0] >= sum(change < time for change in changes)
+        assert message.share.engines["0"][0] <= sum(change <= time for change in changes)
+    assert shares.told[-1][1].share.engines["0"][0] == len(changes)
+
+
+def test_a_share_that_is_never_told_stays_untold() -> None:
+    shares: News[Message] = News()
+    publisher = Publisher("a", Ledger(EngineTable()), shares, None)
+    publisher.change(5)
+    publisher.flush(10**12)
+    assert shares.told == []
+
+
+def test_prompts_share_the_blocks_that_the_trace_says_they_share(tmp_path) -> None:
+    rows: list[Any] = [(0, 1300, 5, [4, 5, 6]), (0, 1100, 5, [4, 5, 7]), (3000, 600, 5, [9, 5])]
+    jobs = from_trace(write_mooncake(tmp_path / "trace.jsonl", rows), start=0, limit=None, seed=0)
+    assert sorted(job.num_prompt for job in jobs) == [600, 1100, 1300]
+    names = {job.num_prompt: hash_blocks(job.prompt(), 256, b"") for job in jobs}
+    assert names[1300][:4] == names[1100][:4]
+    assert names[600][0] != names[1300][0]
+    assert all(len(job.prompt()) == job.num_prompt for job in jobs)
+
+
+def test_generated_groups_share_their_system_prompt_and_nothing_else() -> None:
+    shape = SharedPrefix(5, 7, 100, 20, 3)
+    jobs = generate(shape, seed=1)
+    prompts = [tuple(job.prompt()) for job in jobs]
+    assert set(Counter(prompt[:100] for prompt in prompts).values()) == {7}
+    assert len({prompt[:100] for prompt in prompts}) == 5
+    assert len({prompt[100:] for prompt in prompts}) == 35
+    assert {len(prompt) for prompt in prompts} == {120}
+    assert jobs != generate(shape, seed=2)
+    assert jobs == generate(shape, seed=1)
+
+
+def test_generated_arrivals_are_poisson_of_one_a_second() -> None:
+    jobs = generate(SharedPrefix(1, 4000, 0, 1, 1), seed=3)
+    gaps = [after.time - before.time for before, after in pairwise(jobs)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1.0, rel=0.1)
+    assert sum(gap > 1 for gap in gaps) / len(gaps) == pytest.approx(0.368, rel=0.1)
+
+
+def test_times_are_stretched_evenly() -> None:
+    jobs = [Job(time, ((0, 1),), 1) for time in (2.0, 3.0, 6.0)]
+    assert [job.time for job in at_pace(jobs, 8.0)] == [0.0, 2.0, 8.0]
+
+
+@given(st.integers(2, 6), st.floats(1, 20))
+def test_a_flood_adds_what_the_first_tenant_sends_and_shares_nothing_with_others(tenants: int, times: float) -> None:
+    calm = spread_over_tenants(generate(SharedPrefix(3, 20, 10, 5, 2), 0), tenants, 0)
+    flooded = flood(calm, tenants, times, 0)
+    extra = len(flooded) - len(calm)
+    assert extra == round((times - 1) * len(calm) / tenants)
+    assert Counter(job.tenant for job in flooded)["tenant-0"] == Counter(j.tenant for j in calm)["tenant-0"] + extra
+    new = [job for job in flooded if job not in set(calm)]
+    old_names = {name for job in calm for name, _ in job.segments}
+    assert not {name for job in new for name, _ in job.segments} & old_names
+    assert [job.time for job in flooded] == sorted(job.time for job in flooded)
