@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test soak lint bench bench-simulation peers proto proto-check clean help
+.PHONY: up test soak lint bench bench-simulation bench-fleet peers proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
+	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make proto                                    the stubs of proto/quire/v1"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
@@ -58,6 +59,9 @@ peers:
 
 bench-simulation: $(READY)
 	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)
+
+bench-fleet: $(READY)
+	$(BIN)/python -m tests.bench.fleet $(TRACES) $(ARGS)
 
 proto: $(READY)
 	proto/generate.sh

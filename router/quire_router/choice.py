@@ -1,10 +1,11 @@
 """One choice of an answer between its first and its last piece: its tokens and its text. Knows no engine."""
 
 from quire_proto.sampling import FinishReason
+from quire_proto.text.model_text import ModelText
 from quire_proto.text.output import OutputText
 
 from quire_router.fleet.output import Output
-from quire_router.generation import Delta
+from quire_router.generation import Delta, Generation
 
 
 class Choice:
@@ -23,17 +24,33 @@ class Choice:
         """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
         after the one that completed it do not belong to it, nor do their log-probabilities.
         """
-        text = self._text.push(output.token_ids)
-        self.finish_reason = output.finish_reason
-        if self.finish_reason is not None and not self._text.stopped:
+        token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
+        text = self._text.push(token_ids)
+        if reason is not None and not self._text.stopped:
             text += self._text.finish()
         if self._text.stopped:
-            self.finish_reason = FinishReason.STOP
-        kept = self._text.stop_token_count - len(self.token_ids)
-        token_ids = output.token_ids[:kept]
+            reason = FinishReason.STOP
+            kept = self._text.stop_token_count - len(self.token_ids)
+            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
+        self.finish_reason = reason
         self.token_ids += token_ids
-        return Delta(text, token_ids, self.finish_reason, None, self.index, output.logprobs[:kept], [], output.score)
+        return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
 
     def conclude(self, reason: FinishReason) -> Delta:
         """The last piece of a choice that ends without an engine's word."""
         return self.take(Output([], len(self.token_ids), reason))
+
+
+def open_choices(generation: Generation, text: ModelText, count: int) -> list[Choice]:
+    """So many choices of a request, with nothing in them yet."""
+    return [Choice(index, _open(generation, text)) for index in range(count)]
+
+
+def _open(generation: Generation, text: ModelText) -> OutputText:
+    return text.open_output(
+        generation.prompt_token_ids,
+        generation.stop,
+        include_stop=generation.include_stop,
+        skip_special_tokens=generation.skip_special_tokens,
+        keep_marks=generation.operation == "chat",
+    )

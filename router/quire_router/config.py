@@ -3,12 +3,14 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
-MIN_KEY_CHARACTERS = 16
+from quire_router.admission.key import check_key
+from quire_router.placement.settings import PolicyName
+
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
@@ -44,12 +46,7 @@ def _address(entry: str) -> str:
 
 
 def _key(entry: SecretStr) -> SecretStr:
-    key = entry.get_secret_value()
-    if len(key) < MIN_KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError(
-            f"a key must have at least {MIN_KEY_CHARACTERS} printable ASCII characters and no spaces, "
-            "such as `openssl rand -hex 32` prints"
-        )
+    check_key(entry.get_secret_value())
     return entry
 
 
@@ -86,9 +83,22 @@ class Settings(BaseSettings):
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
+    workers: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="Processes that share the ports; more than one need --redis-url."
+    )
     redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
+    tenants: Path | None = Field(default=None, description="FILE, TOML or JSON, that names tenants and their limits.")
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
+    hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
+    max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
+    max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")
+    max_queued_bytes: Count = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
+    placement_policy: PolicyName = Field(default="cost", description="How an engine is chosen for a request.")
+    max_affinity_wait: Annotated[float, Field(ge=0)] = Field(
+        default=5.0, description="Seconds that a request may wait longer for the sake of what is cached."
+    )
+    debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
     max_concurrent_requests: Count = Field(default=1024, description="Requests in progress before 429.")
     max_connections: Count = Field(default=4096, description="Open HTTP connections before 429, each port.")
@@ -97,6 +107,12 @@ class Settings(BaseSettings):
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+
+    @model_validator(mode="after")
+    def _workers_share(self) -> Self:
+        if self.workers > 1 and self.redis_url is None:
+            raise ValueError("--workers needs --redis-url: several processes know of each other through Redis.")
+        return self
 
     @property
     def models(self) -> dict[str, Path]:
@@ -124,8 +140,8 @@ def read_settings(arguments: Sequence[str]) -> Settings:
 
 
 def _describe(location: tuple[int | str, ...], message: str) -> str:
-    flag = str(location[0]).replace("_", "-") if location else "settings"
-    return f"--{flag}: {message.removeprefix('Value error, ')}"
+    text = message.removeprefix("Value error, ")
+    return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 
 def _stop(problems: Sequence[str]) -> NoReturn:

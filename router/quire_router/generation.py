@@ -20,6 +20,12 @@ class Generation:
     tokens out of it. ``echo`` is the API's: it begins each choice's text with the prompt's. Requests with a smaller
     ``priority`` go first where engines run by priority. ``operation`` is ``chat`` or
     ``text_completion``, for traces and metrics.
+
+    ``shape`` is what the API has to know to write the answer again for a client that comes back: JSON that only the API
+    reads. ``parts`` are the ids of all prompts' generations where a request has several, in the first one. ``digest``
+    tells apart requests that came with one ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
+    request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
+    ``deadline`` is when the answer must have ended, in seconds since 1970.
     """
 
     request_id: str
@@ -36,6 +42,12 @@ class Generation:
     cache_salt: bytes = b""
     stream: bool = False
     created: float = field(default_factory=time)
+    shape: str = ""
+    parts: tuple[str, ...] = ()
+    digest: str = ""
+    background: bool = False
+    session: str = ""
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,11 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+NO_USAGE = Usage(0, 0)
+"""Where nothing is known yet."""
+
+
+@dataclass(slots=True)  # made for every token: a frozen one takes five times as long to make, but none is ever changed
 class Delta:
     """The next piece of one choice of an answer. Choices are numbered from 0 and their pieces come in any order.
 
@@ -55,7 +71,9 @@ class Delta:
     there. ``token_ids`` may run ahead of ``text``: the text of an unfinished character, or of what may become a stop
     string, comes later. ``logprobs`` has one entry for each of ``token_ids`` where they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from the second on, all of them, in the answer's first piece.
-    ``score`` is a beam's, with its finish reason.
+    ``score`` is a beam's, with its finish reason. What is ``told`` the client has had before: it only brings whoever
+    writes the answer to where the client stands. ``route`` says where the request runs and why, in the first piece of
+    an attempt, where the operator asked for that.
     """
 
     text: str
@@ -66,3 +84,5 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
+    told: bool = False
+    route: str = ""

@@ -3,89 +3,166 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
-from itertools import count
-from typing import Any
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import replace
+from time import time
 
-from opentelemetry import context, trace
+from opentelemetry import context
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, StatusCode
-from quire_proto import telemetry
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
-from quire_proto.telemetry import PROVIDER_NAME, Attribute
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import traceparent
 
 from quire_router import metrics
+from quire_router.admission.limits import Bill, Limits
+from quire_router.admission.tenant import Tenants
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.generation import Delta, Generation
-from quire_router.journal.base import Journal
-from quire_router.placement.choose import choose
-from quire_router.placement.view import EngineView
+from quire_router.held import Held
+from quire_router.journal.base import Journal, Lease, Record
+from quire_router.journal.failure import read_failure, write_failure
+from quire_router.mark import Mark
+from quire_router.placement.explanation import route_header
+from quire_router.placement.placer import Placer
+from quire_router.placement.query import Decision
 from quire_router.progress import RETRY_AFTER, Progress
+from quire_router.retelling import Retelling
+from quire_router.routing import Routing, waiting
+from quire_router.shortcut import Live, Shortcut
+from quire_router.spans import attempt_span
 
 log = logging.getLogger(__name__)
-tracer = trace.get_tracer("quire.router")
 
-POLICY = "least_in_flight"
+FOLLOW_PERIOD = 0.05  # seconds between two looks at a record that another writes
+_TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 
 class Lifecycle:
     """Runs requests that passed the validator.
 
-    A request that finds no engine ready is held for ``hold_timeout`` seconds. One whose engine is lost is submitted to
-    another, ``max_attempts`` times in all, and its client sees a pause; engines that are too full to take it do not
-    count, and only when all of them are does it end with OVERLOADED. ``request_timeout`` seconds, where given, end
-    a request with DEADLINE.
+    ``routing`` finds an engine, and ``limits`` say what a tenant may ask for. A request whose engine is lost is
+    submitted to another, ``max_attempts`` times in all without a token between them, and its client sees a pause;
+    engines that are too full to take it do not count. ``request_timeout`` seconds, where given, end a request with
+    DEADLINE, as its own deadline does. With ``tell_route`` the first piece of an attempt says where it runs.
+
+    Requests outlive this router: whatever ends one here without a word from its engine or its client leaves a record
+    that another router, or this one, can go on with (``resume``).
     """
 
     def __init__(
         self,
         fleet: Fleet,
+        placer: Placer,
+        routing: Routing,
         journal: Journal,
         texts: Mapping[str, ModelText],
         *,
-        hold_timeout: float = 10.0,
+        limits: Limits | None = None,
         request_timeout: float | None = None,
         max_attempts: int = 3,
+        tell_route: bool = False,
     ) -> None:
         self._fleet = fleet
+        self._placer = placer
+        self._routing = routing
         self._journal = journal
         self._texts = texts
-        self._hold_timeout = hold_timeout
+        self._limits = limits or Limits(Tenants())
         self._request_timeout = request_timeout
         self._max_attempts = max_attempts
+        self._tell_route = tell_route
         self._running: dict[str, Progress] = {}
+        self._background: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
+        self._leaving = False
+        journal.report_to(self)
 
     @property
     def in_flight(self) -> int:
         """Requests that have begun and not ended."""
         return len(self._running)
 
+    # What the API asks (see ``api.backend.Runner``)
+
     def run(self, generation: Generation) -> AsyncGenerator[Delta]:
         """The answer, piece by piece; the last piece of each choice has a finish reason, and the last of all the usage.
         Raises ``QuireError``, also after some pieces. Closing the generator, or cancelling who iterates it, cancels the
         request on its engine.
         """
-        return self._tell(generation, context.get_current())
+        shortcut = Shortcut()
+        return Live(self._run(generation, context.get_current(), shortcut), shortcut)
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a running request: what has not ended of it ends with ``FinishReason.ABORT``. False when there is
-        none.
+    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+        """As ``run``, but None when there is a record of this id already."""
+        self._check_door()
+        shortcut = Shortcut()
+        with ExitStack() as undo:
+            bill = undo.enter_context(await self._charge(generation))
+            lease = await self._journal.open_once(generation)
+            if lease is None:
+                return None
+            progress = self._begin(generation, lease, context.get_current(), bill=bill, shortcut=shortcut)
+            undo.pop_all()
+        return Held(self._answer(progress), shortcut, progress.leave)
+
+    async def start(self, generation: Generation) -> bool:
+        """Runs a request without a listener; False when there is a record of this id already."""
+        answer = await self.run_once(generation)
+        if answer is not None:
+            self._spawn(answer)
+        return answer is not None
+
+    async def record(self, request_id: str) -> Record | None:
+        """What is remembered of a request."""
+        return await self._journal.read(request_id)
+
+    def resume(self, record: Record, mark: Mark) -> AsyncGenerator[Delta]:
+        """The answer to an earlier request, with what is before ``mark`` as told."""
+        shortcut = Shortcut()
+        return Live(self._resume(record.generation, mark, context.get_current(), shortcut), shortcut)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
+        that has not ended.
         """
+        if request_id not in self._running:
+            return await self._journal.cancel(request_id)
+        self.on_cancelled(request_id)
+        return True
+
+    # What the journal says (see ``journal.base.Owners``)
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Somebody asked for the request to be ended."""
         progress = self._running.get(request_id)
         if progress is not None:
             progress.interrupt(None)
-        return progress is not None
+
+    def on_taken(self, request_id: str) -> None:
+        """Another router goes on with the request, because this one did not say for long that it does."""
+        progress = self._running.get(request_id)
+        if progress is not None:
+            progress.interrupt(_error(ErrorCode.UNAVAILABLE, "Another router goes on with this request."))
+
+    # The router's life
+
+    async def adopt(self) -> int:
+        """Takes up background requests that their routers left; returns how many. Raises ``QuireError``."""
+        adopted = 0
+        for request_id in () if self._draining else await self._journal.orphans():
+            claimed = await self._journal.claim(request_id)
+            if claimed is not None:
+                self._spawn(self._go_on(*claimed, None, Context(), Shortcut()))
+                adopted += 1
+        return adopted
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Refuses new requests from now on, lets running ones end within ``timeout`` seconds, then ends the rest with
-        UNAVAILABLE; their generators raise it when they are next iterated.
+        UNAVAILABLE, for others to go on with; their generators raise it when they are next iterated.
         """
         self._draining = True
         try:
@@ -94,56 +171,121 @@ class Lifecycle:
         except TimeoutError:
             for progress in list(self._running.values()):
                 progress.interrupt(_shutting_down())
+        self._leaving = True
+        if self._background:
+            await asyncio.wait(self._background)
+
+    def _spawn(self, answer: AsyncGenerator[Delta]) -> None:
+        task = asyncio.create_task(_exhaust(answer), name="background request")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     # The story
 
-    async def _tell(self, generation: Generation, caller: Context) -> AsyncGenerator[Delta]:
-        with self._running_as(self._begin(generation, caller)) as progress:
-            try:
-                async with aclosing(self._answer(progress)) as answer:
+    async def _run(self, generation: Generation, caller: Context, shortcut: Shortcut) -> AsyncGenerator[Delta]:
+        self._check_door()
+        self._check_id(generation.request_id)
+        with ExitStack() as undo:
+            bill = undo.enter_context(await self._charge(generation))
+            lease = self._journal.open(generation)
+            progress = self._begin(generation, lease, caller, bill=bill, shortcut=shortcut)
+            undo.pop_all()
+        async with aclosing(self._answer(progress)) as answer:
+            async for delta in answer:
+                yield delta
+
+    async def _resume(
+        self, generation: Generation, mark: Mark, caller: Context, shortcut: Shortcut
+    ) -> AsyncGenerator[Delta]:
+        """Tells what is written, for as long as another writes it; then goes on with it."""
+        follower = self._journal.follow(generation.request_id)
+        retelling = Retelling(generation, self._texts[generation.model], mark)
+        while (tail := await follower.look()) is not None:
+            for delta in retelling.follow(tail.pieces):
+                yield delta
+            if tail.finish_reason is FinishReason.ERROR:
+                raise read_failure(tail.error)
+            if tail.finish_reason is not None:
+                yield retelling.end(tail.usage)
+                return
+            if self._leaving:
+                raise _shutting_down()
+            claimed = None if tail.held else await self._claim(generation.request_id)
+            if claimed is not None:
+                async with aclosing(self._take_up(*claimed, retelling, mark, caller, shortcut)) as answer:
                     async for delta in answer:
                         yield delta
+                return
+            await asyncio.sleep(FOLLOW_PERIOD)
+        raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+
+    async def _take_up(
+        self, record: Record, lease: Lease, retelling: Retelling, mark: Mark, caller: Context, shortcut: Shortcut
+    ) -> AsyncGenerator[Delta]:
+        together = Progress.tells_together(record.generation)
+        for delta in () if together else retelling.catch_up(record.pieces):
+            yield delta
+        async with aclosing(self._go_on(record, lease, mark, caller, shortcut)) as answer:
+            async for delta in answer:
+                yield delta
+
+    async def _go_on(
+        self, record: Record, lease: Lease, mark: Mark | None, caller: Context, shortcut: Shortcut
+    ) -> AsyncGenerator[Delta]:
+        progress = self._begin(record.generation, lease, caller, record=record, mark=mark, shortcut=shortcut)
+        async with aclosing(self._answer(progress)) as answer:
+            async for delta in answer:
+                yield delta
+
+    async def _answer(self, progress: Progress) -> AsyncGenerator[Delta]:
+        with self._running_as(progress):
+            try:
+                async with aclosing(self._attempts(progress)) as deltas:
+                    async for delta in deltas:
+                        yield delta
             except QuireError as error:
-                progress.finish(FinishReason.ERROR, error.message)
+                self._fail(progress, error)
                 raise
             except Exception:
                 log.exception("request %s failed", progress.id)
-                progress.finish(FinishReason.ERROR, internal().message)
+                self._fail(progress, internal())
                 raise internal() from None
 
-    async def _answer(self, progress: Progress) -> AsyncGenerator[Delta]:
-        losses = 0
-        for attempt in count(1):
-            engine = await self._route(progress)
-            if engine is None:
-                for delta in progress.conclude(FinishReason.ABORT):
-                    yield delta
-                return
+    async def _attempts(self, progress: Progress) -> AsyncGenerator[Delta]:
+        for delta in progress.recover() or progress.end():
+            yield delta
+        if progress.finish_reason is not None:
+            return
+        decision = await self._routing.begin(progress)
+        while decision is not None:
             try:
-                async with aclosing(self._attempt(progress, engine, attempt)) as deltas:
+                async with aclosing(self._attempt(progress, decision)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
-            except EngineFull as refusal:
-                log.info("engine %s did not take request %s: %s", engine.engine_id, progress.id, refusal)
-                progress.refused_by.add(engine.engine_id)
-            except EngineLost as loss:
-                log.warning("attempt %d of request %s lost engine %s: %s", attempt, progress.id, engine.engine_id, loss)
-                losses += 1
+            except (EngineFull, EngineLost) as problem:
+                self._note(progress, decision.engine_id, problem)
             for delta in progress.recover():
                 yield delta
             if progress.ended:
                 return
-            if losses == self._max_attempts:
-                raise _error(ErrorCode.UNAVAILABLE, "The engines that ran this request were lost.")
+            decision = await self._routing.again(progress)
+        for delta in progress.conclude(FinishReason.ABORT):
+            yield delta
 
-    async def _attempt(self, progress: Progress, engine: EngineView, attempt: int) -> AsyncGenerator[Delta]:
-        with _attempt_span(progress, engine, attempt) as span:
-            submission = progress.submission(attempt, traceparent(span))
-            with self._fleet.dispatch(engine.engine_id, submission) as outputs:
+    async def _attempt(self, progress: Progress, decision: Decision) -> AsyncGenerator[Delta]:
+        route = route_header(decision) if self._tell_route else ""
+        progress.attempt += 1
+        with attempt_span(progress, decision.engine_id) as span:
+            submission = progress.submission(traceparent(span))
+            pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
+            with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
+                self._placer.placed(decision, progress.generation)
                 progress.follow(outputs)
                 async for output in outputs:
                     deltas = progress.take(output)
+                    if route and deltas:
+                        deltas[0], route = replace(deltas[0], route=route), ""
                     if progress.ended:
                         break
                     for delta in deltas:
@@ -152,60 +294,59 @@ class Lifecycle:
         for delta in deltas:
             yield delta
 
-    # Route
-
-    async def _route(self, progress: Progress) -> EngineView | None:
-        """The engine to run on; None when the request was cancelled while it was held."""
-        engine = self._choose(progress)
-        if engine is None and not progress.refused_by and not progress.interrupted.done():
-            await self._hold(progress)
-            engine = self._choose(progress)
-        if progress.interrupted.done():
-            progress.raise_interruption()
-            return None
-        if engine is None:
-            error = _nowhere(progress)
-            metrics.REJECTIONS.labels(error.code.name.lower()).inc()
-            raise error
-        return engine
-
-    def _choose(self, progress: Progress) -> EngineView | None:
-        ready = self._fleet.candidates(progress.generation.model)
-        candidates = [engine for engine in ready if engine.engine_id not in progress.refused_by]
-        attributes: dict[str, str | int] = {Attribute.POLICY: POLICY, Attribute.CANDIDATES: len(candidates)}
-        span = tracer.start_span(telemetry.Span.ROUTE, progress.caller, attributes=attributes)
-        engine = choose(progress.generation, candidates)
-        if engine is not None:
-            span.set_attribute(Attribute.ENGINE, engine.engine_id)
-        span.end()
-        metrics.ROUTE_DECISIONS.labels(POLICY, "none_ready" if engine is None else "placed").inc()
-        return engine
-
-    async def _hold(self, progress: Progress) -> None:
-        """Waits until an engine is ready, the request is interrupted, or it has waited long enough."""
-        attributes = {Attribute.QUEUE_REASON: "none_ready"}
-        span = tracer.start_span(telemetry.Span.QUEUE, progress.caller, attributes=attributes)
-        ready = asyncio.ensure_future(self._fleet.wait_ready(self._hold_timeout, progress.generation.model))
-        news: set[asyncio.Future[Any]] = {ready, progress.interrupted}
-        try:
-            await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-            span.end()
+    def _note(self, progress: Progress, engine_id: str, problem: EngineFull | EngineLost) -> None:
+        """What became of an attempt. Raises ``QuireError`` after too many that came to nothing."""
+        if isinstance(problem, EngineFull):
+            log.info("engine %s did not take request %s: %s", engine_id, progress.id, problem)
+            progress.refused_by.add(engine_id)
+            return
+        log.warning("attempt %d of request %s lost engine %s: %s", progress.attempt, progress.id, engine_id, problem)
+        if progress.count_loss() >= self._max_attempts:
+            raise _error(ErrorCode.UNAVAILABLE, "The engines that ran this request were lost.")
 
     # Begin and end
 
-    def _begin(self, generation: Generation, caller: Context) -> Progress:
+    async def _charge(self, generation: Generation) -> Bill:
+        """What the request may use, charged before there is a record of it: who is refused may ask again. One that goes
+        on was charged where it began.
+        """
+        return await self._limits.enter(generation.tenant, generation.request_id, waiting(generation).tokens)
+
+    async def _claim(self, request_id: str) -> tuple[Record, Lease] | None:
+        """The record, if nobody holds it and this router may take it up."""
+        self._check_door()
+        if request_id in self._running:
+            return None  # it is ending here, and about to be let go of
+        return await self._journal.claim(request_id)
+
+    def _begin(
+        self,
+        generation: Generation,
+        lease: Lease,
+        caller: Context,
+        *,
+        record: Record | None = None,
+        mark: Mark | None = None,
+        bill: Bill | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> Progress:
+        text = self._texts[generation.model]
+        return Progress(
+            generation, text, self._journal, lease, caller, record=record, mark=mark, bill=bill, shortcut=shortcut
+        )
+
+    def _check_door(self) -> None:
         if self._draining:
             metrics.REJECTIONS.labels("unavailable").inc()
             raise _shutting_down()
-        if generation.request_id in self._running:
-            log.error("request id %s is in use twice", generation.request_id)
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self._running:
+            log.error("request id %s is in use twice", request_id)
             raise internal()
-        return Progress(generation, self._texts[generation.model], self._journal, caller)
 
     @contextmanager
-    def _running_as(self, progress: Progress) -> Iterator[Progress]:
+    def _running_as(self, progress: Progress) -> Iterator[None]:
         """A request that runs is known by its id and counted; all of it is undone here, on every way out."""
         model = progress.generation.model
         self._running[progress.id] = progress
@@ -214,9 +355,9 @@ class Lifecycle:
         metrics.PROMPT_TOKENS.labels(model).inc(len(progress.generation.prompt_token_ids))
         deadline = self._start_deadline(progress)
         try:
-            yield progress
+            yield
         finally:
-            progress.finish(FinishReason.ABORT)
+            _leave(progress)
             if deadline is not None:
                 deadline.cancel()
             metrics.IN_FLIGHT.labels(model).dec()
@@ -224,72 +365,43 @@ class Lifecycle:
             if not self._running:
                 self._idle.set()
 
+    def _fail(self, progress: Progress, error: QuireError) -> None:
+        """The request ends with an error; one that will pass is not its last word where somebody may come back."""
+        if error.code in _TEMPORARY and progress.resumable:
+            progress.leave()
+        else:
+            progress.finish(FinishReason.ERROR, write_failure(error))
+
     def _start_deadline(self, progress: Progress) -> asyncio.TimerHandle | None:
-        if self._request_timeout is None:
+        until = progress.generation.deadline
+        seconds = [] if until is None else [max(0.0, until - time())]
+        seconds += [] if self._request_timeout is None else [self._request_timeout]
+        if not seconds:
             return None
-        error = QuireError(ErrorCode.DEADLINE, f"The request took longer than {self._request_timeout:g} seconds.")
-        return asyncio.get_running_loop().call_later(self._request_timeout, progress.interrupt, error)
+        error = QuireError(ErrorCode.DEADLINE, f"The request took longer than {min(seconds):.3g} seconds.")
+        return asyncio.get_running_loop().call_later(min(seconds), progress.interrupt, error)
+
+
+def _leave(progress: Progress) -> None:
+    """The client left before the answer was complete: it may come back for the rest of some requests."""
+    if progress.resumable:
+        progress.leave()
+    else:
+        progress.finish(FinishReason.ABORT)
+
+
+async def _exhaust(answer: AsyncGenerator[Delta]) -> None:
+    try:
+        async with aclosing(answer) as deltas:
+            async for _ in deltas:
+                pass
+    except QuireError as error:
+        log.info("a background request ended: %s", error.code.name)
 
 
 def _error(code: ErrorCode, message: str) -> QuireError:
     return QuireError(code, message, retry_after=RETRY_AFTER[code])
 
 
-def _nowhere(progress: Progress) -> QuireError:
-    if progress.refused_by:
-        return _error(ErrorCode.OVERLOADED, "Every engine that is ready has as many requests waiting as it takes.")
-    return _error(ErrorCode.UNAVAILABLE, "No engine is ready to run this model.")
-
-
 def _shutting_down() -> QuireError:
     return _error(ErrorCode.UNAVAILABLE, "This router is shutting down.")
-
-
-# Spans
-
-
-@contextmanager
-def _attempt_span(progress: Progress, engine: EngineView, attempt: int) -> Iterator[Span]:
-    """The span of one attempt, which tells how it ended."""
-    generation = progress.generation
-    name = f"{generation.operation} {generation.model}"
-    attributes = _attempt_attributes(generation, engine, attempt)
-    span = tracer.start_span(name, progress.caller, SpanKind.CLIENT, attributes)
-    try:
-        yield span
-    except (EngineFull, EngineLost, QuireError) as error:
-        kind = error.code.name.lower() if isinstance(error, QuireError) else error.kind
-        span.set_attribute(Attribute.ERROR_TYPE, kind)
-        span.set_status(StatusCode.ERROR, kind)
-        raise
-    finally:
-        _describe_end(span, progress)
-        span.end()
-
-
-def _attempt_attributes(generation: Generation, engine: EngineView, attempt: int) -> dict[str, str | int | float]:
-    return {
-        Attribute.OPERATION: generation.operation,
-        Attribute.PROVIDER: PROVIDER_NAME,
-        Attribute.REQUEST_MODEL: generation.model,
-        Attribute.REQUEST_MAX_TOKENS: generation.params.max_tokens,
-        Attribute.REQUEST_TEMPERATURE: generation.params.temperature,
-        Attribute.REQUEST_TOP_P: generation.params.top_p,
-        Attribute.REQUEST_TOP_K: generation.params.top_k,
-        Attribute.REQUEST_STREAM: generation.stream,
-        Attribute.SERVER_ADDRESS: engine.engine_id,
-        Attribute.ENGINE: engine.engine_id,
-        Attribute.REQUEST_ID: generation.request_id,
-        Attribute.ATTEMPT: attempt,
-    }
-
-
-def _describe_end(span: Span, progress: Progress) -> None:
-    if not span.is_recording():
-        return
-    usage = progress.usage
-    span.set_attribute(Attribute.INPUT_TOKENS, usage.prompt_tokens)
-    span.set_attribute(Attribute.OUTPUT_TOKENS, usage.completion_tokens)
-    span.set_attribute(Attribute.CACHED_TOKENS, usage.cached_tokens)
-    if progress.finish_reason is not None:
-        span.set_attribute(Attribute.FINISH_REASONS, [reason.value for reason in progress.finish_reasons])

@@ -9,7 +9,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def main() -> None:
-    """Serves until a signal comes; one that comes before there is anything to close just ends the process."""
+    """Serves until a signal comes; one that comes before there is anything to close just ends the process. The
+    subcommand ``simulate`` simulates a fleet instead.
+    """
+    if sys.argv[1:2] == ["simulate"]:
+        from quire_router.simulation.main import simulate
+
+        simulate(sys.argv[2:])
+        return
     for number in SIGNALS:
         signal.signal(number, _leave)
     from quire_router.process import run

@@ -1,10 +1,24 @@
 """The router's Prometheus metrics. Labels are configured models and enumerations only, so their number is bounded."""
 
+from collections.abc import Sequence
+
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from quire_proto.telemetry import Metric
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class CountedHistogram(Histogram):
+    """A histogram that can be told of many observations at once, for which the library has no call."""
+
+    def observe_all(self, counts: Sequence[int], total: float) -> None:
+        """``counts`` observations in each bucket, the one without a bound last, that add up to ``total``."""
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
 
@@ -15,13 +29,26 @@ REQUESTS = Counter(
 )
 REJECTIONS = Counter(Metric.REJECTIONS, "Requests refused before they reached an engine, by error code.", ["reason"])
 IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"])
+PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"])
+QUEUE_SECONDS = Histogram(
+    Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=_SECONDS
+)
+ADMISSION_REFUSALS = Counter(Metric.ADMISSION_REFUSALS, "Requests that limits or the queue refused.", ["reason"])
+LIMITS_SHARED = Gauge(Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.")
 TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=_SECONDS)
-ITL = Histogram(Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=_TOKEN_SECONDS)
+ITL = CountedHistogram(
+    Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS
+)
 DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
 PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
 ENGINES_READY = Gauge(Metric.ENGINES_READY, "Engines that can run the model now.", ["model"])
+LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.")
+LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.")
+LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
 ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["policy", "result"])
+INDEX_BLOCKS = Gauge(Metric.INDEX_BLOCKS, "Blocks in the prefix index, counted for each engine that has them.")
+INDEX_DROPPED = Counter(Metric.INDEX_DROPPED, "Blocks that the prefix index did not take.", ["reason"])
 JOURNAL_AVAILABLE = Gauge(Metric.JOURNAL_AVAILABLE, "1 while request state is being kept.")
 JOURNAL_PENDING = Gauge(Metric.JOURNAL_PENDING, "Requests with state that is not written yet.")
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")

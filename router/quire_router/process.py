@@ -1,6 +1,7 @@
 """The router's process: builds the rooms, opens the doors, and closes them in order."""
 
 import asyncio
+import gc
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -12,42 +13,29 @@ from quire_proto.text.errors import ModelTextError
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
-from quire_router.api.frontend import Frontend
-from quire_router.api.identity import Keys
+from quire_router.admission.tenants_file import TenantsFileError
 from quire_router.api.rest.app import build_admin, build_api
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import RpcServer
-from quire_router.api.running import Running
+from quire_router.assembly import Parts
 from quire_router.config import Settings, read_settings
-from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.settings import LinkSettings
-from quire_router.fleet.static import StaticDiscovery
-from quire_router.journal.base import Journal
-from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
+from quire_router.workers.place import Place
+from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger("quire.router")
 _LAST_WORDS = 2.0  # seconds for answers that are already decided to leave
 
 
 class Router:
-    """One router. ``run`` serves until ``stop`` is called; every room is closed on every way out."""
+    """One router. ``run`` serves until ``stop`` is called; every part is closed on every way out. ``place`` is a
+    worker's among several.
+    """
 
-    def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelText], place: Place | None = None) -> None:
         self._settings = settings
-        self._fleet = Fleet(
-            StaticDiscovery(settings.engine),
-            settings.models,
-            LinkSettings(slow_client_timeout=settings.slow_client_timeout),
-        )
-        self._journal = _journal(settings)
-        self._lifecycle = Lifecycle(self._fleet, self._journal, texts, request_timeout=settings.request_timeout)
-        keys = Keys(key.get_secret_value() for key in settings.api_key)
-        running = Running(settings.max_concurrent_requests)
-        self._frontend = Frontend(
-            texts, self._fleet, self._lifecycle, keys, running, allow_priority=settings.allow_priority
-        )
+        self._place = place
+        self._parts = Parts(settings, texts)
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -56,67 +44,90 @@ class Router:
 
     async def run(self) -> None:
         """Raises ``OSError`` when a port cannot be had."""
-        async with AsyncExitStack() as rooms:
-            rooms.callback(self._frontend.close)
-            rooms.push_async_callback(self._journal.close)
-            rooms.push_async_callback(self._fleet.close)
-            doors = await self._open_doors(rooms)
-            await self._fleet.start()
+        parts = self._parts
+        async with AsyncExitStack() as ending:
+            doors = await self._open_doors(ending)
+            await parts.start(ending)
             await self._stopping.wait()
-            log.info("stopping: %d requests in progress", len(self._frontend.running))
-            self._frontend.running.stop_accepting()
-            await self._lifecycle.drain(self._settings.shutdown_timeout)
+            log.info("stopping: %d requests in progress", len(parts.frontend.running))
+            parts.frontend.running.stop_accepting()
+            parts.queue.close()
+            await parts.lifecycle.drain(self._settings.shutdown_timeout)
             for door in doors:
                 door.should_exit = True
 
-    async def _open_doors(self, rooms: AsyncExitStack) -> list[HttpServer]:
-        """Opens all three ports before anything is served on one of them."""
-        settings, frontend, patience = self._settings, self._frontend, self._settings.slow_client_timeout
-        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience)
-        admin = build_admin(frontend, patience=patience)
-        limits = ConnectionLimits(connections=settings.max_connections, head=patience)
-        doors = [
-            HttpServer(app, listen(settings.host, port), limits)
-            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
-        ]
+    async def _open_doors(self, ending: AsyncExitStack) -> list[HttpServer]:
+        """Opens all ports before anything is served on one of them."""
+        settings, patience = self._settings, self._settings.slow_client_timeout
+        doors = self._http_doors()
         rpc = RpcServer(
-            frontend,
-            _address(settings.host, settings.grpc_port),
+            self._parts.frontend,
+            _address(settings.host, self._place.grpc_port if self._place else settings.grpc_port),
             max_message_bytes=settings.max_body_bytes,
             patience=patience,
+            shared=self._place is not None,
         )
-        serving = await rooms.enter_async_context(asyncio.TaskGroup())
-        rooms.push_async_callback(rpc.stop, _LAST_WORDS)
+        serving = await ending.enter_async_context(asyncio.TaskGroup())
+        ending.push_async_callback(rpc.stop, _LAST_WORDS)
         await rpc.start()
         for door in doors:
             serving.create_task(door.run_until_stopped())
         _tell(settings, [door.port for door in doors], rpc.port)
         return doors
 
+    def _http_doors(self) -> list[HttpServer]:
+        """The API's, and the one for metrics, which workers leave to their supervisor."""
+        settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
+        limits = ConnectionLimits(connections=settings.max_connections, head=patience)
+        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience)
+        if self._place is not None:
+            return [HttpServer(api, listen(settings.host, self._place.http_port, shared=True), limits)]
+        admin = build_admin(frontend, patience=patience)
+        return [
+            HttpServer(app, listen(settings.host, port), limits)
+            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
+        ]
+
 
 def run(arguments: Sequence[str]) -> None:
     """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
-    settings = read_settings(arguments)
+    settings, place = read_settings(arguments), Place.own()
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
     setup_tracing("quire-router")
     try:
-        uvloop.run(_serve(settings, _load_texts(settings.models)))
-    except (ModelTextError, OSError) as error:
+        uvloop.run(_serve(settings, arguments, place))
+    except (ModelTextError, TenantsFileError, ValueError, OSError) as error:
         raise SystemExit(f"quire-router: {error}") from error
     finally:
         shutdown_tracing()
 
 
-async def _serve(settings: Settings, texts: Mapping[str, ModelText]) -> None:
-    router = Router(settings, texts)
+async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
+    server: Router | Supervisor
+    if settings.workers > 1 and place is None:
+        server = Supervisor(settings, arguments)
+    else:
+        server = Router(settings, _load_texts(settings.models), place)
     loop = asyncio.get_running_loop()
     # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
-    _on_signals(lambda *_: loop.call_soon_threadsafe(router.stop))
+    _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
+    if place is not None:
+        loop.add_reader(place.parent, server.stop)  # the supervisor is gone
+    _rest_collector()
     try:
-        await router.run()
+        await server.run()
     finally:
         _on_signals(signal.SIG_IGN)
+
+
+def _rest_collector() -> None:
+    """What was loaded stays, and need not be looked through again; what requests leave behind is rarely a cycle.
+    Without this a seventh of the time of streaming is spent looking for garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
@@ -128,26 +139,11 @@ def _load_texts(folders: Mapping[str, Path]) -> dict[str, ModelText]:
     return {name: ModelText.load(folder) for name, folder in folders.items()}
 
 
-def _journal(settings: Settings) -> Journal:
-    if settings.redis_url is None:
-        return MemoryJournal(retention=settings.retention)
-    from quire_router.journal.redis import RedisJournal
-    from quire_router.journal.writer import WriterSettings
-
-    writing = WriterSettings(retention=settings.retention)
-    try:
-        journal = RedisJournal(settings.redis_url.get_secret_value(), settings=writing)
-    except ValueError as error:
-        raise SystemExit(f"quire-router: --redis-url: {error}") from None
-    journal.start()
-    return journal
-
-
 def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _tell(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
-    if not settings.api_key:
+    if not settings.api_key and settings.tenants is None:
         log.warning("no API key is configured: everyone who can reach this port may use the service")
-    log.info("REST on %s:%d, gRPC on %d, metrics on %d", settings.host, ports[0], rpc_port, ports[1])
+    log.info("REST on %s:%d, gRPC on %d, metrics on %s", settings.host, ports[0], rpc_port, (*ports[1:], "no port")[0])

@@ -15,12 +15,17 @@ from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
 
 from quire_router import metrics
-from quire_router.choice import Choice
+from quire_router.admission.limits import Bill
+from quire_router.choice import Choice, open_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation, Usage
-from quire_router.journal.base import Journal
+from quire_router.journal.base import Journal, Lease, Record
+from quire_router.mark import Mark
+from quire_router.retelling import as_told, parted, with_usage
 from quire_router.selection import Selection
+from quire_router.shortcut import Shortcut
+from quire_router.tally import tally_of
 
 RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""
@@ -31,21 +36,44 @@ _GRAVITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishRe
 class Progress:
     """A request between its first and its last piece.
 
-    ``caller`` is the trace context it came with. ``interrupted`` is done once somebody else than the engine ends the
-    request: with an error, or with None when it was cancelled. ``refused_by`` are the engines that were too full.
+    ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context it came with.
+    ``interrupted`` is done once somebody else than the engine ends the request: with an error, or with None when it was
+    cancelled. ``refused_by`` are the engines that were too full, and ``attempt`` counts those that it was sent to.
     ``finish_reason`` is None until the record is closed; of several choices the gravest reason counts.
+
+    A request that goes on from its ``record`` begins with what that holds, of which nothing is told again. Its client
+    may have had more than was written down: what is before ``mark`` comes as told. It is ``restored``, so it was
+    admitted before.
     """
 
-    def __init__(self, generation: Generation, text: ModelText, journal: Journal, caller: Context) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        text: ModelText,
+        journal: Journal,
+        lease: Lease,
+        caller: Context,
+        *,
+        record: Record | None = None,
+        mark: Mark | None = None,
+        bill: Bill | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> None:
         self.generation = generation
         self.caller = caller
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
+        self.attempt = 0
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._text = text
         self._journal = journal
-        self._lease = journal.open(generation)
+        self._lease = lease
+        self._mark = mark
+        self._bill = bill
+        self._shortcut = shortcut or Shortcut()
+        self._taken: list[Delta] = []
+        self.restored = record is not None
         self._outputs: OutputStream | None = None
         self._told = [0] * generation.params.n
         self._reasons: list[FinishReason | None] = [None] * generation.params.n
@@ -53,9 +81,11 @@ class Progress:
         self._start_choices()
         self._began = monotonic()
         self._heard = False
-        # Observed for every token, so looked up once.
-        self._inter_token_latency = metrics.ITL.labels(generation.model)
-        self._generation_tokens = metrics.GENERATION_TOKENS.labels(generation.model)
+        self._losses = 0
+        self._made_at_loss = 0
+        if record is not None and self._selection is None:
+            self._restore(record)
+        self._tally = tally_of(generation.model)
 
     @property
     def id(self) -> str:
@@ -74,19 +104,42 @@ class Progress:
         return Usage(len(self.generation.prompt_token_ids), made, self.cached_tokens or 0)
 
     @property
+    def begun(self) -> bool:
+        """Whether anything of the answer was told."""
+        return any(self._told) or any(reason is not None for reason in self._reasons)
+
+    @property
+    def resumable(self) -> bool:
+        """Whether somebody may come back for what is left: who has read a part of a stream, or can name the request."""
+        generation = self.generation
+        return generation.background or bool(generation.digest) or (generation.stream and (self.begun or self.restored))
+
+    @staticmethod
+    def tells_together(generation: Generation) -> bool:
+        """Whether the choices of a request are told when all of them have ended."""
+        return Selection.needed(generation.params)
+
+    @property
     def finish_reasons(self) -> list[FinishReason]:
         """Why each choice has ended; none before the request has."""
         end = self.finish_reason
         return [] if end is None else [reason or end for reason in self._reasons]
 
-    def submission(self, attempt: int, traceparent: str) -> engine_pb2.Submit:
+    def count_loss(self) -> int:
+        """An engine was lost: how many have been since the last token."""
+        made = self.usage.completion_tokens
+        self._losses = 1 if made > self._made_at_loss else self._losses + 1
+        self._made_at_loss = made
+        return self._losses
+
+    def submission(self, traceparent: str) -> engine_pb2.Submit:
         """The request from where it stands: its prompt, and what came of each choice."""
         generation, params = self.generation, self.generation.params
         if self._prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they have come
         alone = len(self._choices) == 1
         return engine_pb2.Submit(
-            request_id=self.id if attempt == 1 else _attempt_id(self.id),
+            request_id=self.id if self.attempt == 1 and not self.restored else _attempt_id(self.id),
             prompt_token_ids=generation.prompt_token_ids,
             output_token_ids=self._choices[0].token_ids if alone else (),
             sampling=sampling_to_proto(params),
@@ -97,8 +150,10 @@ class Progress:
         )
 
     def follow(self, outputs: OutputStream) -> None:
-        """From now on an interruption ends ``outputs``."""
+        """From now on an interruption ends ``outputs``, and pieces come by the shortcut where they can."""
         self._outputs = outputs
+        if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
+            outputs.on_piece = self.pass_on
 
     def interrupt(self, error: QuireError | None) -> None:
         """Ends the request from outside: with ``error``, or as cancelled. The first interruption counts."""
@@ -121,18 +176,34 @@ class Progress:
         the error that the output ends with.
         """
         if output.error is not None:
-            raise _as_told(output.error)
+            raise _for_client(output.error)
+        if self._taken:
+            deltas, self._taken = self._taken, []
+            return deltas
         if self.cached_tokens is None:
             self.cached_tokens = min(output.cached_tokens, len(self.generation.prompt_token_ids))
         if output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs
-        choice = self._choices[output.index]
-        delta = choice.take(output)
-        if delta.token_ids:
-            self._count(choice, delta.token_ids)
-        if delta.finish_reason is not output.finish_reason and self._outputs is not None:
+        choice, reason = self._choices[output.index], output.finish_reason
+        deltas = self._read(choice, output)
+        if deltas[-1].finish_reason is not reason and self._outputs is not None:
             self._outputs.cancel(choice.index)  # a stop string, of which the engine knows nothing
-        return self._tell([delta])
+        return self._tell(deltas)
+
+    def pass_on(self, output: Output) -> bool:
+        """Takes an output by the shortcut: its pieces are written at once. False where it has to be given to ``take``,
+        and to be told by whoever waits for it: there is no writer, or a choice ends.
+        """
+        writer = self._shortcut.writer
+        if writer is None or not writer.is_open or output.finish_reason is not None:
+            return False
+        deltas = self.take(output)
+        if self._choices[output.index].finish_reason is not None:
+            self._taken = deltas  # a stop string; ``take`` is given the same output next
+            return False
+        for delta in deltas:
+            writer.write(delta)
+        return True
 
     def conclude(self, reason: FinishReason) -> list[Delta]:
         """The last pieces of a request whose choices end without an engine's word, finished."""
@@ -149,31 +220,47 @@ class Progress:
         complete = [choice for choice in self._choices if _is_complete(choice, params.max_tokens)]
         return self._tell([choice.conclude(FinishReason.LENGTH) for choice in complete])
 
+    def end(self) -> list[Delta]:
+        """The last piece of a request whose record holds every choice's end but not its own."""
+        return self._tell([]) if self.ended and self.finish_reason is None else []
+
     def finish(self, reason: FinishReason, error: str = "") -> None:
         """Closes the record and counts the request; the first end counts."""
-        if self.finish_reason is not None:
-            return
+        if self.finish_reason is None:
+            self._journal.finish(self._lease, reason, error, self.usage)
+            self._close(reason)
+
+    def leave(self) -> None:
+        """Ends the request here and leaves its record to whoever goes on with it; the first end counts."""
+        if self.finish_reason is None:
+            self._journal.release(self._lease)
+            self._close(FinishReason.ABORT)
+
+    def _close(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        self._journal.finish(self._lease, reason, error)
+        if self._bill is not None:
+            self._bill.used = self.usage.prompt_tokens + self.usage.completion_tokens
+            self._bill.close()
         generation = self.generation
+        self._tally.flush()
         metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
         metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
+
+    def _restore(self, record: Record) -> None:
+        """Brings every choice to where the record leaves it."""
+        for choice, delivered in zip(self._choices, record.choices, strict=True):
+            choice.take(Output(delivered.token_ids, 0, delivered.finish_reason))
+            self._told[choice.index] = len(choice.token_ids)
+            self._reasons[choice.index] = choice.finish_reason
+            self._unfinished -= choice.finish_reason is not None
+        if any(piece.prompt_logprobs for piece in record.pieces):
+            self._prompt_logprobs = []
+        self._heard = self.begun
 
     def _start_choices(self) -> None:
         """Makes all choices, with nothing in them yet."""
         generation, params = self.generation, self.generation.params
-        self._choices = [
-            Choice(
-                index,
-                self._text.open_output(
-                    generation.prompt_token_ids,
-                    generation.stop,
-                    include_stop=generation.include_stop,
-                    skip_special_tokens=generation.skip_special_tokens,
-                ),
-            )
-            for index in range(params.num_told)
-        ]
+        self._choices = open_choices(generation, self._text, params.num_told)
         self._unfinished = len(self._choices)
         self._selection = Selection(params) if Selection.needed(params) else None
 
@@ -187,32 +274,45 @@ class Progress:
         if self._prompt_logprobs and pieces:
             pieces[0] = replace(pieces[0], prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = []
-        for piece in pieces:
-            self._deliver(piece)
-        if pieces and self.ended:
+        pieces = [self._deliver(piece) for piece in pieces]
+        if self.ended and self.finish_reason is None:
             self.finish(max((reason for reason in self._reasons if reason is not None), key=_GRAVITY.index))
-            pieces[-1] = replace(pieces[-1], usage=self.usage)
+            return with_usage(pieces, self.usage, self._mark)
         return pieces
+
+    def _read(self, choice: Choice, output: Output) -> list[Delta]:
+        """The piece that an output makes, or two where its reader stands within it."""
+        mark = self._mark if self._selection is None else None
+        deltas: list[Delta] = []
+        for part in [output] if mark is None else parted(output, mark):
+            if choice.finish_reason is None:
+                deltas.append(choice.take(part))
+                self._count(choice, deltas[-1].token_ids)
+        return deltas
 
     def _select(self, selection: Selection, pieces: list[Delta]) -> list[Delta]:
         for piece in pieces:
             selection.add(piece)
         return selection.best() if self.ended else []
 
-    def _deliver(self, piece: Delta) -> None:
+    def _deliver(self, piece: Delta) -> Delta:
+        """Writes the piece down; returns it, as told if its reader had it."""
         index, reason = piece.index, piece.finish_reason
         if piece.token_ids or reason is not None:
-            self._journal.append(self._lease, self._told[index], piece.token_ids, index, reason)
+            self._journal.append(self._lease, self._told[index], piece)
         self._told[index] += len(piece.token_ids)
         self._reasons[index] = reason
+        return piece if self._mark is None else as_told(piece, self._told[index], self._mark)
 
     def _count(self, choice: Choice, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
         now = monotonic()
         if choice.last_token is not None:
-            self._inter_token_latency.observe((now - choice.last_token) / len(token_ids))
+            self._tally.add_gap((now - choice.last_token) / len(token_ids))
         elif not self._heard:
             metrics.TTFT.labels(self.generation.model).observe(now - self._began)
-        self._generation_tokens.inc(len(token_ids))
+        self._tally.add(len(token_ids))
         choice.last_token, self._heard = now, True
 
 
@@ -235,7 +335,7 @@ def _attempt_id(request_id: str) -> str:
     return f"{request_id[:31]}-{uuid4().hex}"
 
 
-def _as_told(error: QuireError) -> QuireError:
+def _for_client(error: QuireError) -> QuireError:
     """The engine's error as the client sees it: that an id is in use there is no client's fault, and an error that will
     pass says when.
     """

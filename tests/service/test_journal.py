@@ -21,7 +21,7 @@ def test_a_request_is_in_redis_with_all_that_is_needed_to_go_on_with_it(stack: S
     eventually(lambda: len(keys()) >= 1, message="nothing was written")
 
     def finished() -> bool:
-        return b"length" in b"".join(_dump(database, key) for key in keys())
+        return b'"reason": "length"' in b"".join(_dump(database, key) for key in keys())
 
     eventually(finished, message="the end was not written")
     everything = b"".join(_dump(database, key) for key in keys())

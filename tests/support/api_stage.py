@@ -3,15 +3,18 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import grpc
+from quire_proto.errors import QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelText
-from quire_router.api.backend import FleetView, Runner
+from quire_router.admission.tenants_file import TenantsFile
+from quire_router.api.backend import Runner
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
 from quire_router.api.rest.app import RestApp, build_admin, build_api
@@ -19,7 +22,10 @@ from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import RpcServer
 from quire_router.api.running import Running
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import NO_USAGE, Delta, Generation, Usage
+from quire_router.journal.base import Record, Told
+from quire_router.journal.failure import write_failure
+from quire_router.mark import Mark
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
@@ -52,9 +58,45 @@ class ScriptedFleet:
 
 
 @dataclass
+class Life:
+    """What the scripted runner remembers of one request. It is ``held`` while somebody makes its pieces."""
+
+    generation: Generation
+    deltas: list[Delta] = field(default_factory=list)
+    error: QuireError | None = None
+    held: bool = True
+    news: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def ended(self) -> bool:
+        return self.error is not None or any(delta.usage is not None for delta in self.deltas)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        reasons = [delta.finish_reason for delta in self.deltas if delta.finish_reason]
+        if not self.ended or self.error is not None:
+            return FinishReason.ERROR if self.error is not None else None
+        return FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[-1]
+
+    def record(self) -> Record:
+        pieces = [
+            Told(each.index, each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs, each.score)
+            for each in self.deltas
+        ]
+        error = "" if self.error is None else write_failure(self.error)
+        usages = [delta.usage for delta in self.deltas if delta.usage is not None]
+        usage = usages[0] if usages else NO_USAGE
+        return Record(self.generation, "router", 1, pieces, self.reason, error, usage, self.held)
+
+    async def tell(self) -> None:
+        async with self.news:
+            self.news.notify_all()
+
+
+@dataclass
 class ScriptedRunner:
     """Answers every request by ``script``: texts and deltas are pieces of every choice, a reason ends them all, an
-    error is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``.
+    error is raised, an event is waited for. Log-probabilities are those of ``logprobs_of``. It remembers all of it.
     """
 
     script: Script = ANSWER
@@ -63,31 +105,94 @@ class ScriptedRunner:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     aborts: dict[str, asyncio.Event] = field(default_factory=dict)
+    lives: dict[str, Life] = field(default_factory=dict)
+    background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def run(self, generation: Generation) -> AsyncGenerator[Delta]:
         return self._run(generation)
 
-    def cancel(self, request_id: str) -> bool:
+    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+        await asyncio.sleep(0)
+        if generation.request_id in self.lives:
+            return None
+        self.lives[generation.request_id] = Life(generation)
+        return self._run(generation)
+
+    async def start(self, generation: Generation) -> bool:
+        answer = await self.run_once(generation)
+        if answer is not None:
+            task = asyncio.create_task(self._exhaust(answer))
+            self.background.add(task)
+            task.add_done_callback(self.background.discard)
+        return answer is not None
+
+    async def record(self, request_id: str) -> Record | None:
+        await asyncio.sleep(0)
+        life = self.lives.get(request_id)
+        return None if life is None else life.record()
+
+    def resume(self, record: Record, mark: Mark) -> AsyncGenerator[Delta]:
+        return self._resume(self.lives[record.generation.request_id], mark)
+
+    async def cancel(self, request_id: str) -> bool:
+        await asyncio.sleep(0)
         abort = self.aborts.get(request_id)
         if abort is not None:
             abort.set()
         return abort is not None
 
+    async def _exhaust(self, answer: AsyncGenerator[Delta]) -> None:
+        async for _ in answer:
+            pass
+
     async def _run(self, generation: Generation) -> AsyncGenerator[Delta]:
         self.generations.append(generation)
+        life = self.lives.setdefault(generation.request_id, Life(generation))
+        async for delta in self._make(life):
+            yield delta
+
+    async def _make(self, life: Life) -> AsyncGenerator[Delta]:
+        """The pieces of one request from the first on; those that were made before are the same again."""
+        generation, made = life.generation, 0
         self.aborts[generation.request_id] = asyncio.Event()
-        ended = False
+        life.held = True
         try:
             async for delta in self._play(generation):
-                ended = delta.usage is not None
+                made += 1
+                if made > len(life.deltas):
+                    life.deltas.append(delta)
+                await life.tell()
                 yield delta
-        except Exception:
-            ended = True
+        except QuireError as error:
+            life.error = error
             raise
         finally:
             del self.aborts[generation.request_id]
-            if not ended:
+            life.held = False
+            if not life.ended:
                 self.abandoned.set()
+            await life.tell()
+
+    async def _resume(self, life: Life, mark: Mark) -> AsyncGenerator[Delta]:
+        ends = [0] * life.generation.params.n
+        async with aclosing(self._follow(life) if life.held or life.ended else self._make(life)) as deltas:
+            async for delta in deltas:
+                ends[delta.index] += len(delta.token_ids)
+                yield as_had(delta, ends[delta.index], mark)
+
+    async def _follow(self, life: Life) -> AsyncGenerator[Delta]:
+        given = 0
+        while True:
+            for delta in life.deltas[given:]:
+                given += 1
+                yield delta
+            if life.error is not None:
+                raise life.error
+            if life.ended:
+                return
+            async with life.news:
+                if len(life.deltas) == given and not life.ended:
+                    await life.news.wait()
 
     async def _play(self, generation: Generation) -> AsyncIterator[Delta]:
         self.begun.set()
@@ -120,6 +225,13 @@ class ScriptedRunner:
             for wait in waits:
                 wait.cancel()
         return abort.is_set()
+
+
+def as_had(delta: Delta, end: int, mark: Mark) -> Delta:
+    """The piece as whoever stands at ``mark`` has it; ``end`` is how many tokens its choice has with it."""
+    had = mark.begun(delta.index) and end <= mark.position(delta.index)
+    had = had and (delta.finish_reason is None or mark.ended(delta.index))
+    return replace(delta, told=True, logprobs=[]) if had else delta
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
@@ -194,13 +306,18 @@ async def open_stage(
     patience: float = 20.0,
     template: str = CHAT_TEMPLATE,
     limits: ConnectionLimits | None = None,
-    allow_priority: bool = False,
+    heartbeat: float = 5.0,
+    runner: Runner | None = None,
+    file: TenantsFile | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """Serves until the block ends."""
+    """Serves until the block ends. ``runner`` may take the place of the scripted one, and ``settings`` are the
+    frontend's.
+    """
     texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
-    fleet, runner = ScriptedFleet(), ScriptedRunner(script)
-    frontend = _frontend(texts, fleet, runner, keys, concurrent, allow_priority)
-    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience)
+    fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
+    frontend = Frontend(texts, fleet, runner or scripted, Keys(keys, file), Running(concurrent), **settings)
+    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, heartbeat=heartbeat)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience)
@@ -209,22 +326,11 @@ async def open_stage(
         for each in (server, admin):
             serving.create_task(each.run_until_stopped())
         try:
-            yield Stage(frontend, fleet, runner, app, server.port, admin.port, rpc.port)
+            yield Stage(frontend, fleet, scripted, app, server.port, admin.port, rpc.port)
         finally:
             server.should_exit = admin.should_exit = True
             await rpc.stop(0)
             frontend.close()
-
-
-def _frontend(
-    texts: dict[str, ModelText],
-    fleet: FleetView,
-    runner: Runner,
-    keys: Sequence[str],
-    concurrent: int,
-    allow_priority: bool,
-) -> Frontend:
-    return Frontend(texts, fleet, runner, Keys(keys), Running(concurrent), allow_priority=allow_priority)
 
 
 @dataclass
@@ -244,12 +350,26 @@ class Answer:
         return self.json["error"]
 
     @property
+    def sse(self) -> list[tuple[str | None, object]]:
+        """The events of a stream with their ids; the end mark as the string it is."""
+        return events_of(self.body)
+
+    @property
     def events(self) -> list[object]:
         """The events of a stream; the end mark as the string it is."""
-        lines = self.body.decode().split("\n\n")
-        assert lines.pop() == ""
-        data = [line.removeprefix("data: ") for line in lines]
-        return [each if each == "[DONE]" else json.loads(each) for each in data]
+        return [data for _, data in self.sse]
+
+
+def events_of(body: bytes) -> list[tuple[str | None, object]]:
+    """The complete events of a stream with the ids that they have themselves."""
+    events = []
+    for block in body.decode().split("\n\n")[:-1]:
+        fields = [line.partition(": ")[::2] for line in block.split("\n")]
+        assert {name for name, _ in fields} <= {"id", "data", "retry", ""}
+        said = dict(fields)
+        data = said["data"]
+        events.append((said.get("id"), data if data == "[DONE]" else json.loads(data)))
+    return events
 
 
 async def ask(port: int, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Answer:

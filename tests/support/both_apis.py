@@ -9,7 +9,7 @@ SCALARS = {
     "prompt_logprobs",
 }  # fmt: skip
 EARLY = {False: 0, True: types_pb2.EARLY_STOPPING_FIRST, "never": types_pb2.EARLY_STOPPING_NEVER}
-BESIDE = ("stop", "include_stop_str_in_output", "skip_special_tokens", "priority", "echo")
+BESIDE = ("stop", "include_stop_str_in_output", "skip_special_tokens", "priority", "echo", "background")
 
 
 def as_proto(fields: dict[str, object]) -> pb.GenerateRequest | pb.ChatRequest:

@@ -8,12 +8,17 @@ from typing import Any
 
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason
+from quire_router.admission.queue import Queue, QueueSettings
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
-from quire_router.generation import Delta
+from quire_router.generation import Delta, Generation
+from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
+from quire_router.placement.query import Decision
+from quire_router.placement.table import EngineTable, Rows
+from quire_router.routing import Routing
 
 from tests.support.letters import TEXT, tokens
 from tests.support.scripted_engine import ScriptedEngine
@@ -22,13 +27,27 @@ from tests.support.waiting import until
 QUICK = {"backoff": 0.01, "max_backoff": 0.05, "slow_client_timeout": 0.05}
 
 
+class FirstIdle:
+    """Places a request where the fewest are in flight, on the earliest engine among equals: tests know where."""
+
+    def __init__(self, table: EngineTable) -> None:
+        self._table = table
+
+    def place(self, generation: Generation, rows: Rows, *, explained: bool = False) -> Decision | None:
+        row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
+        return None if row is None else Decision(str(self._table.ids[row]), row, "first_idle", 0)
+
+    def placed(self, decision: Decision, generation: Generation) -> None:
+        pass
+
+
 @dataclass
 class House:
     """A router's inner rooms and its engines."""
 
     lifecycle: Lifecycle
     fleet: Fleet
-    journal: MemoryJournal
+    journal: Journal
     engines: list[ScriptedEngine]
 
     @property
@@ -54,8 +73,8 @@ class House:
     async def left_nothing(self, request_id: str, reason: FinishReason, *delivered: str) -> None:
         """Nothing is in flight anywhere, and the record tells what the client got."""
         assert self.lifecycle.in_flight == 0
-        for engine in self.fleet.candidates("m"):
-            assert (engine.in_flight, engine.in_flight_tokens) == (0, 0)
+        for _, row in self.fleet.table:
+            assert self.fleet.table.requests[row] == self.fleet.table.decoding[row] == 0
         record = await self.journal.read(request_id)
         assert record is not None
         assert record.finish_reason is reason
@@ -68,7 +87,14 @@ class House:
 
 @asynccontextmanager
 async def house(
-    count: int = 1, *, ready: int | None = None, grace: float = 30, link: Mapping[str, float] = QUICK, **options: Any
+    count: int = 1,
+    *,
+    ready: int | None = None,
+    grace: float = 30,
+    link: Mapping[str, float] = QUICK,
+    hold_timeout: float = 10.0,
+    journal: Journal | None = None,
+    **options: Any,
 ) -> AsyncIterator[House]:
     engines = [ScriptedEngine() for _ in range(count)]
     for engine in engines:
@@ -78,8 +104,12 @@ async def house(
     settings = LinkSettings(grace=grace, **link)
     fleet = Fleet(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
     await fleet.start()
-    journal = MemoryJournal()
-    place = House(Lifecycle(fleet, journal, {"m": TEXT}, **options), fleet, journal, engines)
+    queue = Queue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
+    fleet.on_room = queue.stir
+    placer = FirstIdle(fleet.table)
+    routing = Routing(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
+    journal = journal or MemoryJournal()
+    place = House(Lifecycle(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines)
     try:
         await place.ready(count if ready is None else ready)
         yield place

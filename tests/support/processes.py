@@ -36,7 +36,7 @@ class Process:
         stdout: int | None = None,
     ) -> None:
         self.log = log
-        self._output = log.open("wb")
+        self._output = log.open("ab")
         self.popen = subprocess.Popen(
             command,
             stdout=self._output if stdout is None else stdout,
@@ -110,9 +110,10 @@ class Router(Process):
         folder: Path,
         *flags: str,
         name: str = "quire-demo",
+        ports: tuple[int, int, int] | None = None,
         **environment: str,
     ) -> None:
-        self.http_port, self.grpc_port, self.metrics_port = free_port(), free_port(), free_port()
+        self.http_port, self.grpc_port, self.metrics_port = ports or (free_port(), free_port(), free_port())
         command = [sys.executable, "-m", "quire_router.main", "--model", f"{name}={model}"]
         command += ["--http-port", str(self.http_port), "--grpc-port", str(self.grpc_port)]
         command += ["--metrics-port", str(self.metrics_port), *flags]

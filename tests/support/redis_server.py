@@ -49,6 +49,11 @@ class RedisServer:
         if self._process is not None:
             self._process.send_signal(number)
 
+    def forget(self) -> None:
+        """Loses all that was written, of a server that is dead."""
+        for entry in self._folder.iterdir():
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
     def restart(self) -> None:
         self.kill()
         self.start()

@@ -46,6 +46,7 @@ class ScriptedEngine(EngineServicer):
     def __init__(self, *, generation: int = 1, models: Sequence[str] = ("m",), **description: Any) -> None:
         self.generation = generation
         self.resumes = True
+        self.draining = False
         self.commands: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self.opened: asyncio.Queue[engine_pb2.Open] = asyncio.Queue()
         self.acked = 0
@@ -99,7 +100,12 @@ class ScriptedEngine(EngineServicer):
         """The next batch; ``skip`` loses so many before it. Without a stream it waits to be replayed."""
         self.sequence += 1 + skip
         batch = engine_pb2.StepBatch(
-            sequence=self.sequence, step=self.sequence, outputs=outputs, load=load, kv_events=kv_events
+            sequence=self.sequence,
+            step=self.sequence,
+            outputs=outputs,
+            load=load,
+            kv_events=kv_events,
+            draining=self.draining,
         )
         self._kept.append(batch)
         self._outgoing.put_nowait(batch)
@@ -165,6 +171,7 @@ class ScriptedEngine(EngineServicer):
             sequence=opening.last_sequence if resumed else 0,
             resumed=resumed,
             cached=() if resumed else self.cached,
+            draining=self.draining,
         )
 
     async def _listen(self, requests: AsyncIterator[engine_pb2.SessionRequest]) -> None:

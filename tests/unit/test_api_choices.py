@@ -146,8 +146,7 @@ async def test_choices_over_grpc_have_an_index_and_the_usage_comes_with_the_last
 
 async def test_an_answer_in_which_a_choice_has_no_end_is_never_passed_on_as_complete():
     script = [Delta("one", [1]), Delta("", [], FinishReason.STOP, Usage(3, 1))]
-    async with open_stage() as stage:
-        stage.frontend._runner = together(Verbatim(script))
+    async with open_stage(runner=Verbatim(script)) as stage:
         whole = await ask(stage.port, "POST", COMPLETIONS, completion([0], n=2))
 
     assert whole.status == 500
@@ -235,8 +234,7 @@ async def test_a_list_of_prompts_can_be_streamed():
 async def test_the_error_of_one_prompt_is_the_answers_and_ends_the_others():
     never = asyncio.Event()
     runner = Verbatim([never], [QuireError(ErrorCode.OVERLOADED, "Full.", retry_after=1)], [never])
-    async with open_stage() as stage:
-        stage.frontend._runner = together(runner)
+    async with open_stage(runner=runner) as stage:
         answer = await ask(stage.port, "POST", COMPLETIONS, completion([[0], [1], [2]]))
 
     assert (answer.status, answer.error["message"]) == (429, "Full.")
@@ -246,8 +244,7 @@ async def test_the_error_of_one_prompt_is_the_answers_and_ends_the_others():
 async def test_a_client_that_leaves_cancels_every_prompt():
     never = asyncio.Event()
     runner = Verbatim([Delta("x", [1]), never], [never], [never])
-    async with open_stage() as stage:
-        stage.frontend._runner = together(runner)
+    async with open_stage(runner=runner) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         body = json.dumps(completion([[0], [1], [2]], stream=True)).encode()
         head = f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"

@@ -54,7 +54,7 @@ STOPS = [[""], ["x" * 257], ["x"] * 17, ["ok", ""]]
 PROMPTS = [[], [-1], [VOCAB_SIZE], [2**31 - 1], [1] * MAX_MODEL_LEN, "hello " * MAX_MODEL_LEN, "a long story " * 4000]
 CONVERSATIONS = [
     ([], "messages"),
-    ([{"role": "tool", "content": "x"}], "messages[0].role"),
+    ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
     ([{"role": "", "content": "x"}], "messages[0].role"),
     ([{"role": "user", "content": "x"}, {"role": "USER", "content": "x"}], "messages[1].role"),
     ([{"role": "user", "content": "hello " * MAX_MODEL_LEN}], "messages"),

@@ -266,7 +266,7 @@ def test_other_values_and_unknown_fields_are_refused_by_name_in_completions(name
 
 
 def test_what_is_not_supported_yet_is_told_so():
-    assert "not supported" in refusal_of(ChatRequest, chat(tools=[{}])).message
+    assert "not supported" in refusal_of(ChatRequest, chat(functions=[{}])).message
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_what_is_not_supported_yet_is_told_so():
     [
         ({"role": "user"}, "messages[0].content"),
         ({"content": "x"}, "messages[0].role"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].tool_call_id"),
         ({"role": "function", "content": "x"}, "messages[0].role"),
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": 7}, "messages[0].content"),
@@ -286,7 +286,7 @@ def test_what_is_not_supported_yet_is_told_so():
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///x"}}]},
             "messages[0].content",
         ),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls[0].id"),
         ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, "messages[0].audio"),
         ({"role": "user", "content": "x", "prefix": True}, "messages[0].prefix"),
     ],

@@ -99,6 +99,7 @@ async def test_what_does_not_finish_in_time_is_told_so_over_rest():
         events = (await answer).events
 
     assert events[-1]["error"]["type"] == "service_unavailable_error"
+    assert events[-1]["error"]["resumable"] is True
 
 
 async def test_what_does_not_finish_in_time_is_told_so_over_grpc():

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -266,14 +267,55 @@ async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> No
         assert link.session.in_flight == 0
 
 
-async def test_a_request_that_may_not_have_arrived_is_cancelled_and_given_back() -> None:
+async def test_requests_that_may_not_have_arrived_are_sent_again_in_their_order() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        streams = [await submitted(engine, link, submit(name)) for name in "ab"]
+        await until(lambda: link.session.sequence == 1)
+        engine.break_stream()
+        assert [(await engine.submit()).request_id for _ in "ab"] == ["a", "b"]
+        engine.send(output("a", [1], 0, STOP), output("b", [2], 0, STOP))
+        assert [(await rest(stream))[0] for stream in streams] == [[1], [2]]
+
+
+async def test_a_request_that_ended_before_it_came_again_is_cancelled() -> None:
     async with linked() as (engine, link):
         engine.send()
         stream = await submitted(engine, link, submit("a"))
         await until(lambda: link.session.sequence == 1)
         engine.break_stream()
-        with pytest.raises(EngineLost):
-            await anext(stream)
+        engine.send(output("a", [1], 0, STOP))  # after the break: the next stream replays it
+        assert (await rest(stream))[0] == [1]
+        command = await engine.cancel()
+        assert (command.request_id, list(command.indexes)) == ("a", [])
+        assert link.session.in_flight == 0
+
+
+async def test_only_so_many_requests_are_kept_to_be_sent_again() -> None:
+    async with linked(replace(PATIENT, max_unheard=1)) as (engine, link):
+        engine.send()
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        await until(lambda: link.session.sequence == 1)
+        engine.break_stream()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineLost):
+                await anext(first)
+        assert (await engine.cancel()).request_id == "a"
+        assert (await engine.submit()).request_id == "b"
+        engine.send(output("b", [2], 0, STOP))
+        assert (await rest(second))[0] == [2]
+
+
+async def test_a_request_that_is_cancelled_before_it_is_sent_again_may_run_and_is_cancelled_there() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        stream = await submitted(engine, link, submit("a"))
+        await until(lambda: link.session.sequence == 1)
+        await engine.stop()
+        await until(lambda: not link.ready)
+        link.session.begin(engine_pb2.Snapshot(generation=1, resumed=True, sequence=1))  # and breaks again at once
+        stream.close()
+        await engine.start()
         assert (await engine.cancel()).request_id == "a"
 
 

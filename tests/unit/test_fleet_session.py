@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
 from quire_router.fleet.outbox import Outbox
-from quire_router.fleet.output import EngineFull, EngineLost
+from quire_router.fleet.output import EngineFull
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
@@ -61,21 +61,15 @@ def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]]
                     read[name] += (await anext(streams[name])).token_ids
         for name in NAMES:
             expected = list(range(sum(step.get(name, 0) for step in lengths)))
-            lost = await finish(streams[name], read[name])
-            # Only a request that had not been heard of when the stream broke may be given back.
-            assert read[name] == expected[: len(read[name])] if lost else read[name] == expected
+            await finish(streams[name], read[name])
+            assert read[name] == expected
 
     asyncio.run(run())
 
 
-async def finish(stream: OutputStream, read: list[int]) -> bool:
-    """Reads the rest; whether the request was given back without ever having been heard of."""
-    try:
-        async for last in stream:
-            read += last.token_ids
-    except EngineLost:
-        return not stream.heard_of
-    return False
+async def finish(stream: OutputStream, read: list[int]) -> None:
+    async for last in stream:
+        read += last.token_ids
 
 
 def submit(name: str) -> engine_pb2.Submit:

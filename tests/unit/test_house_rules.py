@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "proto/quire_proto", ROOT / "engine/quire_engine", ROOT / "router/quire_router"]
 # Used through another library: the parser that the protocol class of uvicorn needs.
 INDIRECT = {"httptools"}
+# The fleet simulator is engines and routers together, and needs the engine in all of its modules. They are imported by
+# its door only, which says so where the engine is not installed.
+SIMULATOR = ROOT / "router/quire_router/simulation"
+SIMULATOR_DOOR = {SIMULATOR / "__init__.py", SIMULATOR / "main.py"}
 # Scripts that run in the environment of what they run, never in ours.
 FOREIGN = ROOT / "engine/quire_engine/bench/peers"
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -44,17 +48,20 @@ def test_the_engines_service_does_not_import_torch() -> None:
 def test_the_router_never_imports_torch_or_transformers() -> None:
     names = imported(
         "import pkgutil, importlib, quire_router\n"
-        "for m in pkgutil.walk_packages(quire_router.__path__, 'quire_router.'): importlib.import_module(m.name)"
+        "for m in pkgutil.walk_packages(quire_router.__path__, 'quire_router.'):\n"
+        "    if not m.name.startswith('quire_router.simulation.'): importlib.import_module(m.name)\n"
+        "import quire_router.simulation.main"
     )
-    assert not names & {"torch", "transformers", "quire_engine", "numpy"}
+    assert not names & {"torch", "transformers", "quire_engine"}
 
 
 def test_the_simulator_needs_neither_torch_nor_what_only_its_plots_need() -> None:
     assert not imported("import quire_engine.simulation.main") & {"torch", "transformers", "matplotlib", "grpc"}
+    assert not imported("import quire_router.simulation.command") & {"torch", "transformers", "matplotlib"}
 
 
 def test_placement_and_text_do_no_input_or_output() -> None:
-    names = imported("import quire_router.placement.choose, quire_router.placement.view")
+    names = imported("import quire_router.placement.placer")
     assert not names & {"grpc", "redis", "asyncio", "fastapi", "uvicorn"}
 
 
@@ -72,6 +79,8 @@ def test_every_import_is_declared_and_every_dependency_used(distribution: str) -
 def test_what_only_an_extra_installs_is_imported_where_it_is_used(distribution: str) -> None:
     _, extras = requirements(distribution)
     for path in own_modules(distribution):
+        if is_behind_a_door(path):
+            continue
         needed = imported_distributions(ast.parse(path.read_text()).body, distribution)
         assert not needed & extras, f"{path.name} cannot be imported without an extra"
 
@@ -80,6 +89,23 @@ def own_modules(distribution: str) -> Iterator[Path]:
     for path in (ROOT / distribution).rglob("*.py"):
         if FOREIGN not in path.parents:
             yield path
+
+
+def is_behind_a_door(path: Path) -> bool:
+    return SIMULATOR in path.parents and path not in SIMULATOR_DOOR
+
+
+def test_nothing_but_the_simulator_knows_the_simulator_or_the_engine() -> None:
+    for path in own_modules("router"):
+        names = set(imported_modules(ast.walk(ast.parse(path.read_text()))))
+        engine = any(name.partition(".")[0] == "quire_engine" for name in names)
+        simulator = {name for name in names if name.startswith("quire_router.simulation")}
+        if is_behind_a_door(path):
+            assert not any(name.startswith("quire_engine.executor.torch") for name in names)
+        else:
+            assert not engine, f"{path.name} needs the engine"
+            assert simulator <= {"quire_router.simulation.main", "quire_router.simulation.command"}
+            assert not simulator or path.name == "main.py"
 
 
 def requirements(distribution: str) -> tuple[set[str], set[str]]:

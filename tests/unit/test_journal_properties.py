@@ -1,6 +1,7 @@
 """Whatever is written, in whatever order, and whenever Redis dies: what is read equals a model of a few lines."""
 
 import asyncio
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
@@ -10,10 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import Generation
-from quire_router.journal.base import Delivered, Lease, Record
+from quire_router.journal.base import Delivered, Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 
+from tests.support.journals import Seen, seen, tell
 from tests.support.redis_server import RedisServer, redis_server
 
 NAMES = ["a", "b", "c"]
@@ -47,7 +49,7 @@ class Run:
     journal: MemoryJournal | RedisJournal
     server: RedisServer | None
     prefix: str = field(default_factory=lambda: uuid4().hex)
-    model: dict[str, Record] = field(default_factory=dict)
+    model: dict[str, Seen] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
 
     async def do(self, operation: str, name: str = "", value: object = None, index: int = 0) -> None:
@@ -63,41 +65,43 @@ class Run:
             self.write(operation, record, name, value, index, running)
 
     def open(self, name: str) -> None:
-        generation = Generation(self.prefix + name, "m", [1, 2, 3], SamplingParams(seed=len(self.model), n=CHOICES))
+        generation = Generation(
+            self.prefix + name, "m", array("i", [1, 2, 3]), SamplingParams(seed=len(self.model), n=CHOICES)
+        )
         lease = self.journal.open(generation)
         if name in self.model:
             # The id is taken: what is written with this lease must change nothing.
-            self.journal.append(lease, 0, [7] * 50)
+            tell(self.journal, lease, 0, [7] * 50)
         else:
             self.leases[name], self.model[name] = (
                 lease,
-                Record(generation, "me", 1, [Delivered() for _ in range(CHOICES)]),
+                Seen(generation, "me", 1, [Delivered() for _ in range(CHOICES)]),
             )
 
-    def write(self, operation: str, record: Record, name: str, value: object, index: int, running: bool) -> None:
+    def write(self, operation: str, record: Seen, name: str, value: object, index: int, running: bool) -> None:
         lease, choice = self.leases[name], record.choices[index]
         growing = running and choice.finish_reason is None
         if operation == "append" and isinstance(value, list):
-            self.journal.append(lease, len(choice.token_ids), value, index)
+            tell(self.journal, lease, len(choice.token_ids), value, index)
             choice.token_ids += value if growing else []
         elif operation == "repeat" and isinstance(value, int):
             start = max(0, len(choice.token_ids) - value)
-            self.journal.append(lease, start, choice.token_ids[start:], index)
+            tell(self.journal, lease, start, choice.token_ids[start:], index)
         elif operation == "end" and isinstance(value, FinishReason):
-            self.journal.append(lease, len(choice.token_ids), [], index, value)
+            tell(self.journal, lease, len(choice.token_ids), [], index, value)
             choice.finish_reason = value if growing else choice.finish_reason
         elif operation == "finish" and isinstance(value, FinishReason):
             self.journal.finish(lease, value, "why")
             if running:
                 record.finish_reason, record.error = value, "why"
         elif operation == "stale":
-            self.journal.append(replace(lease, epoch=0), len(choice.token_ids), [9, 9], index)
+            tell(self.journal, replace(lease, epoch=0), len(choice.token_ids), [9, 9], index)
             self.journal.finish(replace(lease, owner="other"), FinishReason.ERROR)
 
     async def compare(self) -> None:
         await asyncio.wait_for(self.journal.flush(), 20)
         for name in NAMES:
-            assert await self.journal.read(self.prefix + name) == self.model.get(name)
+            assert seen(await self.journal.read(self.prefix + name)) == self.model.get(name)
 
 
 async def play(

@@ -123,7 +123,7 @@ async def test_cancelling_ends_the_choices_that_had_not_ended() -> None:
         task, _ = await started(place, place.lifecycle.run(request(3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=1), output("r", tokens("b"), 0, index=2))
         await place.delivered("", "a", "b")
-        assert place.lifecycle.cancel("r")
+        assert await place.lifecycle.cancel("r")
         deltas = await task
         reasons = [FinishReason.ABORT, FinishReason.STOP, FinishReason.ABORT]
         assert [last(deltas, index).finish_reason for index in range(3)] == reasons
@@ -207,7 +207,7 @@ async def test_who_cancels_gets_the_best_so_far_and_nobody_says_that_they_are_th
         place.engine.send(output("r", tokens("a"), 0, STOP, index=1, logprobs=logprobs(-1)))
         place.engine.send(output("r", tokens("b"), 0, index=2, logprobs=logprobs(-0.5)))
         await place.heard()
-        assert place.lifecycle.cancel("r")
+        assert await place.lifecycle.cancel("r")
         deltas = await task
         assert [(delta.text, delta.finish_reason) for delta in deltas] == [
             ("b", FinishReason.ABORT),
@@ -221,7 +221,7 @@ async def test_who_cancels_a_search_gets_only_what_was_told_of_its_end() -> None
         task, _ = await started(place, place.lifecycle.run(request(2, beam_width=3)))
         place.engine.send(output("r", tokens("a"), 0, STOP, index=0, score=-1.0))
         await place.heard()
-        assert place.lifecycle.cancel("r")
+        assert await place.lifecycle.cancel("r")
         assert [(delta.text, delta.finish_reason) for delta in await task] == [
             ("a", FinishReason.ABORT),
             ("", FinishReason.ABORT),
@@ -250,7 +250,7 @@ async def test_a_beam_search_begins_anew_on_another_engine_and_is_told_with_its_
 async def test_a_span_names_the_reason_of_each_choice_and_a_metric_the_gravest(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("quire_router.lifecycle.tracer", provider.get_tracer("test"))
+    monkeypatch.setattr("quire_router.spans.tracer", provider.get_tracer("test"))
 
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(name, {"model": "m", **labels}) or 0

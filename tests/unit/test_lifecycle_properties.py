@@ -5,25 +5,32 @@ have got undisturbed.
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.admission.turn import Waiting
 from quire_router.fleet.engine import Dispatch, Engine
+from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.outbox import Outbox
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation
+from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
-from quire_router.placement.view import EngineView
+from quire_router.placement.table import EngineTable, Rows
+from quire_router.routing import Routing
 
 from tests.support.contract_engine import ContractEngine, Script
+from tests.support.house import FirstIdle
 from tests.support.letters import TEXT, tokens
 
 PROMPT = "hello"
@@ -87,16 +94,25 @@ def waiting(outbox: Outbox) -> Iterator[engine_pb2.SessionRequest]:
 
 
 class OneEngine:
-    """A fleet of one."""
+    """A fleet of one, in which nobody waits."""
 
     def __init__(self, link: DirectLink) -> None:
-        self.engine = Engine(link)  # type: ignore[arg-type]
+        self.table = EngineTable()
+        self.ledger = Ledger(self.table)
+        self.engine = Engine(link, self.ledger.add(link.address))  # type: ignore[arg-type]
 
-    def candidates(self, model: str) -> list[EngineView]:
-        return [self.engine.view()]
+    def rows(self, model: str) -> Rows:
+        return np.array([self.engine.row])
 
-    def dispatch(self, engine_id: str, message: engine_pb2.Submit) -> Dispatch:
-        return Dispatch(self.engine, message, lambda _: None)
+    def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
+        begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens)
+        return Dispatch(self.engine, message, begin, lambda _: None)
+
+    async def turn(self, waiting: Waiting) -> None:
+        pass
+
+    def leave(self, request_id: str) -> bool:
+        return False
 
 
 @dataclass
@@ -151,14 +167,14 @@ class Play:
     async def run(self) -> None:
         self.link, self.journal = DirectLink(self.engine), MemoryJournal()
         fleet = OneEngine(self.link)
-        lifecycle = Lifecycle(fleet, self.journal, {"m": TEXT}, max_attempts=1000)  # type: ignore[arg-type]
+        lifecycle = make_lifecycle(fleet, self.journal)
         reading = asyncio.create_task(self.client.read(lifecycle, self.generation, self.journal))
         await settle()
         for number in range(60):
             if reading.done():
                 break
             if number == self.cancel_at:
-                lifecycle.cancel("r")
+                await lifecycle.cancel("r")
             await self.disturb()
         for _ in range(200):
             if reading.done():
@@ -198,7 +214,7 @@ class Play:
         if self.events is CALM and self.cancel_at is None:
             assert self.engine.submits == 1
         assert lifecycle.in_flight == 0
-        assert (fleet.engine.in_flight, fleet.engine.in_flight_tokens) == (0, 0)
+        assert fleet.engine.in_flight == fleet.table.requests.sum() == fleet.table.decoding.sum() == 0
         self.link.replay(0)
         self.link.deliver_commands()
         assert not self.engine.runs, "the engine is still at work"
@@ -212,6 +228,12 @@ class Play:
         for index, choice in enumerate(record.choices):
             assert choice.token_ids == self.client.token_ids(index)
             assert choice.finish_reason is self.client.of(index)[-1].finish_reason
+
+
+def make_lifecycle(fleet: OneEngine, journal: Journal) -> Lifecycle:
+    placer = FirstIdle(fleet.table)
+    routing = Routing(fleet, placer, fleet, policy="first_idle", hold_timeout=10)  # type: ignore[arg-type]
+    return Lifecycle(fleet, placer, routing, journal, {"m": TEXT}, max_attempts=1000)  # type: ignore[arg-type]
 
 
 async def settle() -> None:

@@ -4,6 +4,8 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from quire_router.generation import Delta, Generation
+from quire_router.journal.base import Record
+from quire_router.mark import Mark
 
 
 class Limits(Protocol):
@@ -41,6 +43,31 @@ class Runner(Protocol):
         """
         ...
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends what has not ended of a running request with ``FinishReason.ABORT``; False when there is none."""
+    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+        """As ``run``, but None when there is a record of this id already: it is to be resumed. For requests whose id
+        follows from an idempotency key. Raises ``QuireError``.
+        """
+        ...
+
+    async def start(self, generation: Generation) -> bool:
+        """Runs a background request to its end without a listener; returns once its record is begun, False when there
+        is one of this id already. Raises ``QuireError``.
+        """
+        ...
+
+    async def record(self, request_id: str) -> Record | None:
+        """What is remembered of a request, running anywhere or ended; None when nothing is. Raises ``QuireError``."""
+        ...
+
+    def resume(self, record: Record, mark: Mark) -> AsyncGenerator[Delta]:
+        """The answer to an earlier request, from its first piece on; what is before ``mark`` comes as ``told``. Follows
+        a router that is still at it, and takes a request up that nobody is at. Raises ``QuireError``. Closing it only
+        ends the request if it was taken up here, and that leaves it to be resumed again.
+        """
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
+        that has not ended. Raises ``QuireError``.
+        """
         ...

@@ -1,7 +1,7 @@
 """The prompt's text before each choice's own, where a request asks for it back."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Container, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -15,22 +15,27 @@ _AT_A_TIME = 256  # tokens: a millisecond or two
 
 
 async def echoed(
-    deltas: AsyncGenerator[Delta], generations: Sequence[Generation], text: ModelText
+    deltas: AsyncGenerator[Delta],
+    generations: Sequence[Generation],
+    text: ModelText,
+    begun: Container[int] = (),
 ) -> AsyncGenerator[Delta]:
-    """The same pieces, but the first of each choice begins with its prompt. Closes ``deltas``."""
+    """The same pieces, but the first of each choice begins with its prompt, unless the reader of the answer has
+    ``begun`` it. Closes ``deltas``.
+    """
     prompts: dict[int, str] = {}
-    begun: set[int] = set()
+    opened: set[int] = set()
     n = generations[0].params.n
     async with aclosing(deltas):
         async for delta in deltas:
-            if delta.index in begun:
+            if delta.index in opened or delta.index in begun:
                 yield delta
                 continue
-            begun.add(delta.index)
+            opened.add(delta.index)
             number = delta.index // n
             if number not in prompts:
                 prompts[number] = await _text_of(generations[number], text)
-            yield replace(delta, text=prompts[number] + delta.text)
+            yield replace(delta, text=prompts[number] + delta.text, told=False)
 
 
 async def _text_of(generation: Generation, text: ModelText) -> str:

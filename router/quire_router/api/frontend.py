@@ -2,33 +2,41 @@
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
 from time import time
+from typing import TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import QuireError
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import extract
 
 from quire_router import metrics
+from quire_router.admission.limits import Limits
+from quire_router.admission.meter import told
+from quire_router.api.admitted import Admitted
+from quire_router.api.answer import Answer, Answers
 from quire_router.api.backend import FleetView, Runner
-from quire_router.api.echo import echoed
-from quire_router.api.identity import Caller, Keys
+from quire_router.api.earlier import Archive, Earlier
+from quire_router.api.identity import ANYONE, Caller, Keys
 from quire_router.api.running import Running
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.shape import AnswerShape
+from quire_router.api.terms import NO_TERMS, Terms, on_terms
 from quire_router.api.together import Together
+from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
 from quire_router.api.validate import Validator, unknown_model
-from quire_router.generation import Delta, Generation
 
+T = TypeVar("T")
 _TRACER = trace.get_tracer("quire.router")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MESSAGE = 64  # what a template makes of an empty message, in characters
 _LONG_TEXT = 2048  # characters from which tokenising would hold up the streams of others
 
 
@@ -42,24 +50,10 @@ class ModelCard:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """A request that passed the validator: as it came, one generation for each of its prompts (at least one), and the
-    text side of its model.
-    """
-
-    request: GenerationRequest
-    generations: tuple[Generation, ...]
-    text: ModelText
-
-    @property
-    def first(self) -> Generation:
-        """The first prompt's; the others differ from it in prompt, id and seed."""
-        return self.generations[0]
-
-
 class Frontend:
-    """The common half of both APIs: who asks, what is running, validation, the models and their health."""
+    """The common half of both APIs: who asks, what is running, validation, the models and their health. No request may
+    take more than ``request_timeout`` seconds. ``durable`` says whether what is admitted now will be remembered.
+    """
 
     def __init__(
         self,
@@ -70,18 +64,26 @@ class Frontend:
         running: Running,
         *,
         allow_priority: bool = False,
+        request_timeout: float | None = None,
+        durable: Callable[[], bool] = lambda: True,
+        tenant_limits: Limits | None = None,
     ) -> None:
         self.keys = keys
         self.running = running
         self._models = tuple(texts)
         self._fleet = fleet
         self._runner = Together(runner, running)
+        self._archive = Archive(self._runner, texts)
+        self._answers = Answers(self._runner, self._archive)
+        self._request_timeout = request_timeout
+        self._durable = durable
+        self._tenant_limits = tenant_limits
         self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority)
         self._threads = ThreadPoolExecutor(2, "text")
         self._created = int(time())
 
     @contextmanager
-    def exchange(self, name: str, request_id: str, caller: Caller, headers: Mapping[str, str]) -> Iterator[None]:
+    def exchange(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
         """One request from the door to its end, as a span named ``name`` that continues the caller's trace. Raises
         ``QuireError`` at the door when there is no room.
         """
@@ -89,42 +91,78 @@ class Frontend:
             try:
                 with ExitStack() as stack:
                     with counting_rejections():
-                        stack.enter_context(self.running.enter(request_id, caller))
+                        stack.enter_context(self.running.enter())
                     yield
             except QuireError as error:
                 _note(span, error)
                 raise
 
-    async def admit(self, read: Callable[[], GenerationRequest], request_id: str, caller: Caller) -> Admitted:
-        """The request that ``read`` gives, as it came and as it was validated. Raises ``QuireError``, and counts the
-        refusal.
-        """
+    async def admit(
+        self, read: Callable[[], GenerationRequest], request_id: str, caller: Caller, terms: Terms = NO_TERMS
+    ) -> Admitted:
+        """The request that ``read`` gives, validated. Raises ``QuireError``, and counts the refusal."""
         with counting_rejections(), _internal_span(Span.ADMIT):
             request = read()
+            caller.check_model(request.model)
             check = self._validator.generations
             if _is_long(request):
                 loop = asyncio.get_running_loop()
                 generations = await loop.run_in_executor(self._threads, check, request, request_id, caller)
             else:
                 generations = check(request, request_id, caller)
-            return Admitted(request, generations, self._validator.text(request.model))
+            admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model))
+            return on_terms(request, admitted, terms, caller, self._request_timeout)
 
-    def run(self, admitted: Admitted) -> AsyncGenerator[Delta]:
-        """The answer, piece by piece, as ``Runner.run`` gives it; its choices are those of all prompts in order, and
-        begin with their prompt where it is echoed.
-        """
-        deltas = self._runner.run(admitted.generations)
-        return echoed(deltas, admitted.generations, admitted.text) if admitted.first.echo else deltas
+    async def answer(self, admitted: Admitted, caller: Caller) -> Answer:
+        """See ``Answers.open``."""
+        return await self._answers.open(admitted, caller)
 
-    def cancel(self, request_id: str, caller: Caller) -> None:
-        """Ends a running request of this caller. Raises ``QuireError`` NOT_FOUND."""
-        bare = request_id.rpartition("-")[2]  # the ids that REST shows have the kind of answer before a dash
-        if not (self.running.belongs(bare, caller) and self._runner.cancel(bare)):
-            raise QuireError(ErrorCode.NOT_FOUND, "There is no such request running here.", param="request_id")
+    async def start(self, admitted: Admitted) -> tuple[Earlier, bool]:
+        """See ``Answers.start``."""
+        return await self._answers.start(admitted)
 
-    def models(self) -> list[ModelCard]:
-        """The configured models, in order."""
-        return [self._card(name) for name in self._models]
+    async def find(self, request_id: str, caller: Caller) -> Earlier:
+        """See ``Archive.find``."""
+        return await self._archive.find(request_id, caller)
+
+    async def resume(self, earlier: Earlier, after: str, caller: Caller) -> Answer:
+        """See ``Answers.resume``."""
+        return await self._answers.resume(earlier, after, caller)
+
+    async def cancel(self, request_id: str, caller: Caller) -> Earlier:
+        """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
+        earlier = await self._archive.find(request_id, caller)
+        await self._runner.cancel(earlier.request_ids)
+        return earlier
+
+    async def tokenize(self, read: Callable[[], TokenizeRequest]) -> Tokenized:
+        """See ``tokenized``. Raises ``QuireError``, and counts the refusal."""
+        with counting_rejections():
+            request = read()
+            text, card = self._validator.text(request.model), self._card(request.model)
+            work = partial(tokenized, request, text, card.max_model_len)
+            return await self._aside(work) if request.size > _LONG_TEXT else work()
+
+    async def detokenize(self, read: Callable[[], DetokenizeRequest]) -> str:
+        """See ``detokenized``. Raises ``QuireError``, and counts the refusal."""
+        with counting_rejections():
+            request = read()
+            work = partial(detokenized, request, self._validator.text(request.model))
+            return await self._aside(work) if request.size > _LONG_TEXT else work()
+
+    def notes(self, *, replayed: bool = False) -> dict[str, str]:
+        """What an answer says of itself before it begins, by names of headers and of metadata."""
+        notes = {} if self._durable() else {"quire-journal": "unavailable"}
+        return {**notes, "quire-idempotent-replay": "true"} if replayed else notes
+
+    def standing(self, caller: Caller) -> dict[str, str]:
+        """How the caller stands with its limits a minute, by names of headers and of metadata."""
+        limits = self._tenant_limits
+        return {} if limits is None else told(limits.standing(caller.tenant))
+
+    def models(self, caller: Caller = ANYONE) -> list[ModelCard]:
+        """The configured models that the caller may use, in order."""
+        return [self._card(name) for name in self._models if caller.policy.may_use(name)]
 
     def model(self, name: str) -> ModelCard:
         """One configured model. Raises ``QuireError`` NOT_FOUND."""
@@ -139,6 +177,10 @@ class Frontend:
     def close(self) -> None:
         """Lets go of threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """Does on a thread what would hold up the streams of others."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _card(self, name: str) -> ModelCard:
         limits = self._fleet.limits(name)
@@ -187,5 +229,5 @@ def _note(span: trace.Span, error: QuireError) -> None:
 
 def _is_long(request: GenerationRequest) -> bool:
     if isinstance(request, ChatRequest):
-        return sum(len(message.content) + _MESSAGE for message in request.messages) > _LONG_TEXT
+        return request.size > _LONG_TEXT
     return isinstance(request, CompletionRequest) and sum(map(len, request.prompt)) > _LONG_TEXT

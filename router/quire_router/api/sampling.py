@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import SamplingParams
+from quire_proto.structured import Structured
 from quire_proto.text.bad_words import bad_word_tokens
 from quire_proto.text.model_text import ModelText
 
@@ -17,8 +18,12 @@ _AS_THEY_ARE = (
 _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 
-def sampling_of(request: GenerationRequest, max_tokens: int, text: ModelText, limits: Limits) -> SamplingParams:
-    """How the request's tokens are drawn; what it does not say has its default. Raises ``QuireError``."""
+def sampling_of(
+    request: GenerationRequest, max_tokens: int, text: ModelText, limits: Limits, structured: Structured | None
+) -> SamplingParams:
+    """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
+    held to. Raises ``QuireError``.
+    """
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -30,7 +35,7 @@ def sampling_of(request: GenerationRequest, max_tokens: int, text: ModelText, li
         bad_words=_bad_words(request, text),
         logprobs=request.output_logprobs,
         prompt_logprobs=request.all_prompt_logprobs,
-        structured=request.structured,
+        structured=structured,
         **given,
     )
     _check_ids_of(params, limits)

@@ -4,15 +4,16 @@ Both APIs build these objects, so that what one refuses the other refuses. A fie
 supported yet is accepted where it changes nothing and refused otherwise; a field that nobody knows is refused.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_LOGPROBS
 
+from quire_router.api.conversation import Message, check_messages
 from quire_router.api.fields import (
     BadWords,
-    Content,
     EarlyStopping,
     Integer,
     Label,
@@ -26,6 +27,7 @@ from quire_router.api.fields import (
 )
 from quire_router.api.strict import Strict
 from quire_router.api.structured import Guided
+from quire_router.api.tools import MAX_TOOLS, ChosenTool, Tool, ToolChoice, check_tools
 
 MAX_MESSAGES = 4096
 
@@ -72,6 +74,7 @@ class GenerationRequest(Guided):
     priority: Integer = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    background: bool | None = None
 
     user: Label = None
     metadata: Metadata | None = None
@@ -146,23 +149,11 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
-class Message(Strict):
-    """One message of a conversation."""
+class TemplateOptions(Strict):
+    """vLLM's ``chat_template_kwargs``: switches of thinking, and nothing that could take the place of a message."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-    name: Label = None
-
-    audio: Annotated[None, only()] = None
-    annotations: Annotated[None, only([])] = None
-    function_call: Annotated[None, only()] = None
-    refusal: Annotated[None, only()] = None
-    tool_calls: Annotated[None, only([])] = None
-
-    def as_template_sees_it(self) -> dict[str, str]:
-        """Role and content; ``developer`` is the newer word for the system's role, which templates know."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content}
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
 
 
 class ChatRequest(GenerationRequest):
@@ -174,6 +165,15 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Integer = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
     add_generation_prompt: Annotated[None, only(True)] = None
     add_special_tokens: Annotated[None, only(False)] = None
     audio: Annotated[None, only()] = None
@@ -181,14 +181,46 @@ class ChatRequest(GenerationRequest):
     function_call: Annotated[None, only("none", "auto")] = None
     functions: Annotated[None, only([])] = None
     modalities: Annotated[None, only(["text"])] = None
-    parallel_tool_calls: bool | None = None
     prediction: Annotated[None, only()] = None
     prompt_cache_retention: Annotated[None, only()] = None
-    reasoning_effort: Annotated[None, only("none")] = None
-    tool_choice: Annotated[None, only("none", "auto")] = None
-    tools: Annotated[None, only([])] = None
     verbosity: Annotated[None, only("medium")] = None
     web_search_options: Annotated[None, only()] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_messages(self.messages)
+        check_tools(self.tools or (), self.tool_choice)
+        if self.offered and self.separate_reasoning is False:
+            raise invalid("separate_reasoning", "separate_reasoning set to false and tools exclude each other.")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Characters that a template makes of it, about."""
+        return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered)
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model is told of: none where it may call none."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def callable(self) -> Sequence[Tool]:
+        """The tools that the model may call."""
+        if not isinstance(self.tool_choice, ChosenTool):
+            return self.offered
+        return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether something about calls must hold, so that a grammar has to see to it."""
+        strict = any(tool.function.strict for tool in self.offered)
+        return bool(self.offered) and (self.forced or strict or self.parallel_tool_calls is False)
 
     @property
     def output_limit(self) -> int | None:

@@ -1,59 +1,88 @@
 """A list of prompts run as one request: each is a generation of its own, and their pieces make one answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
 from quire_router.api.backend import Runner
-from quire_router.api.identity import Caller
 from quire_router.api.running import Running
 from quire_router.generation import Delta, Generation, Usage
+from quire_router.journal.base import Record
+from quire_router.mark import Mark
 
 _News = tuple[int, Delta | Exception | None]
 
 
 class Together:
-    """Runs what a client asked for in one request. Each prompt takes a place among ``running``."""
+    """Runs what a client asked for in one request. Each prompt takes a place among ``running``. The first error is the
+    answer's, and whatever ends it ends every prompt. Choices are numbered through: those of the first prompt, then
+    those of the second. Answers are to be iterated, or closed after that, as soon as they are given.
+    """
 
     def __init__(self, runner: Runner, running: Running) -> None:
         self._runner = runner
         self._running = running
-        self._parts: dict[str, list[str]] = {}
 
     def run(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
-        """The answer as ``Runner.run`` gives it. Choices are numbered through: those of the first prompt, then those of
-        the second. The first error is the answer's, and whatever ends it ends every prompt.
-        """
+        """The answer as ``Runner.run`` gives it. Raises ``QuireError`` when there is no room for all prompts."""
         if len(generations) == 1:
             return self._runner.run(generations[0])
-        return self._run(generations)
+        with self._places(len(generations)) as places:
+            runs = [self._runner.run(generation) for generation in generations]
+            return _merged(runs, generations[0].params.n, places.pop_all())
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a running request; False when there is none of that id."""
-        ended = [self._runner.cancel(part) for part in self._parts.get(request_id, [request_id])]
-        return any(ended)
-
-    async def _run(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
+    async def run_once(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta] | None:
+        """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts."""
         first = generations[0]
-        with ExitStack() as places:
-            for generation in generations[1:]:
-                caller = Caller(generation.tenant, generation.cache_salt)
-                places.enter_context(self._running.enter(generation.request_id, caller))
-            self._parts[first.request_id] = [generation.request_id for generation in generations]
-            places.callback(self._parts.pop, first.request_id)
-            async with aclosing(self._merge(generations)) as deltas:
-                async for delta in deltas:
-                    yield delta
+        if len(generations) == 1:
+            return await self._runner.run_once(first)
+        with self._places(len(generations)) as places:
+            run = await self._runner.run_once(first)
+            if run is None:
+                return None
+            runs = [run, *(self._runner.run(generation) for generation in generations[1:])]
+            return _merged(runs, first.params.n, places.pop_all())
 
-    async def _merge(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
-        """One answer: the usage is all prompts' and comes with the last piece of the last one."""
-        n, usages = generations[0].params.n, list[Usage]()
-        async with aclosing(_together([self._runner.run(generation) for generation in generations])) as pieces:
+    async def start(self, generation: Generation) -> bool:
+        """As ``Runner.start``."""
+        return await self._runner.start(generation)
+
+    async def record(self, request_id: str) -> Record | None:
+        """As ``Runner.record``."""
+        return await self._runner.record(request_id)
+
+    def resume(self, records: Sequence[Record], mark: Mark) -> AsyncGenerator[Delta]:
+        """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
+        n = records[0].generation.params.n
+        with self._places(len(records)) as places:
+            runs = [self._runner.resume(record, mark.part(number * n, n)) for number, record in enumerate(records)]
+            return runs[0] if len(runs) == 1 else _merged(runs, n, places.pop_all())
+
+    async def cancel(self, request_ids: Sequence[str]) -> bool:
+        """Ends what has not ended of these; False when there is nothing."""
+        return any([await self._runner.cancel(request_id) for request_id in request_ids])
+
+    @contextmanager
+    def _places(self, prompts: int) -> Iterator[ExitStack]:
+        """Places for all prompts but the first, which has one already."""
+        with ExitStack() as places:
+            for _ in range(prompts - 1):
+                places.enter_context(self._running.enter())
+            yield places
+
+
+async def _merged(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> AsyncGenerator[Delta]:
+    """One answer of several with ``n`` choices each: the usage is that of all, and comes with the last piece of the
+    last one. Gives ``places`` back.
+    """
+    usages = list[Usage]()
+    with places:
+        async with aclosing(_together(runs)) as pieces:
             async for number, delta in pieces:
                 if delta.usage is not None:
                     usages.append(delta.usage)
-                usage = _sum(usages) if len(usages) == len(generations) else None
+                usage = total(usages) if len(usages) == len(runs) else None
                 yield replace(delta, index=number * n + delta.index, usage=usage)
 
 
@@ -90,7 +119,8 @@ async def _tell(number: int, run: AsyncGenerator[Delta], news: asyncio.Queue[_Ne
         await news.put((number, None))
 
 
-def _sum(usages: Sequence[Usage]) -> Usage:
+def total(usages: Sequence[Usage]) -> Usage:
+    """What several requests consumed together."""
     return Usage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),

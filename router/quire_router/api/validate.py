@@ -13,6 +13,8 @@ from quire_proto.sampling import check_length
 from quire_proto.text.model_text import ModelText
 
 from quire_router.api.backend import Limits
+from quire_router.api.calling import format_of, structured_of, template_options
+from quire_router.api.conversation import as_template_sees_them
 from quire_router.api.identity import Caller
 from quire_router.api.sampling import check_ids, sampling_of
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -51,12 +53,12 @@ class Validator:
             request_id=request_id,
             model=request.model,
             prompt_token_ids=prompts[0],
-            params=sampling_of(request, output_limit, text, limits),
+            params=sampling_of(request, output_limit, text, limits, structured_of(request, text, prompts[0])),
             stop=tuple(request.stop),
             include_stop=bool(request.include_stop_str_in_output),
             skip_special_tokens=request.skip_special_tokens is not False,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
-            priority=self._priority(request),
+            priority=self._priority(request, caller),
             operation="chat" if isinstance(request, ChatRequest) else "text_completion",
             tenant=caller.tenant,
             cache_salt=caller.cache_salt,
@@ -75,10 +77,12 @@ class Validator:
             raise unknown_model(model)
         return text
 
-    def _priority(self, request: GenerationRequest) -> int:
-        priority = request.priority or 0
-        if priority and not self._allow_priority:
+    def _priority(self, request: GenerationRequest, caller: Caller) -> int:
+        """The tenant's, and what the request adds to it."""
+        own = request.priority or 0
+        if own and not (self._allow_priority or caller.policy.allow_priority):
             raise invalid("priority", "priority is not taken from clients here; only 0 is.")
+        priority = own + caller.policy.priority
         if not -_MOST_PRIORITY <= priority < _MOST_PRIORITY:
             raise invalid("priority", f"priority must be between {-_MOST_PRIORITY} and {_MOST_PRIORITY - 1}.")
         return priority
@@ -123,9 +127,14 @@ def _prompts(request: GenerationRequest, text: ModelText, limits: Limits) -> tup
 
 
 def _conversation(request: ChatRequest, text: ModelText, limits: Limits) -> tuple[list[Sequence[int]], int]:
-    messages = [message.as_template_sees_it() for message in request.messages]
+    tools = [tool.as_template_sees_it() for tool in request.offered]
+    if tools:
+        format_of(text)
+    options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
     with _calling_the_prompt("messages"):
-        prompt = text.render_chat(messages, limits.max_model_len)
+        prompt = text.render_chat(
+            as_template_sees_them(request.messages), limits.max_model_len, tools=tools, options=options
+        )
     rest = max(1, limits.max_model_len - len(prompt))
     return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
 

@@ -1,79 +1,101 @@
-"""One engine as the router sees it: its link, and what this router has in flight there."""
+"""One engine as the router sees it: its link, and its account of what is in flight there."""
 
 from collections.abc import Callable
 from types import TracebackType
 
 from quire.v1 import engine_pb2
 
-from quire_router.fleet.expected import most_tokens
+from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
+from quire_router.fleet.ledger import InFlight
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.stream import OutputStream
-from quire_router.placement.view import EngineView
+from quire_router.placement.namespace import Namespace
 
 
 class Engine:
-    """Counts belong to ``Dispatch`` objects and to nothing else, so that no way out of a stream can forget them."""
+    """Known from when it is found until it has left and its last request ended."""
 
-    def __init__(self, link: EngineLink) -> None:
+    def __init__(self, link: EngineLink, account: Account) -> None:
         self.link = link
-        self.in_flight = 0
-        self.in_flight_tokens = 0
+        self.account = account
         self.retired = False
+        self._description: engine_pb2.DescribeResponse | None = None
+        self._models: frozenset[str] = frozenset()
+        self._namespace: Namespace | None = None
 
     @property
     def id(self) -> str:
         """Its address."""
         return self.link.address
 
-    def serves(self, model: str) -> bool:
-        """Whether it said that it serves the model; engines that are away keep their word."""
-        description = self.link.description
-        return description is not None and model in description.served_model_names
+    @property
+    def row(self) -> int:
+        """Where it stands in the table."""
+        return self.account.row
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this router there."""
+        return self.account.own[0]
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names under which it serves its model; engines that are away keep their word."""
+        self._look()
+        return self._models
+
+    @property
+    def namespace(self) -> Namespace | None:
+        """Which names its blocks have; None until it has said what it is."""
+        self._look()
+        return self._namespace
 
     def can_run(self, model: str) -> bool:
         """Whether it would run a request for the model now."""
-        return self.link.ready and not self.retired and self.serves(model)
+        return self.link.ready and not self.retired and model in self.models
 
-    def view(self) -> EngineView:
-        """What placement may know of it."""
-        load = self.link.load
-        return EngineView(
-            engine_id=self.id,
-            in_flight=self.in_flight,
-            in_flight_tokens=self.in_flight_tokens,
-            running=load.running,
-            waiting=load.waiting,
-            swapped=load.swapped,
-            blocks_free=load.blocks_free,
-        )
+    def _look(self) -> None:
+        description = self.link.description
+        if description is None or description is self._description:
+            return
+        self._description = description
+        self._models = frozenset(description.served_model_names)
+        self._namespace = Namespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
+        self.account.describe(description)
 
 
 class Dispatch:
-    """One attempt of a request at one engine. Entering counts and submits it; leaving, by whatever way, cancels what
-    has not ended and gives the count back.
+    """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, by whatever
+    way, gives the count back, cancels what has not ended and calls ``on_release``.
 
     Entering raises what ``EngineLink.submit`` raises, and then nothing is counted.
     """
 
-    def __init__(self, engine: Engine, message: engine_pb2.Submit, on_release: Callable[[Engine], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        message: engine_pb2.Submit,
+        begin: Callable[[], InFlight],
+        on_release: Callable[[Engine], None],
+    ) -> None:
         self._engine = engine
         self._message = message
+        self._begin = begin
         self._on_release = on_release
-        self._tokens = most_tokens(message)
         self._outputs: OutputStream | None = None
+        self._entry: InFlight | None = None
 
     def __enter__(self) -> OutputStream:
         self._outputs = self._engine.link.submit(self._message)
-        self._engine.in_flight += 1
-        self._engine.in_flight_tokens += self._tokens
+        self._entry = self._begin()
+        self._outputs.on_first = self._entry.hear
         return self._outputs
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._outputs is None:
+        if self._outputs is None or self._entry is None:
             return
+        self._entry.end()
         self._outputs.close()
-        self._engine.in_flight -= 1
-        self._engine.in_flight_tokens -= self._tokens
         self._on_release(self._engine)

@@ -37,6 +37,11 @@ def most_tokens(message: engine_pb2.Submit) -> int:
     return len(message.prompt_token_ids) + sampling.max_tokens * drawn
 
 
+def most_sequences(message: engine_pb2.Submit) -> int:
+    """How many sequences the engine decodes for the request at once."""
+    return message.sampling.beam_width or len(_positions(message))
+
+
 def _positions(message: engine_pb2.Submit) -> dict[int, int]:
     positions = dict.fromkeys(range(_told(message.sampling)), 0)
     positions[0] = len(message.output_token_ids)

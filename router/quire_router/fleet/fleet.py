@@ -5,21 +5,31 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
+import numpy as np
 from quire.v1 import engine_pb2
 
 from quire_router import metrics
+from quire_router.fleet.account import Account
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.engine import Dispatch, Engine
+from quire_router.fleet.expected import most_sequences
+from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.settings import LinkSettings
-from quire_router.placement.view import EngineView
+from quire_router.placement.namespace import Namespace
+from quire_router.placement.table import EngineTable, Rows
 
 log = logging.getLogger(__name__)
 
-FleetKvListener = Callable[[str, engine_pb2.Snapshot | engine_pb2.KvEvent], None]
-"""Hears of every change of every engine's prefix cache, with the engine's id."""
+
+class FleetKvListener(Protocol):
+    """Hears of every change of every engine's prefix cache."""
+
+    def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
+        """A snapshot replaces all that was said before; an empty one says that nothing is known any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +41,21 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Able:
+    """The engines that can run a model now, and their rows."""
+
+    engines: tuple[Engine, ...]
+    rows: Rows
+
+
 class Fleet:
-    """The engines of one router. ``models`` are the names that requests can ask for."""
+    """The engines of one router. ``models`` are the names that requests can ask for.
+
+    An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
+    to compute; ``on_room`` is called when that may have come to be so of one. ``table`` has a row for each engine that
+    is known, with the load of all routers that ``ledger`` knows of.
+    """
 
     def __init__(
         self,
@@ -41,12 +64,20 @@ class Fleet:
         settings: LinkSettings | None = None,
         *,
         on_kv_event: FleetKvListener | None = None,
+        on_room: Callable[[], None] = lambda: None,
+        room_seconds: float = ROOM_SECONDS,
+        table: EngineTable | None = None,
     ) -> None:
+        self.table = EngineTable() if table is None else table
+        self.on_room = on_room
+        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self._tell_room)
         self._discovery = discovery
         self._settings = settings or LinkSettings()
         self._models = tuple(models)
-        self._on_kv_event = on_kv_event
+        self.on_kv_event = on_kv_event
         self._engines: dict[str, Engine] = {}
+        self._by_row: dict[int, Engine] = {}
+        self._able: dict[str, _Able] = {}
         self._limits: dict[str, ModelLimits] = {}
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
@@ -61,24 +92,40 @@ class Fleet:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        engines, self._engines = list(self._engines.values()), {}
-        await asyncio.gather(*(engine.link.close() for engine in engines), *self._closing)
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.retired = True
+        await asyncio.gather(*(engine.link.close() for engine in engines))
+        for engine in engines:
+            self._release(engine)
+        await asyncio.gather(*self._closing)
         self._on_change()
 
-    def candidates(self, model: str) -> list[EngineView]:
-        """The engines that can run the model now, in the order in which they were found."""
-        return [engine.view() for engine in self._engines.values() if engine.can_run(model)]
+    # What can run where
 
-    def dispatch(self, engine_id: str, message: engine_pb2.Submit) -> Dispatch:
-        """An attempt at one of the ``candidates``. Raises ``EngineLost`` when the engine is not known any more."""
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            raise EngineLost("the engine has left the fleet")
-        return Dispatch(engine, message, self._release)
+    def rows(self, model: str) -> Rows:
+        """The rows of the engines that can run the model now, in the order in which they were found. Not to be written
+        to; the same array until that changes.
+        """
+        return self._able_to(model).rows
 
     def ready(self, model: str) -> int:
         """How many engines can run the model now."""
-        return sum(engine.can_run(model) for engine in self._engines.values())
+        return len(self._able_to(model).engines)
+
+    def namespace(self, row: int) -> Namespace:
+        """The names that blocks have on one of the engines of ``rows``."""
+        namespace = self._by_row[row].namespace
+        assert namespace is not None, "it has not said what it is"
+        return namespace
+
+    def has_room(self, model: str) -> bool:
+        """Whether some engine could begin with a request for the model soon."""
+        return any(engine.account.has_room for engine in self._able_to(model).engines)
+
+    def waiting_seconds(self, row: int) -> float:
+        """How long an engine computes the prompts that it has before it comes to a new one."""
+        return self._by_row[row].account.waiting_seconds
 
     def limits(self, model: str) -> ModelLimits | None:
         """The model's limits as engines told them, also after they went away; None while no engine has told."""
@@ -94,6 +141,48 @@ class Fleet:
             return False
         return True
 
+    # What runs
+
+    def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
+        """An attempt at one of the engines in ``rows``, where ``pending_tokens`` of the prompt are not cached. Raises
+        ``EngineLost`` when the engine is not known any more.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            raise EngineLost("the engine has left the fleet")
+        begin = partial(
+            self.ledger.begin,
+            engine_id,
+            self._model_of(engine),
+            pending_tokens=pending_tokens,
+            sequences=most_sequences(message),
+        )
+        return Dispatch(engine, message, begin, self._released)
+
+    def _model_of(self, engine: Engine) -> str:
+        """The first of the configured names that the engine serves: its model, whatever a client calls it."""
+        return next((model for model in self._models if model in engine.models), "")
+
+    def _released(self, engine: Engine) -> None:
+        self._release(engine)
+        self._tell_room()
+
+    def _tell_room(self) -> None:
+        self.on_room()
+
+    # Engines come and go
+
+    def _able_to(self, model: str) -> _Able:
+        able = self._able.get(model)
+        if able is None:
+            engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
+            rows = np.array([engine.row for engine in engines], dtype=np.intp)
+            rows.flags.writeable = False
+            able = _Able(engines, rows)
+            if model in self._models:  # whatever else is asked for is not kept: anybody can make up names
+                self._able[model] = able
+        return able
+
     def _all_ready(self, model: str | None) -> bool:
         return all(self.ready(name) for name in ((model,) if model is not None else self._models))
 
@@ -104,37 +193,65 @@ class Fleet:
     def _update(self, addresses: Sequence[str]) -> None:
         for address in addresses:
             if address not in self._engines:
-                self._engines[address] = self._connect(address)
+                self._connect(address)
             self._engines[address].retired = False
+        staying = frozenset(addresses)
         for engine in list(self._engines.values()):
-            if engine.id not in addresses:
+            if engine.id not in staying:
                 engine.retired = True
                 self._release(engine)
         self._on_change()
 
-    def _connect(self, address: str) -> Engine:
-        listener = None if self._on_kv_event is None else partial(self._on_kv_event, address)
-        link = EngineLink(address, self._settings, on_change=self._on_change, on_kv_event=listener)
+    def _connect(self, address: str) -> None:
+        account = self.ledger.add(address)
+        link = EngineLink(
+            address,
+            self._settings,
+            on_change=self._on_change,
+            on_kv_event=None if self.on_kv_event is None else partial(self._hear_cached, address, account),
+            on_load=account.report,
+            on_lost=partial(self._forget, address, account),
+        )
+        self._engines[address] = self._by_row[account.row] = Engine(link, account)
         link.start()
-        return Engine(link)
+
+    def _hear_cached(self, engine_id: str, account: Account, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
+        if self.on_kv_event is not None and not account.closed:
+            self.on_kv_event(engine_id, change)
+
+    def _forget(self, engine_id: str, account: Account) -> None:
+        """Nothing that the engine said is true any more."""
+        account.report(engine_pb2.Load())
+        self._hear_cached(engine_id, account, engine_pb2.Snapshot())
 
     def _release(self, engine: Engine) -> None:
         """Lets go of an engine that left, once its last request has ended."""
-        if engine.retired and engine.in_flight == 0 and self._engines.pop(engine.id, None) is not None:
-            task = asyncio.get_running_loop().create_task(engine.link.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        if not engine.retired or engine.in_flight or self._engines.get(engine.id) is not engine:
+            return
+        self._forget(engine.id, engine.account)
+        del self._engines[engine.id], self._by_row[engine.row]
+        self._able.clear()
+        self.ledger.remove(engine.id)
+        task = asyncio.get_running_loop().create_task(engine.link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _on_change(self) -> None:
+        self._able.clear()
         for model in self._models:
             self._remember_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
         # Whoever waits looks again; a fresh event makes the next wait wait.
         self._changed.set()
         self._changed = asyncio.Event()
+        self._tell_room()
 
     def _remember_limits(self, model: str) -> None:
-        described = [e.link.description for e in self._engines.values() if e.link.description and e.serves(model)]
+        described = [
+            each.link.description
+            for each in self._engines.values()
+            if model in each.models and each.link.description is not None
+        ]
         if described:
             self._limits[model] = ModelLimits(
                 max_model_len=min(d.max_model_len for d in described),

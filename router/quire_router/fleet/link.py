@@ -11,7 +11,7 @@ from quire.v1.engine_pb2_grpc import EngineStub
 
 from quire_router.fleet.outage import Outage, Problem
 from quire_router.fleet.output import EngineLost
-from quire_router.fleet.session import KvListener, SequenceGap, Session
+from quire_router.fleet.session import KvListener, LoadListener, SequenceGap, Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.silence import Silence
 from quire_router.fleet.stream import OutputStream
@@ -42,7 +42,8 @@ class EngineLink:
     """One engine at ``address`` (``host:port``), connected for as long as the link is started.
 
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
-    still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed.
+    still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
+    ``on_load`` with each report of the engine's load, ``on_lost`` when all that it said before is of no use any more.
     """
 
     def __init__(
@@ -52,13 +53,16 @@ class EngineLink:
         *,
         on_change: Callable[[], None] = lambda: None,
         on_kv_event: KvListener | None = None,
+        on_load: LoadListener | None = None,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         self.address = address
         self.settings = settings or LinkSettings()
-        self.session = Session(self.settings, on_kv_event)
+        self.session = Session(self.settings, on_kv_event, on_load)
         self.description: engine_pb2.DescribeResponse | None = None
         self._silence = Silence(self.settings)
         self._on_change = on_change
+        self._on_lost = on_lost
         self._connected = False
         self._closing = False
         self._lost = True
@@ -205,6 +209,7 @@ class EngineLink:
         self._stop_grace()
         _cancel(self._ack_timer)
         self.session.lose("the engine did not come back in time")
+        self._on_lost()
 
     # Acknowledgements
 

@@ -28,6 +28,12 @@ class Outbox:
         self._submits[message.request_id] = message
         self._news.set()
 
+    def repeat(self, message: engine_pb2.Submit) -> None:
+        """Puts a Submit that may have been lost before all others; it was within the limit when it came first."""
+        self._submits[message.request_id] = message
+        self._submits.move_to_end(message.request_id, last=False)
+        self._news.set()
+
     def holds(self, request_id: str) -> bool:
         """Whether the request's Submit has not been handed to the writer."""
         return request_id in self._submits

@@ -18,6 +18,9 @@ from quire_router.fleet.stream import OutputStream
 KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
 """Hears of every change of an engine's prefix cache; a Snapshot replaces all that was said before."""
 
+LoadListener = Callable[[engine_pb2.Load], None]
+"""Hears what an engine is busy with, whenever it says so; must not keep the message."""
+
 MAX_REMEMBERED_CANCELS = 65_536
 
 
@@ -29,11 +32,14 @@ class Session:
     """Outlives the streams it is spoken over.
 
     A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
-    is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: such a
-    request is cancelled and given back with ``EngineLost``.
+    is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: it is kept
+    until the engine answers, and repeated on a stream that resumes the session, because an engine ignores what it runs
+    already. At most ``settings.max_unheard`` are kept; what is not is cancelled and given back with ``EngineLost``.
     """
 
-    def __init__(self, settings: LinkSettings, on_kv_event: KvListener | None = None) -> None:
+    def __init__(
+        self, settings: LinkSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
+    ) -> None:
         self.id = uuid4().hex
         self.generation = 0
         self.sequence = 0
@@ -43,7 +49,10 @@ class Session:
         self.outbox = Outbox(settings.max_unsent)
         self._settings = settings
         self._on_kv_event = on_kv_event
+        self._on_load = on_load
         self._streams: dict[str, OutputStream] = {}
+        self._unheard: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
+        self._repeated: set[str] = set()
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # and how many choices the engine has not ended
 
     @property
@@ -63,6 +72,9 @@ class Session:
             slow_client_timeout=self._settings.slow_client_timeout,
         )
         self._streams[message.request_id] = stream
+        self._unheard[message.request_id] = message
+        if len(self._unheard) > self._settings.max_unheard:
+            self._unheard.popitem(last=False)
         return stream
 
     def opening(self) -> engine_pb2.SessionRequest:
@@ -70,19 +82,21 @@ class Session:
         return engine_pb2.SessionRequest(open=engine_pb2.Open(session_id=self.id, last_sequence=self.sequence))
 
     def begin(self, snapshot: engine_pb2.Snapshot) -> None:
-        """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke."""
+        """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke. Raises
+        ``SequenceGap`` when it resumed one that was given up.
+        """
         same_engine = snapshot.generation == self.generation
         self.outbox.restart()
         if same_engine and snapshot.resumed and snapshot.sequence <= self.sequence:
-            self._lose_unconfirmed()
+            self._repeat_submits()
         else:
             self._start_over(snapshot)
         if same_engine:
             self._repeat_cancels()
         else:
             self._cancelled.clear()
-        self.generation, self.draining = snapshot.generation, False
-        self.load.CopyFrom(snapshot.load)
+        self.generation, self.draining = snapshot.generation, snapshot.draining
+        self._take_load(snapshot.load)
 
     def apply(self, batch: engine_pb2.StepBatch) -> None:
         """Hands a batch's outputs to their requests. A batch that came before is ignored; raises ``SequenceGap`` when
@@ -93,42 +107,64 @@ class Session:
         if batch.sequence != self.sequence + 1:
             raise SequenceGap(f"batch {batch.sequence} came after {self.sequence}")
         self.sequence = batch.sequence
+        self.draining = self.draining or batch.draining
         if batch.HasField("load"):
-            self.load.CopyFrom(batch.load)
+            self._take_load(batch.load)
         self._report_kv_events(batch)
         for output in batch.outputs:
             self._receive(output)
 
     def lose(self, reason: str) -> None:
-        """Gives every request back with ``EngineLost``."""
+        """Gives every request back with ``EngineLost``. The next stream asks for a new session, and so for a whole
+        snapshot: what was known of the engine's cache is lost too.
+        """
+        self.sequence = 0
         for stream in list(self._streams.values()):
             self._remember_cancel(stream)
             stream.lose(reason)
         self._streams.clear()
 
     def forget(self) -> None:
-        """What the engine said last cannot be trusted: the next stream asks for a new session instead."""
+        """What the engine said last cannot be trusted."""
         self.lose("a batch of the engine was lost")
-        self.sequence = 0
+
+    def _take_load(self, load: engine_pb2.Load) -> None:
+        self.load.CopyFrom(load)
+        if self._on_load is not None:
+            self._on_load(load)
 
     def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
         self.lose("the engine has restarted or forgot this router's session")
+        if snapshot.resumed:  # it was on its way while the session was given up, and tells nothing of the cache
+            raise SequenceGap("the engine resumed a session that was given up")
         self.sequence = snapshot.sequence
         if self._on_kv_event is not None:
             self._on_kv_event(snapshot)
 
-    def _lose_unconfirmed(self) -> None:
-        for stream in list(self._streams.values()):
-            if not stream.heard_of and not self.outbox.holds(stream.request_id):
+    def _repeat_submits(self) -> None:
+        """Sends again, in their order and before what is still to be sent, what may have been lost on its way."""
+        sent = [each for each in self._streams.values() if not each.heard_of and not self.outbox.holds(each.request_id)]
+        for stream in reversed(sent):
+            message = self._unheard.get(stream.request_id)
+            if message is None:
                 stream.fail_over("the stream to the engine broke while the request was on its way")
+            else:
+                self._repeated.add(stream.request_id)
+                self.outbox.repeat(message)
 
     def _receive(self, message: engine_pb2.SequenceOutput) -> None:
-        reason = finish_from_proto(message.finish_reason)
+        ended = message.finish_reason
+        reason = finish_from_proto(ended) if ended else None
         stream = self._streams.get(message.request_id)
         if stream is not None:
-            if reason is not None:
+            if not stream.heard_of:
+                self._unheard.pop(message.request_id, None)
+            output = _output(message, reason, stream.expected)
+            if reason is None:
+                stream.push(output)
+            else:
                 self._note_end(stream, message.index, reason)
-            self._deliver(stream, _output(message, reason, stream.expected))
+                self._deliver(stream, output)
         elif reason is not None:
             self._note_cancelled_end(message.request_id, reason)
 
@@ -136,6 +172,14 @@ class Session:
         stream.engine_ended(index, reason)
         if not stream.running:
             del self._streams[stream.request_id]
+            self._end_repeated(stream.request_id)
+
+    def _end_repeated(self, request_id: str) -> None:
+        """A Submit that came again after its request had ended runs it again: what comes of that nobody reads."""
+        if request_id in self._repeated:
+            self._repeated.discard(request_id)
+            if not self.outbox.withdraw(request_id):
+                self.outbox.cancel(request_id)
 
     def _note_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
         left = self._cancelled.get(request_id, 0) - 1
@@ -174,7 +218,10 @@ class Session:
 
     def _remember_cancel(self, stream: OutputStream) -> bool:
         """False when the engine cannot have heard of the request."""
-        if self.outbox.withdraw(stream.request_id):
+        self._unheard.pop(stream.request_id, None)
+        repeated = stream.request_id in self._repeated
+        self._repeated.discard(stream.request_id)
+        if self.outbox.withdraw(stream.request_id) and not repeated:
             return False
         self._cancelled[stream.request_id] = stream.running
         if len(self._cancelled) > MAX_REMEMBERED_CANCELS:

@@ -17,7 +17,8 @@ class LinkSettings:
 
     ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
     them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
-    ``max_backoff``, doubling.
+    ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unheard`` that were sent are
+    kept until the engine answers.
     """
 
     grace: float = 5.0
@@ -33,3 +34,4 @@ class LinkSettings:
     backoff: float = 0.05
     max_backoff: float = 2.0
     max_unsent: int = 1024
+    max_unheard: int = 1024

@@ -1,6 +1,7 @@
 """One request's outputs on their way from an engine to their reader. Knows neither gRPC nor text."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Self
@@ -11,6 +12,8 @@ from quire_proto.sampling import FinishReason
 from quire_router.fleet.expected import Expected
 from quire_router.fleet.output import EngineFull, EngineLost, Output
 from quire_router.fleet.prompt import PromptLogprobs
+
+log = logging.getLogger(__name__)
 
 OnCancel = Callable[[str, int | None], None]
 """Hears that a request is to be ended on the engine, or only one choice of it."""
@@ -37,6 +40,8 @@ class OutputStream:
     never holds up the other requests of its engine. The iterator ends after the piece that ends the last choice, or the
     one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is
     called when the request ends before the engine ended it, maybe twice, and for each choice that is cancelled alone.
+    ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been computed.
+    ``on_piece`` is offered each piece that comes while the reader waits, and tells whether it took it.
     """
 
     def __init__(self, request_id: str, expected: Expected, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
@@ -44,6 +49,8 @@ class OutputStream:
         self.expected = expected
         self.heard_of = False
         self.running = len(expected.positions)
+        self.on_first: Callable[[], None] | None = None
+        self.on_piece: Callable[[Output], bool] | None = None
         self._on_cancel = on_cancel
         self._patience = slow_client_timeout
         self._loop = asyncio.get_running_loop()
@@ -76,7 +83,10 @@ class OutputStream:
             return
         if piece.token_ids or piece.finish_reason is not None:
             choice.position += len(piece.token_ids)
-            self._queue(choice, piece)
+            if self.on_first is not None:
+                self._tell_first()
+            if self.on_piece is None or not self._offer(self.on_piece, piece):
+                self._queue(choice, piece)
 
     def engine_ended(self, index: int, reason: FinishReason) -> None:
         """Takes note that the engine is done with a choice, or with an error all; ``running`` are left."""
@@ -194,6 +204,17 @@ class OutputStream:
         if not follows or (begins and self._prompt.missing):
             self.fail_over("log-probabilities of the prompt are missing")
 
+    def _offer(self, on_piece: Callable[[Output], bool], piece: Output) -> bool:
+        """Whether the piece was taken. While the reader waits nothing is unread, so the order stays what it is."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        try:
+            return on_piece(piece)
+        except Exception:
+            log.exception("request %s failed", self.request_id)
+            self.fail(internal())
+            return True
+
     def _queue(self, choice: _Choice, piece: Output) -> None:
         if choice.unread is not None:
             choice.unread.extend(piece)
@@ -207,6 +228,11 @@ class OutputStream:
         if piece.finish_reason is not None:
             self._leave(choice)
         self._wake()
+
+    def _tell_first(self) -> None:
+        on_first, self.on_first = self.on_first, None
+        if on_first is not None:
+            on_first()
 
     def _leave(self, choice: _Choice) -> None:
         choice.over = True

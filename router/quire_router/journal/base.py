@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
-from quire_router.generation import Generation
+from quire_router.generation import NO_USAGE, Delta, Generation, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,24 @@ class Lease:
     epoch: int
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One piece of an answer as its client got it, but for the text, which follows from the tokens. Its tokens begin
+    where the last piece of the same choice ended. Fields as in ``Delta``.
+    """
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
+
+
+Piece = Told | Delta
+"""What is written down: of a delta, the fields that a told piece has."""
+
+
 @dataclass(slots=True)
 class Delivered:
     """What the client was given of one choice, which has ended once there is a reason."""
@@ -29,53 +48,127 @@ class Delivered:
 
 @dataclass(slots=True)
 class Record:
-    """What is remembered of a request: all that is needed to go on with it elsewhere.
+    """What is remembered of a request: all that is needed to tell it again, and to go on with it elsewhere.
 
-    ``choices`` are the ``n`` that the client gets. Of a request whose choices are told together, candidates of
-    ``best_of`` or beams, nothing is remembered before that: it is run again, and ends in the same ones.
+    ``pieces`` are what the client was told, in order. Of a request whose choices are told together, candidates of
+    ``best_of`` or beams, nothing is remembered before that: it is run again, and ends in the same ones. It is ``held``
+    while a router has a lease on it. Its ``usage`` is known once it has ended.
     """
 
     generation: Generation
     owner: str
     epoch: int
-    choices: list[Delivered]
+    pieces: list[Told]
     finish_reason: FinishReason | None = None
     error: str = ""
+    usage: Usage = NO_USAGE
+    held: bool = False
+
+    @property
+    def choices(self) -> list[Delivered]:
+        """What was told of each choice that the client gets."""
+        choices = [Delivered() for _ in range(self.generation.params.n)]
+        for piece in self.pieces:
+            choices[piece.index].token_ids += piece.token_ids
+            choices[piece.index].finish_reason = piece.finish_reason
+        return choices
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What was told of a request since somebody looked last, and how it is with its record now. Fields as in
+    ``Record``.
+    """
+
+    pieces: list[Told]
+    finish_reason: FinishReason | None
+    error: str
+    usage: Usage
+    held: bool
+
+
+class Follower(Protocol):
+    """Looks after one record that another reader of it, or another router, is writing."""
+
+    async def look(self) -> Tail | None:
+        """What is new, from the beginning when it is the first look; None when there is no such record, or no longer.
+        Raises ``QuireError`` UNAVAILABLE when it cannot be read, INTERNAL when it is damaged.
+        """
+        ...
+
+
+class Owners(Protocol):
+    """Who is told what becomes of records that this router holds."""
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Somebody asked at another router that the request be ended."""
+        ...
+
+    def on_taken(self, request_id: str) -> None:
+        """Another router holds the record now, so that nothing which is written here counts any more."""
+        ...
 
 
 class Journal(Protocol):
-    """Request state. ``append`` and ``finish`` never wait: the token path must not depend on a database."""
+    """Request state. ``open``, ``append``, ``finish`` and ``release`` never wait: the token path must not depend on a
+    database.
+    """
 
     @property
     def available(self) -> bool:
         """Whether what is written now will survive this process (the memory journal: whether it is kept at all)."""
         ...
 
+    def report_to(self, owners: Owners) -> None:
+        """Who hears of cancelled and taken records."""
+        ...
+
     def open(self, generation: Generation) -> Lease:
         """Begins a record and claims it, with epoch 1. Never waits."""
         ...
 
-    def append(
-        self,
-        lease: Lease,
-        position: int,
-        token_ids: list[int],
-        index: int = 0,
-        finish_reason: FinishReason | None = None,
-    ) -> None:
-        """Adds tokens of choice ``index`` at ``position`` of its output, and its end if there is a reason. Repeating a
-        write changes nothing. Never waits.
+    async def open_once(self, generation: Generation) -> Lease | None:
+        """As ``open``, but None when there is a record of this id already, here or at any router. When the journal is
+        not available, only this router's own are known.
         """
         ...
 
-    def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:
+    def append(self, lease: Lease, position: int, piece: Piece) -> None:
+        """Adds a piece whose tokens begin at ``position`` of its choice's output. Repeating a write changes nothing.
+        Never waits.
+        """
+        ...
+
+    def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """Ends the record; it is kept for the retention time. Never waits."""
         ...
 
-    async def read(self, request_id: str) -> Record | None:
-        """The record as it is stored; None when unknown or forgotten. Raises ``QuireError`` UNAVAILABLE when it
-        cannot be read.
+    def release(self, lease: Lease) -> None:
+        """Lets go of a record that has not ended, so that anybody may claim it. Never waits."""
+        ...
+
+    async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+        """Takes over a record that nobody holds, with the next epoch; None when somebody does, when it has ended or is
+        unknown. Raises as ``Follower.look``.
         """
+        ...
+
+    async def read(self, request_id: str) -> Record | None:
+        """The record as it is stored; None when unknown or forgotten. Raises as ``Follower.look``."""
+        ...
+
+    def follow(self, request_id: str) -> Follower:
+        """A look after a record, whoever writes it."""
+        ...
+
+    async def cancel(self, request_id: str) -> bool:
+        """Asks whoever holds the record to end the request, and ends the record if nobody does; False when there is
+        none that has not ended.
+        """
+        ...
+
+    async def orphans(self) -> list[str]:
+        """Background requests that have not ended and that nobody holds, some of them. Raises as ``Follower.look``."""
         ...
 
     async def close(self) -> None:

@@ -1,20 +1,18 @@
-"""How a record is stored: a hash of few fields, and what was delivered as packed little-endian int32. Knows no
-database.
-"""
+"""How a record is stored: a hash of few fields, and what was told as packed little-endian int32. Knows no database."""
 
 import json
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from sys import byteorder
 from typing import Any
 
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 
-from quire_router.generation import Generation
-from quire_router.journal.base import Record
-from quire_router.journal.deliveries import read_deliveries
+from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.journal.base import Record, Tail
+from quire_router.journal.deliveries import RowReader
 
 TOKEN_BYTES = 4
 
@@ -24,21 +22,21 @@ class DamagedRecordError(ValueError):
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Four bytes for each token, or mark of ``Deliveries``."""
+    """Four bytes for each token, or other value of ``Deliveries``."""
     packed = array("i", token_ids)
     if byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
 
 
-def unpack_tokens(packed: bytes) -> list[int]:
+def unpack_tokens(packed: bytes) -> "array[int]":
     """The tokens again. Raises ``DamagedRecordError`` when the last one is cut off."""
     if len(packed) % TOKEN_BYTES:
         raise DamagedRecordError("the tokens end within a token")
     token_ids = array("i", packed)
     if byteorder == "big":
         token_ids.byteswap()
-    return token_ids.tolist()
+    return token_ids
 
 
 def encode_request(generation: Generation) -> bytes:
@@ -57,31 +55,75 @@ def encode_request(generation: Generation) -> bytes:
         "cache_salt": generation.cache_salt.hex(),
         "stream": generation.stream,
         "created": generation.created,
+        "shape": generation.shape,
+        "parts": generation.parts,
+        "digest": generation.digest,
+        "background": generation.background,
+        "session": generation.session,
+        "deadline": generation.deadline,
     }
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
-def decode_record(fields: Mapping[bytes, bytes], deliveries: bytes) -> Record:
-    """The record from its hash and its deliveries. Raises ``DamagedRecordError``."""
+def decode_record(fields: Mapping[bytes, bytes], row: bytes, now: int = 0) -> Record:
+    """The record from its hash and its row, ``now`` being the database's time in ms. Raises ``DamagedRecordError``."""
     try:
         generation = _decode_request(json.loads(fields[b"request"]), unpack_tokens(fields[b"prompt"]))
+        end = decode_end(fields, len(row), now)
         return Record(
             generation=generation,
             owner=fields[b"owner"].decode(),
             epoch=int(fields[b"epoch"]),
-            choices=read_deliveries(unpack_tokens(deliveries), generation.params.n),
+            pieces=RowReader(generation.params.n).read(unpack_tokens(row))[0],
+            finish_reason=end.finish_reason,
+            error=end.error,
+            usage=end.usage,
+            held=end.held,
+        )
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_end(fields: Mapping[bytes, bytes], length: int, now: int) -> Tail:
+    """How it is with a record whose row has so many bytes, without pieces. Raises ``DamagedRecordError``."""
+    try:
+        if int(fields.get(b"length", length)) != length:
+            raise DamagedRecordError("some of the tokens of a record that ended are not there")
+        return Tail(
+            pieces=[],
             finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
             error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
+            usage=decode_usage(fields.get(b"usage", b"")),
+            held=b"reason" not in fields and float(fields.get(b"lease_expires", 0)) > now,
         )
+    except (TypeError, ValueError) as error:
+        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def encode_usage(usage: Usage) -> str:
+    """Its numbers in the order of its fields."""
+    return " ".join(map(str, astuple(usage)))
+
+
+def decode_usage(text: bytes) -> Usage:
+    """The usage again. Raises ``ValueError``."""
+    return Usage(*map(int, text.split())) if text else NO_USAGE
+
+
+def decode_choices(request: bytes) -> int:
+    """How many choices the client of a stored request gets. Raises ``DamagedRecordError``."""
+    try:
+        return _decode_params(json.loads(request)["params"]).n
     except (KeyError, TypeError, ValueError) as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
-def _decode_request(fields: dict[str, Any], prompt: list[int]) -> Generation:
+def _decode_request(fields: dict[str, Any], prompt: "array[int]") -> Generation:
     return Generation(
         prompt_token_ids=prompt,
         params=_decode_params(fields.pop("params")),
         stop=tuple(fields.pop("stop")),
+        parts=tuple(fields.pop("parts", ())),
         cache_salt=bytes.fromhex(fields.pop("cache_salt")),
         **fields,
     )

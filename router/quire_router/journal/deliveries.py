@@ -1,17 +1,21 @@
-"""What was delivered of a request's choices, as one row of int32 that only grows. Knows no database.
+"""What was told of a request's choices, as one row of int32 that only grows. Knows no database.
 
-Tokens stand for themselves and belong to the first choice, until a negative number says that another one's follow, or
-that a choice has ended and why. So any beginning of the row is what was delivered up to some moment, and the row of a
-single choice is simply its tokens and a mark at the end.
+Tokens stand for themselves and belong to the first choice, until a negative number, a mark, says that another one's
+follow, or that a choice has ended and why. So the row of a single choice is simply its tokens and a mark at the end. A
+piece with more than that, log-probabilities or a beam's score, is a frame: ``FRAME``, the number of values that follow,
+and these. Any beginning of the row is what was told up to some moment: a frame counts once all of it is there.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Self
 
 from quire_proto.sampling import FinishReason
 
-from quire_router.journal.base import Delivered
+from quire_router.journal.base import Piece, Told
+from quire_router.journal.frame import pack_piece, unpack_piece
 
+FRAME = -(2**31)
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 _CODES = 1 + len(_REASONS)  # a mark's: 0 where tokens follow, or the reason's
 
@@ -19,55 +23,157 @@ _CODES = 1 + len(_REASONS)  # a mark's: 0 where tokens follow, or the reason's
 class Deliveries:
     """The row of one request, ``values``, and where each of its choices stands."""
 
-    __slots__ = ("_current", "_ended", "_lengths", "values")
+    __slots__ = ("_current", "_ended", "_lengths", "_prompted", "values")
 
     def __init__(self, choices: int) -> None:
         self.values = array("i")
         self._lengths = [0] * choices
         self._ended = [False] * choices
+        self._prompted = False
         self._current = 0
 
-    def add(self, index: int, position: int, token_ids: list[int], finish_reason: FinishReason | None) -> int:
-        """Adds what is new of a choice's tokens, which begin at ``position`` of its output, and its end; returns by how
-        much the row grew. What would leave a hole is not added, nor is anything after the end.
+    @classmethod
+    def restore(cls, values: "array[int]", choices: int) -> tuple[Self, list[Told]]:
+        """A row that was stored, without what was cut off at its end, and what it says. Raises ``ValueError``."""
+        reader = RowReader(choices)
+        pieces, taken = reader.read(values)
+        deliveries = cls(choices)
+        deliveries.values = values[:taken]
+        deliveries._current = reader.current
+        for piece in pieces:
+            deliveries._note(piece)
+        return deliveries, pieces
+
+    def add(self, position: int, piece: Piece) -> int:
+        """Adds what is new of a piece whose tokens begin at ``position`` of its choice's output; returns by how much
+        the row grew. What would leave a hole is not added, nor is anything after the choice's end.
         """
-        length = self._lengths[index]
-        if self._ended[index] or position > length:
+        length = self._lengths[piece.index]
+        if self._ended[piece.index] or position > length:
             return 0
-        before = len(self.values)
-        new = token_ids[length - position :]
-        if new:
-            if index != self._current:
-                self.values.append(_mark(index, 0))
-                self._current = index
-            self.values.extend(new)
-            self._lengths[index] += len(new)
-        if finish_reason is not None:
-            self.values.append(_mark(index, 1 + _REASONS.index(finish_reason)))
-            self._ended[index] = True
+        before, framed = len(self.values), _is_framed(piece)
+        if framed or position < length:
+            piece = self._new_part(length - position, piece)
+            framed = _is_framed(piece)
+        if framed:
+            packed = pack_piece(piece, _code(piece.finish_reason))
+            self.values.extend((FRAME, len(packed)))
+            self.values.extend(packed)
+        else:
+            self._add_plain(piece)
+        self._note(piece)
         return len(self.values) - before
 
-    def read(self) -> list[Delivered]:
-        """What was delivered of each choice."""
-        return read_deliveries(self.values, len(self._lengths))
+    def _new_part(self, known: int, piece: Piece) -> Told:
+        """The piece without its first ``known`` tokens. Log-probabilities of the prompt come once, a score with the
+        end.
+        """
+        return Told(
+            piece.index,
+            piece.token_ids[known:],
+            piece.finish_reason,
+            piece.logprobs[known : len(piece.token_ids)],
+            [] if self._prompted else piece.prompt_logprobs,
+            None if piece.finish_reason is None else piece.score,
+        )
+
+    def _add_plain(self, piece: Piece) -> None:
+        if piece.token_ids:
+            if piece.index != self._current:
+                self.values.append(_mark(piece.index, 0))
+                self._current = piece.index
+            self.values.extend(piece.token_ids)
+        if piece.finish_reason is not None:
+            self.values.append(_mark(piece.index, _code(piece.finish_reason)))
+
+    def _note(self, piece: Piece) -> None:
+        self._lengths[piece.index] += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self._ended[piece.index] = True
+        if piece.prompt_logprobs:
+            self._prompted = True
 
 
-def read_deliveries(values: Iterable[int], choices: int) -> list[Delivered]:
-    """What a row says of each choice. Raises ``ValueError`` where it speaks of a choice that the request has not."""
-    delivered = [Delivered() for _ in range(choices)]
-    tokens = delivered[0].token_ids
-    for value in values:
-        if value >= 0:
-            tokens.append(value)
-            continue
-        index, code = divmod(-1 - value, _CODES)
-        if index >= choices:
-            raise ValueError(f"the request has no choice {index}")
+class RowReader:
+    """Reads a row from its beginning, as it grows. ``current`` is the choice that plain tokens belong to."""
+
+    __slots__ = ("_ended", "current")
+
+    def __init__(self, choices: int) -> None:
+        self.current = 0
+        self._ended = [False] * choices
+
+    def read(self, values: Sequence[int]) -> tuple[list[Told], int]:
+        """The pieces in what follows in the row, and how many values they are: the rest is a piece that is not complete
+        and has to come again with the next call. Raises ``ValueError`` for what is no such row.
+        """
+        pieces: list[Told] = []
+        position = 0
+        while position < len(values):
+            length = self._read_piece(values, position, pieces)
+            if not length:
+                break
+            position += length
+        return pieces, position
+
+    def _read_piece(self, values: Sequence[int], start: int, pieces: list[Told]) -> int:
+        """Adds the piece that begins at ``start``; returns how many values it takes, 0 when it is not complete."""
+        first = values[start]
+        if first == FRAME:
+            return self._read_frame(values, start, pieces)
+        if first >= 0:
+            end = _end_of_tokens(values, start)
+            self._add(Told(self.current, list(values[start:end])), pieces)
+            return end - start
+        index, code = divmod(-1 - first, _CODES)
+        self._check(index)
         if code:
-            delivered[index].finish_reason = _REASONS[code - 1]
+            self._add(Told(index, [], _REASONS[code - 1]), pieces)
         else:
-            tokens = delivered[index].token_ids
-    return delivered
+            self.current = index
+        return 1
+
+    def _read_frame(self, values: Sequence[int], start: int, pieces: list[Told]) -> int:
+        if len(values) < start + 2:
+            return 0
+        end = start + 2 + values[start + 1]
+        if end < start + 2:
+            raise ValueError("a frame has no length")
+        if end > len(values):
+            return 0
+        piece, code = unpack_piece(array("i", values[start + 2 : end]))
+        self._check(piece.index)
+        if not 0 <= code < _CODES:
+            raise ValueError("a choice ended for no known reason")
+        reason = _REASONS[code - 1] if code else None
+        whole = Told(piece.index, piece.token_ids, reason, piece.logprobs, piece.prompt_logprobs, piece.score)
+        self._add(whole, pieces)
+        return end - start
+
+    def _add(self, piece: Told, pieces: list[Told]) -> None:
+        if self._ended[piece.index]:
+            raise ValueError(f"choice {piece.index} goes on after its end")
+        self._ended[piece.index] = piece.finish_reason is not None
+        pieces.append(piece)
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self._ended):
+            raise ValueError(f"the request has no choice {index}")
+
+
+def _end_of_tokens(values: Sequence[int], start: int) -> int:
+    for position in range(start + 1, len(values)):
+        if values[position] < 0:
+            return position
+    return len(values)
+
+
+def _is_framed(piece: Piece) -> bool:
+    return bool(piece.logprobs or piece.prompt_logprobs) or piece.score is not None
+
+
+def _code(reason: FinishReason | None) -> int:
+    return 0 if reason is None else 1 + _REASONS.index(reason)
 
 
 def _mark(index: int, code: int) -> int:

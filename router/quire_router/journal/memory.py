@@ -3,16 +3,19 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from time import monotonic
 
 from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
-from quire_router.generation import Generation
-from quire_router.journal.base import Lease, Record
-from quire_router.journal.deliveries import Deliveries
+from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.journal.base import Lease, Owners, Piece, Record, Tail
+from quire_router.journal.deliveries import Deliveries, RowReader
+from quire_router.journal.pending import MAX_PARTS, MAX_SHAPE, End
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
+MAX_ORPHANS = 16
 
 
 @dataclass(slots=True)
@@ -22,33 +25,52 @@ class _Kept:
     generation: Generation
     lease: Lease
     deliveries: Deliveries = field(init=False)
-    finish_reason: FinishReason | None = None
-    error: str = ""
+    end: End | None = None
+    held: bool = True
+    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.deliveries = Deliveries(self.generation.params.n)
 
     @property
     def tokens(self) -> int:
-        return len(self.generation.prompt_token_ids) + len(self.deliveries.values)
+        """What it takes, in tokens of 4 bytes."""
+        generation = self.generation
+        return len(generation.prompt_token_ids) + len(generation.shape) // 4 + len(self.deliveries.values)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the request is small enough to be kept."""
+        return len(self.generation.shape) <= MAX_SHAPE and len(self.generation.parts) <= MAX_PARTS
 
     def unpack(self) -> Record:
+        """The record as it is now."""
+        tail = self.tail(RowReader(self.generation.params.n), 0)[0]
         return Record(
             generation=self.generation,
             owner=self.lease.owner,
             epoch=self.lease.epoch,
-            choices=self.deliveries.read(),
-            finish_reason=self.finish_reason,
-            error=self.error,
+            pieces=tail.pieces,
+            finish_reason=tail.finish_reason,
+            error=tail.error,
+            usage=tail.usage,
+            held=tail.held,
         )
+
+    def tail(self, reader: RowReader, start: int) -> tuple[Tail, int]:
+        """What is new to a reader who has read so much of the row, and how much that is."""
+        pieces, taken = reader.read(self.deliveries.values[start:])
+        if self.end is None:
+            return Tail(pieces, None, "", NO_USAGE, self.held), taken
+        return Tail(pieces, self.end.reason, self.end.error, self.end.usage, held=False), taken
 
 
 class MemoryJournal:
-    """At most ``max_records`` records and ``max_tokens`` tokens of prompts and outputs, at 4 bytes each. Finished
-    records are forgotten after ``retention`` seconds, or the oldest of them to make room.
+    """At most ``max_records`` records and ``max_tokens`` tokens of prompts and outputs, at 4 bytes each. Records that
+    were finished or released are forgotten after ``retention`` seconds, or the oldest of them to make room.
 
-    A running record is never forgotten, so outputs that grow may exceed ``max_tokens``. When running requests take all
-    the room, a new one is not kept, and counted.
+    A record that is held is never forgotten, so outputs that grow may exceed ``max_tokens``. When running requests take
+    all the room, a new one is not kept, and counted. A lease has no end: who holds it lives as long as the record.
     """
 
     def __init__(
@@ -61,19 +83,24 @@ class MemoryJournal:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._owner = owner
+        self._owners: Owners | None = None
         self._retention = retention
         self._max_records = max_records
         self._max_tokens = max_tokens
         self._tokens = 0
         self._clock = clock
         self._records: dict[str, _Kept] = {}
-        self._finished: OrderedDict[str, float] = OrderedDict()
+        self._resting: OrderedDict[str, float] = OrderedDict()  # what nobody holds, and until when it is kept
         metrics.JOURNAL_AVAILABLE.set(1)
 
     @property
     def available(self) -> bool:
         """Always: what is written is kept, as long as the process lives."""
         return True
+
+    def report_to(self, owners: Owners) -> None:
+        """See ``Journal``."""
+        self._owners = owners
 
     def open(self, generation: Generation) -> Lease:
         """See ``Journal``. A request id that is remembered already is not opened again."""
@@ -82,40 +109,80 @@ class MemoryJournal:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         record = _Kept(generation, Lease(generation.request_id, self._owner, 1))
-        if self._make_room(1, record.tokens):
+        if record.is_bounded and self._make_room(1, record.tokens):
             self._records[generation.request_id] = record
             self._tokens += record.tokens
         else:
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
 
-    def append(
-        self,
-        lease: Lease,
-        position: int,
-        token_ids: list[int],
-        index: int = 0,
-        finish_reason: FinishReason | None = None,
-    ) -> None:
+    async def open_once(self, generation: Generation) -> Lease | None:
+        """See ``Journal``."""
+        self._forget_old()
+        return None if generation.request_id in self._records else self.open(generation)
+
+    def append(self, lease: Lease, position: int, piece: Piece) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
         record = self._writable(lease)
         if record is not None:
-            self._tokens += record.deliveries.add(index, position, token_ids, finish_reason)
+            self._tokens += record.deliveries.add(position, piece)
             self._make_room(0, 0)
 
-    def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:
+    def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
         record = self._writable(lease)
         if record is not None:
-            record.finish_reason, record.error = reason, error
-            self._finished[lease.request_id] = self._clock() + self._retention
-            self._make_room(0, 0)
+            self._end(record, End(reason, error, usage))
 
-    async def read(self, request_id: str) -> Record | None:
+    def release(self, lease: Lease) -> None:
+        """See ``Journal``. What somebody asked to end is ended."""
+        record = self._writable(lease)
+        if record is not None and record.cancelled:
+            self._end(record, End(FinishReason.ABORT))
+        elif record is not None:
+            self._rest(record)
+
+    async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
         """See ``Journal``."""
         self._forget_old()
         record = self._records.get(request_id)
+        if record is None or record.held or record.end is not None:
+            return None
+        del self._resting[request_id]
+        record.held = True
+        record.lease = Lease(request_id, self._owner, record.lease.epoch + 1)
+        return record.unpack(), record.lease
+
+    async def read(self, request_id: str) -> Record | None:
+        """See ``Journal``."""
+        record = self._find(request_id)
         return None if record is None else record.unpack()
+
+    def follow(self, request_id: str) -> "MemoryFollower":
+        """See ``Journal``."""
+        return MemoryFollower(request_id, self._find)
+
+    async def cancel(self, request_id: str) -> bool:
+        """See ``Journal``."""
+        record = self._find(request_id)
+        if record is None or record.end is not None:
+            return False
+        if not record.held:
+            del self._resting[request_id]
+            record.lease = Lease(request_id, "", record.lease.epoch + 1)
+            self._end(record, End(FinishReason.ABORT))
+        elif not record.cancelled:
+            record.cancelled = True
+            if self._owners is not None:
+                self._owners.on_cancelled(request_id)
+        return True
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``."""
+        self._forget_old()
+        resting = (self._records[request_id] for request_id in self._resting)
+        orphans = (record for record in resting if record.generation.background and record.end is None)
+        return [record.lease.request_id for record in islice(orphans, MAX_ORPHANS)]
 
     async def flush(self) -> None:
         """Nothing is ever pending."""
@@ -123,18 +190,32 @@ class MemoryJournal:
     async def close(self) -> None:
         """Nothing to write, nothing to let go of."""
 
+    def _find(self, request_id: str) -> _Kept | None:
+        self._forget_old()
+        return self._records.get(request_id)
+
     def _writable(self, lease: Lease) -> _Kept | None:
         record = self._records.get(lease.request_id)
-        if record is None or record.finish_reason is not None:
+        if record is None or record.end is not None:
             return None
-        if lease != record.lease:
+        if lease is not record.lease and lease != record.lease:  # comparing takes longer than a token may
             metrics.STALE_EPOCHS.inc()
             return None
-        return record
+        return record if record.held else None
+
+    def _end(self, record: _Kept, end: End) -> None:
+        record.end = end
+        self._rest(record)
+
+    def _rest(self, record: _Kept) -> None:
+        """From now on the record may be forgotten."""
+        record.held = False
+        self._resting[record.lease.request_id] = self._clock() + self._retention
+        self._make_room(0, 0)
 
     def _make_room(self, records: int, tokens: int) -> bool:
-        """Forgets finished records until so many more have room; False when too much is running."""
-        while self._is_full(records, tokens) and self._finished:
+        """Forgets records that nobody holds until so many more have room; False when too much is running."""
+        while self._is_full(records, tokens) and self._resting:
             self._forget_oldest()
         return not self._is_full(records, tokens)
 
@@ -142,9 +223,31 @@ class MemoryJournal:
         return len(self._records) + records > self._max_records or self._tokens + tokens > self._max_tokens
 
     def _forget_old(self) -> None:
-        while self._finished and next(iter(self._finished.values())) <= self._clock():
+        while self._resting and next(iter(self._resting.values())) <= self._clock():
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        request_id, _ = self._finished.popitem(last=False)
+        request_id, _ = self._resting.popitem(last=False)
         self._tokens -= self._records.pop(request_id).tokens
+
+
+class MemoryFollower:
+    """A look after one record of a ``MemoryJournal``."""
+
+    def __init__(self, request_id: str, find: Callable[[str], _Kept | None]) -> None:
+        self._request_id = request_id
+        self._find = find
+        self._record: _Kept | None = None
+        self._reader = RowReader(0)
+        self._position = 0
+
+    async def look(self) -> Tail | None:
+        """See ``Follower``."""
+        record = self._find(self._request_id)
+        if self._record is None and record is not None:
+            self._record, self._reader = record, RowReader(record.generation.params.n)
+        if record is None or record is not self._record:
+            return None
+        tail, taken = record.tail(self._reader, self._position)
+        self._position += taken
+        return tail

@@ -7,20 +7,32 @@ from itertools import islice
 
 from quire_proto.sampling import FinishReason
 
-from quire_router.generation import Generation
-from quire_router.journal.base import Lease
+from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.journal.base import Lease, Piece
 from quire_router.journal.deliveries import Deliveries
 
 MAX_TOKENS_A_WRITE = 65_536
+MAX_ROW = 16_777_216  # values of one request's row: 64 MiB
+MAX_SHAPE = 65_536  # characters
+MAX_PARTS = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ended."""
+
+    reason: FinishReason
+    error: str = ""
+    usage: Usage = NO_USAGE
 
 
 @dataclass(slots=True)
 class Entry:
-    """One request that runs, or that has ended and is not written yet.
+    """One request that runs, or that has ended or was let go of and is not written yet.
 
     It holds the whole record, not only what is new, so that a database that lost it can be given it again: what was
-    delivered, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
-    there as ``stored`` says.
+    told, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
+    there as ``stored`` says. The lease was last renewed at ``renewed``.
     """
 
     generation: Generation
@@ -28,10 +40,18 @@ class Entry:
     deliveries: Deliveries = field(init=False)
     opened: bool = False
     stored: int = 0
-    finish: tuple[FinishReason, str] | None = None
+    renewed: float = 0.0
+    end: End | None = None
+    released: bool = False
+    cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.deliveries = Deliveries(self.generation.params.n)
+
+    @property
+    def live(self) -> bool:
+        """Whether its lease may write."""
+        return self.end is None and not self.released
 
     @property
     def made(self) -> int:
@@ -40,8 +60,13 @@ class Entry:
 
     @property
     def unstored(self) -> int:
-        """Tokens that wait to be written, the prompt's with them until the record is opened."""
-        return self.made - self.stored + (0 if self.opened else len(self.generation.prompt_token_ids))
+        """Tokens that wait to be written, the request's with them until the record is opened."""
+        return self.made - self.stored + (0 if self.opened else _size(self.generation))
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the request is small enough to be kept."""
+        return len(self.generation.shape) <= MAX_SHAPE and len(self.generation.parts) <= MAX_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +76,9 @@ class Write:
     entry: Entry
     opens: bool
     start: int
-    end: int
-    finish: tuple[FinishReason, str] | None
+    stop: int
+    end: End | None
+    releases: bool
 
 
 class Pending:
@@ -78,22 +104,29 @@ class Pending:
         """The request's entry, while it has one."""
         return self._entries.get(request_id)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for another request."""
+        return len(self._entries) >= self._max_requests
+
+    def has_room(self, entry: Entry) -> bool:
+        """Whether the entry is small enough to be kept, also beside what is here."""
+        return not self.is_full and self._unstored + entry.unstored <= self._max_tokens and entry.is_bounded
+
     def add(self, entry: Entry) -> bool:
-        """False when there is no room for it."""
-        if len(self._entries) >= self._max_requests or self._unstored + entry.unstored > self._max_tokens:
+        """False when there is no room for it, or there is one of its request."""
+        if not self.has_room(entry) or entry.lease.request_id in self._entries:
             return False
         self._entries[entry.lease.request_id] = entry
         self._unstored += entry.unstored
         self.touch(entry)
         return True
 
-    def extend(
-        self, entry: Entry, position: int, token_ids: list[int], index: int, finish_reason: FinishReason | None
-    ) -> bool:
-        """Adds what is new of a choice; False, and the entry is gone, when there is no room for it."""
-        added = entry.deliveries.add(index, position, token_ids, finish_reason)
+    def extend(self, entry: Entry, position: int, piece: Piece) -> bool:
+        """Adds what is new of a piece; False, and the entry is gone, when there is no room for it."""
+        added = entry.deliveries.add(position, piece)
         self._unstored += added
-        if self._unstored > self._max_tokens:
+        if self._unstored > self._max_tokens or entry.made > MAX_ROW:
             self.drop(entry)
             return False
         if added:
@@ -102,19 +135,26 @@ class Pending:
 
     def touch(self, entry: Entry) -> None:
         """The entry has something to write."""
-        self._dirty[entry.lease.request_id] = None
-        self._news.set()
+        if entry.lease.request_id not in self._dirty:
+            self._dirty[entry.lease.request_id] = None
+            self._news.set()
 
-    def touch_running(self) -> None:
-        """Every entry that could be written has its lease to renew."""
+    def touch_older(self, than: float) -> None:
+        """Every entry whose lease was not renewed since then has it to renew."""
         for entry in self._entries.values():
-            self.touch(entry)
+            if entry.renewed < than:
+                self.touch(entry)
+
+    def has(self, entry: Entry) -> bool:
+        """Whether the entry is still the one of its request."""
+        return self._entries.get(entry.lease.request_id) is entry
 
     def drop(self, entry: Entry) -> None:
         """Forgets the entry."""
-        if self._entries.pop(entry.lease.request_id, None) is not None:
+        if self.has(entry):
             self._unstored -= entry.unstored
-        self._dirty.pop(entry.lease.request_id, None)
+            del self._entries[entry.lease.request_id]
+            self._dirty.pop(entry.lease.request_id, None)
 
     async def wait(self) -> None:
         """Returns when an entry is dirty."""
@@ -126,24 +166,24 @@ class Pending:
         """What to write of the ``count`` entries that have waited longest."""
         return [_write(self._entries[request_id]) for request_id in islice(self._dirty, count)]
 
-    def stored(self, write: Write) -> None:
+    def stored(self, write: Write, now: float) -> None:
         """The database has it."""
         entry = write.entry
-        if self._entries.get(entry.lease.request_id) is not entry:
+        if not self.has(entry):
             return  # it was dropped in the meantime
         self._unstored -= entry.unstored
-        entry.opened, entry.stored = True, max(entry.stored, write.end)
+        entry.opened, entry.stored, entry.renewed = True, max(entry.stored, write.stop), now
         self._unstored += entry.unstored
-        if write.finish is not None:
+        if write.end is not None or (write.releases and entry.end is None):  # else it was cancelled in the meantime
             self.drop(entry)
-        elif entry.stored == entry.made and entry.finish is None:
+        elif entry.stored == entry.made and entry.live:
             self._dirty.pop(entry.lease.request_id, None)
         else:
             self._dirty.move_to_end(entry.lease.request_id)
 
     def lost(self, entry: Entry) -> None:
         """The database does not have what it had: everything is to be written again."""
-        if self._entries.get(entry.lease.request_id) is entry:
+        if self.has(entry):
             self._unstored -= entry.unstored
             entry.opened, entry.stored = False, 0
             self._unstored += entry.unstored
@@ -151,6 +191,12 @@ class Pending:
 
 
 def _write(entry: Entry) -> Write:
-    end = min(entry.made, entry.stored + MAX_TOKENS_A_WRITE)
-    finish = entry.finish if end == entry.made else None
-    return Write(entry, not entry.opened, entry.stored, end, finish)
+    stop = min(entry.made, entry.stored + MAX_TOKENS_A_WRITE)
+    whole = stop == entry.made
+    end = entry.end if whole else None
+    return Write(entry, not entry.opened, entry.stored, stop, end, whole and entry.released and end is None)
+
+
+def _size(generation: Generation) -> int:
+    """Tokens' worth of what opens a record."""
+    return len(generation.prompt_token_ids) + len(generation.shape) // 4

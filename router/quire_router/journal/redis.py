@@ -2,25 +2,33 @@
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from uuid import uuid4
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import internal
 from quire_proto.sampling import FinishReason
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from quire_router import metrics
-from quire_router.generation import Generation
-from quire_router.journal.base import Lease, Record
-from quire_router.journal.codec import DamagedRecordError, decode_record
-from quire_router.journal.pending import Entry, Pending
-from quire_router.journal.writer import RedisWriter, WriterSettings, keys
+from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.journal.base import Follower, Lease, Owners, Piece, Record, Tail
+from quire_router.journal.codec import DamagedRecordError, decode_record, unpack_tokens
+from quire_router.journal.deliveries import Deliveries
+from quire_router.journal.follower import RedisFollower
+from quire_router.journal.pending import End, Entry, Pending
+from quire_router.journal.server import RedisServer
+from quire_router.journal.store import RedisStore, unavailable
+from quire_router.journal.writer import RedisWriter, WriterSettings
 
 log = logging.getLogger(__name__)
 LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
+PATIENCE = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
@@ -47,8 +55,12 @@ class RedisJournal:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
         self._client = _client(url, timeout)
+        settings = settings or WriterSettings()
+        self._owners: Owners | None = None
         self._pending = Pending(max_requests, max_tokens)
-        self._writer = RedisWriter(self._client, self._pending, settings or WriterSettings())
+        self._server = RedisServer(self._client, settings.lease)
+        self._store = RedisStore(self._client, settings)
+        self._writer = RedisWriter(self._client, self._server, self._pending, settings)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -61,6 +73,11 @@ class RedisJournal:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._writer.run(), name="journal writer")
 
+    def report_to(self, owners: Owners) -> None:
+        """See ``Journal``. They are called by the task that writes, and by ``cancel``."""
+        self._owners = owners
+        self._writer.report_to(owners)
+
     def open(self, generation: Generation) -> Lease:
         """See ``Journal``. A request id that still runs here is not opened again."""
         self.start()
@@ -72,36 +89,89 @@ class RedisJournal:
             metrics.JOURNAL_DROPPED.inc()
         return lease
 
-    def append(
-        self,
-        lease: Lease,
-        position: int,
-        token_ids: list[int],
-        index: int = 0,
-        finish_reason: FinishReason | None = None,
-    ) -> None:
+    async def open_once(self, generation: Generation) -> Lease | None:
+        """See ``Journal``. Waits half a second for Redis at most, and then knows only this router's own."""
+        self.start()
+        entry = Entry(generation, Lease(generation.request_id, self._owner, 1))
+        if self._pending.get(generation.request_id) is not None:
+            return None
+        if not self._pending.has_room(entry):
+            return self.open(generation)
+        with suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                entry.opened = await self._store.surely(lambda: self._store.open(generation, entry.lease))
+            if not entry.opened:
+                return None
+        if self._pending.get(generation.request_id) is not None:
+            return None  # the same came once more while this one waited
+        if not self._pending.add(entry):
+            metrics.JOURNAL_DROPPED.inc()
+        return entry.lease
+
+    def append(self, lease: Lease, position: int, piece: Piece) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
         entry = self._writable(lease)
-        if entry is not None and not self._pending.extend(entry, position, token_ids, index, finish_reason):
+        if entry is not None and not self._pending.extend(entry, position, piece):
             metrics.JOURNAL_DROPPED.inc()
 
-    def finish(self, lease: Lease, reason: FinishReason, error: str = "") -> None:
+    def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
         entry = self._writable(lease)
         if entry is not None:
-            entry.finish = (reason, error)
+            entry.end = End(reason, error, usage)
             self._pending.touch(entry)
 
+    def release(self, lease: Lease) -> None:
+        """See ``Journal``. What somebody asked to end is ended."""
+        entry = self._writable(lease)
+        if entry is not None:
+            entry.released = True
+            entry.end = End(FinishReason.ABORT) if entry.cancelled else None
+            self._pending.touch(entry)
+
+    async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+        """See ``Journal``. A record that is damaged is ended with an error."""
+        self.start()
+        if not await self._let_go(request_id):
+            return None
+        if self._pending.is_full:
+            raise unavailable()
+        name = uuid4().hex
+        taken = await self._store.ask(request_id, lambda: self._store.claim(request_id, self._owner, name))
+        return None if taken is None else await self._take_over(request_id, *taken)
+
     async def read(self, request_id: str) -> Record | None:
-        """See ``Journal``: what Redis has, which may be a moment behind what was written."""
-        try:
-            fields, packed = await self._fetch_surely(request_id)
-            return decode_record(fields, packed or b"") if fields else None
-        except DamagedRecordError:
-            log.error("the record of request %s is damaged", request_id)
-            raise internal() from None
-        except (RedisError, OSError, TimeoutError):
-            raise QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0) from None
+        """See ``Journal``: what Redis has, which may be a moment behind what was written. Just after Redis was
+        restarted UNAVAILABLE instead of None.
+        """
+        record = await self._store.ask(request_id, lambda: self._store.read(request_id))
+        if record is None and await self._may_come_back(request_id):
+            raise unavailable()
+        return record
+
+    def follow(self, request_id: str) -> Follower:
+        """See ``Journal``."""
+        return _Follower(partial(self._look, request_id, RedisFollower(partial(self._store.glance, request_id))))
+
+    async def cancel(self, request_id: str) -> bool:
+        """See ``Journal``. Another router hears of it with the next write to the record, or when it renews its
+        lease.
+        """
+        entry = self._pending.get(request_id)
+        if entry is None:
+            return await self._store.ask(request_id, lambda: self._store.cancel(request_id))
+        if entry.end is not None:
+            return False
+        if entry.released:
+            entry.end = End(FinishReason.ABORT)
+        elif not entry.cancelled and self._owners is not None:
+            self._owners.on_cancelled(request_id)
+        entry.cancelled = True
+        return True
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``: at most 16 of them."""
+        return await self._store.ask("of the background", self._store.orphans)
 
     async def flush(self) -> None:
         """Waits until everything written so far is in Redis; for as long as that takes."""
@@ -113,40 +183,76 @@ class RedisJournal:
             await self._end_writer(self._task)
         await self._client.aclose()
 
+    async def _look(self, request_id: str, follower: RedisFollower) -> Tail | None:
+        tail = await self._store.ask(request_id, follower.look)
+        if tail is None and await self._may_come_back(request_id):
+            return Tail([], None, "", NO_USAGE, held=True)
+        return tail
+
+    async def _may_come_back(self, request_id: str) -> bool:
+        """Whether a record that Redis does not have may be one that it lost, and that its router is about to write."""
+        await self._store.ask(request_id, self._server.look)
+        return self._server.is_settling
+
     async def _end_writer(self, task: asyncio.Task[None]) -> None:
         try:
             async with asyncio.timeout(min(LAST_WRITE, self._timeout)):
                 await self._writer.flush()
         except TimeoutError:
             log.warning("the state of %d requests was not written to Redis", len(self._pending))
-        task.cancel()
-        await asyncio.wait([task])
+        while not task.done():
+            # Again and again: the client swallows a cancellation that comes in the moment it is connected.
+            task.cancel()
+            await asyncio.wait([task], timeout=0.1)
 
-    async def _fetch_surely(self, request_id: str) -> tuple[dict[bytes, bytes], bytes | None]:
+    async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease]:
+        """Goes on from a record as it was claimed."""
+        lease = Lease(request_id, self._owner, int(fields[b"epoch"]))
         try:
-            return await self._fetch(request_id)
-        except RedisConnectionError:
-            # The pool may hold connections that died with a former Redis; a fresh one tells whether it is there.
-            await self._client.connection_pool.disconnect(inuse_connections=False)
-            return await self._fetch(request_id)
+            record = decode_record(fields, row)
+        except DamagedRecordError:
+            await self._store.ask(request_id, lambda: self._store.condemn(lease))
+            raise internal() from None
+        entry = Entry(record.generation, lease, opened=True)
+        entry.deliveries, _ = Deliveries.restore(unpack_tokens(row), record.generation.params.n)
+        entry.stored = entry.made
+        if not self._pending.add(entry):
+            raise unavailable()  # the lease expires by itself
+        return replace(record, held=True), lease
 
-    async def _fetch(self, request_id: str) -> tuple[dict[bytes, bytes], bytes | None]:
-        """The record's hash and its tokens, as they were at one moment."""
-        record, tokens = keys(request_id)
-        pipeline = self._client.pipeline(transaction=True)
-        pipeline.hgetall(record)
-        pipeline.get(tokens)
-        fields, packed = await pipeline.execute()
-        return fields, packed
+    async def _let_go(self, request_id: str) -> bool:
+        """Whether this router does not hold the record; waits until it is written that it was released."""
+        entry = self._pending.get(request_id)
+        if entry is None:
+            return True
+        if not entry.released or entry.end is not None:
+            return False
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await self._writer.written(entry)
+        except TimeoutError:
+            raise unavailable() from None
+        return True
 
     def _writable(self, lease: Lease) -> Entry | None:
         entry = self._pending.get(lease.request_id)
-        if entry is None or entry.finish is not None:
+        if entry is None or not entry.live:
             return None
-        if lease != entry.lease:
+        if lease is not entry.lease and lease != entry.lease:  # comparing takes longer than a token may
             metrics.STALE_EPOCHS.inc()
             return None
         return entry
+
+
+class _Follower:
+    """A look after a record."""
+
+    def __init__(self, look: Callable[[], Awaitable[Tail | None]]) -> None:
+        self._look = look
+
+    async def look(self) -> Tail | None:
+        """See ``Follower``."""
+        return await self._look()
 
 
 def _client(url: str, timeout: float) -> Redis:

@@ -7,8 +7,9 @@ from importlib.resources import files
 
 
 class Answer(IntEnum):
-    """What a script returns."""
+    """What a script that writes returns; ``common.lua`` says when."""
 
+    CANCELLED = 2
     DONE = 1
     STALE = 0
     LOST = -1
@@ -22,12 +23,20 @@ class Script:
     sha: str
 
 
-def _load(name: str) -> Script:
-    source = files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _load(*names: str) -> Script:
+    source = "".join(map(_read, names))
     return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-OPEN = _load("open.lua")
-APPEND = _load("append.lua")
-FINISH = _load("finish.lua")
-ALL = (OPEN, APPEND, FINISH)
+OPEN = _load("common.lua", "open.lua")
+APPEND = _load("common.lua", "append.lua")
+FINISH = _load("common.lua", "finish.lua")
+RELEASE = _load("common.lua", "release.lua")
+CLAIM = _load("common.lua", "claim.lua")
+CANCEL = _load("common.lua", "cancel.lua")
+INDEX = _load("index.lua")
+ALL = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, INDEX)

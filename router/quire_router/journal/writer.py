@@ -8,36 +8,59 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from quire_proto.sampling import FinishReason
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router import metrics
 from quire_router.journal import scripts
-from quire_router.journal.codec import TOKEN_BYTES, encode_request, pack_tokens
-from quire_router.journal.pending import Pending, Write
+from quire_router.journal.base import Owners
+from quire_router.journal.codec import TOKEN_BYTES, encode_request, encode_usage, pack_tokens
+from quire_router.journal.pending import End, Entry, Pending, Write
 from quire_router.journal.scripts import Answer
+from quire_router.journal.server import RedisServer
 
 log = logging.getLogger(__name__)
 
 MAX_WRITES = 128  # a flush of so many holds the loop for two milliseconds or so
-FIRST_DELAY, LAST_DELAY = 0.05, 5.0
+FIRST_DELAY, LAST_DELAY = 0.05, 1.0
+BEATS_A_LEASE = 4
+BACKGROUND = "quire:background"
+"""The index of background requests that have not ended, by when their leases expire (ms, by Redis' clock)."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriterSettings:
     """Times in seconds.
 
-    A router holds a ``lease`` on each record it writes and renews it three times as often. A record is forgotten
-    ``retention`` after it was finished, or ``running_ttl`` after its last write. ``pause`` between two flushes lets
-    tokens gather, which costs a dying router at most that many seconds of tokens to be generated again.
+    A router holds a ``lease`` on each record it writes and renews it four times as often, so that a slow beat does not
+    lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
+    ``running_ttl`` after its last write. ``pause`` between two flushes lets tokens gather, which costs a dying router
+    at most that many seconds of tokens to be generated again.
     """
 
-    lease: float = 15.0
+    lease: float = 4.0
     retention: float = 3600.0
     running_ttl: float = 86_400.0
     pause: float = 0.02
+
+    @property
+    def lease_ms(self) -> int:
+        """As Redis takes it."""
+        return int(self.lease * 1000)
+
+    @property
+    def retention_s(self) -> int:
+        """As Redis takes it."""
+        return max(1, round(self.retention))
+
+    @property
+    def running_s(self) -> int:
+        """As Redis takes it."""
+        return max(1, round(self.running_ttl))
+
+
+_SIGNS_OF_DAMAGE = ("WRONGTYPE", "DAMAGED", "string exceeds maximum allowed size", "attempt to")
 
 
 def keys(request_id: str) -> tuple[str, str]:
@@ -52,17 +75,23 @@ class RedisWriter:
     A Redis that answers may still refuse to write, so once it did, only a write that succeeded ends the outage.
     """
 
-    def __init__(self, client: Redis, pending: Pending, settings: WriterSettings) -> None:
+    def __init__(self, client: Redis, server: RedisServer, pending: Pending, settings: WriterSettings) -> None:
         self.available = False
         self._client = client
+        self._server = server
         self._pending = pending
         self._settings = settings
+        self._owners: Owners | None = None
         self._loaded = False
         self._refusing = False
         self._delay = FIRST_DELAY
         self._next_beat = 0.0
         self._flushed = asyncio.Event()
         metrics.JOURNAL_AVAILABLE.set(0)
+
+    def report_to(self, owners: Owners) -> None:
+        """Who hears of cancelled and taken records."""
+        self._owners = owners
 
     async def run(self) -> None:
         """Never returns."""
@@ -88,6 +117,12 @@ class RedisWriter:
             self._flushed.clear()
             await self._flushed.wait()
 
+    async def written(self, entry: Entry) -> None:
+        """Waits until an entry that was finished or released is written, or given up."""
+        while self._pending.has(entry):
+            self._flushed.clear()
+            await self._flushed.wait()
+
     async def _turn(self) -> None:
         if not self._loaded:
             await self._load()
@@ -104,6 +139,7 @@ class RedisWriter:
     async def _load(self) -> None:
         for script in scripts.ALL:
             await self._client.script_load(script.source)
+        await self._server.look()
         self._loaded = True
         self._reached()
 
@@ -111,8 +147,9 @@ class RedisWriter:
         """Renews every lease, and finds out that Redis is gone also when there is nothing to write."""
         await self._client.ping()
         self._reached()
-        self._pending.touch_running()
-        self._next_beat = asyncio.get_running_loop().time() + self._settings.lease / 3
+        now, interval = asyncio.get_running_loop().time(), self._settings.lease / BEATS_A_LEASE
+        self._pending.touch_older(now - interval / 2)
+        self._next_beat = now + interval
 
     def _reached(self) -> None:
         if not self._refusing:
@@ -151,56 +188,94 @@ class RedisWriter:
 
     def _queue(self, pipeline: Pipeline, write: Write) -> int:
         """Adds the write's commands; returns how many."""
-        count = 1
+        before = len(pipeline)
         if write.opens:
-            self._queue_open(pipeline, write)
-            count += 1
+            self._queue_open(pipeline, write.entry)
         self._queue_append(pipeline, write)
-        if write.finish is not None:
-            self._queue_finish(pipeline, write, *write.finish)
-            count += 1
-        return count
+        if write.end is not None:
+            self._queue_finish(pipeline, write, write.end)
+        if write.releases:
+            self._queue_release(pipeline, write.entry)
+        if write.entry.generation.background:
+            self._queue_index(pipeline, write)
+        return len(pipeline) - before
 
-    def _queue_open(self, pipeline: Pipeline, write: Write) -> None:
-        generation = write.entry.generation
-        prompt = pack_tokens(generation.prompt_token_ids)
-        self._evaluate(pipeline, scripts.OPEN, write, *self._terms(), encode_request(generation), prompt)
+    def _queue_open(self, pipeline: Pipeline, entry: Entry) -> None:
+        prompt = pack_tokens(entry.generation.prompt_token_ids)
+        self._evaluate(pipeline, scripts.OPEN, entry, *self._terms(), encode_request(entry.generation), prompt)
 
     def _queue_append(self, pipeline: Pipeline, write: Write) -> None:
-        packed = pack_tokens(write.entry.deliveries.values[write.start : write.end])
-        self._evaluate(pipeline, scripts.APPEND, write, *self._terms(), write.start * TOKEN_BYTES, packed)
+        packed = pack_tokens(write.entry.deliveries.values[write.start : write.stop])
+        self._evaluate(pipeline, scripts.APPEND, write.entry, *self._terms(), write.start * TOKEN_BYTES, packed)
 
-    def _queue_finish(self, pipeline: Pipeline, write: Write, reason: FinishReason, error: str) -> None:
-        text = error.encode("utf-8", "surrogatepass")
-        retention = _seconds(self._settings.retention)
-        self._evaluate(pipeline, scripts.FINISH, write, write.end * TOKEN_BYTES, retention, reason.value, text)
+    def _queue_finish(self, pipeline: Pipeline, write: Write, end: End) -> None:
+        retention, text = self._settings.retention_s, end.error.encode("utf-8", "surrogatepass")
+        terms = retention, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
+        self._evaluate(pipeline, scripts.FINISH, write.entry, *terms)
+
+    def _queue_release(self, pipeline: Pipeline, entry: Entry) -> None:
+        settings = self._settings
+        kept = settings.running_s if entry.generation.background else settings.retention_s
+        self._evaluate(pipeline, scripts.RELEASE, entry, kept, settings.retention_s)
+
+    def _queue_index(self, pipeline: Pipeline, write: Write) -> None:
+        """Notes a background request in the index. It is in a slot of its own, so it can be behind or wrong:
+        ``orphans`` looks at each record.
+        """
+        request_id, (lease, ttl) = write.entry.lease.request_id, self._terms()
+        if write.end is not None:
+            pipeline.zrem(BACKGROUND, request_id)
+        else:
+            pipeline.evalsha(scripts.INDEX.sha, 1, BACKGROUND, request_id, 0 if write.releases else lease, ttl)
 
     def _terms(self) -> tuple[int, int]:
-        return int(self._settings.lease * 1000), _seconds(self._settings.running_ttl)
+        return self._settings.lease_ms, self._settings.running_s
 
     @staticmethod
-    def _evaluate(pipeline: Pipeline, script: scripts.Script, write: Write, *arguments: str | int | bytes) -> None:
-        lease = write.entry.lease
+    def _evaluate(pipeline: Pipeline, script: scripts.Script, entry: Entry, *arguments: str | int | bytes) -> None:
+        lease = entry.lease
         pipeline.evalsha(script.sha, 2, *keys(lease.request_id), lease.owner, lease.epoch, *arguments)
 
     def _settle(self, write: Write, answers: list[Any]) -> Exception | None:
         """Takes note of what became of a write; returns what makes it worth trying again later."""
-        problem = next((answer for answer in answers if isinstance(answer, Exception)), None)
-        if isinstance(problem, ResponseError) and "WRONGTYPE" in str(problem):
-            metrics.JOURNAL_DROPPED.inc()
-            self._pending.drop(write.entry)  # the key is somebody else's: it would fail for ever
-            return None
+        problem = next((answer for answer in answers if isinstance(answer, Exception) and not is_damage(answer)), None)
         if problem is not None:
             return problem
-        if Answer.STALE in answers:
-            metrics.STALE_EPOCHS.inc()
-            self._pending.drop(write.entry)
+        if write.entry.generation.background:
+            answers.pop()  # the index' own
+        if any(isinstance(answer, Exception) for answer in answers):
+            self._give_up(write.entry)
+        elif Answer.STALE in answers:
+            self._lose(write.entry)
         elif Answer.LOST in answers:
             self._pending.lost(write.entry)
         else:
-            self._pending.stored(write)
+            self._pending.stored(write, asyncio.get_running_loop().time())
+            if Answer.CANCELLED in answers:
+                self._cancel(write.entry)
         return None
 
+    def _give_up(self, entry: Entry) -> None:
+        """The keys are damaged or something else's: it would fail for ever."""
+        if self._pending.has(entry):
+            log.error("the record of request %s is damaged and is not written any more", entry.lease.request_id)
+            metrics.JOURNAL_DROPPED.inc()
+            self._pending.drop(entry)
 
-def _seconds(duration: float) -> int:
-    return max(1, round(duration))
+    def _lose(self, entry: Entry) -> None:
+        metrics.STALE_EPOCHS.inc()
+        told = entry.live and self._pending.has(entry)
+        self._pending.drop(entry)
+        if told and self._owners is not None:
+            self._owners.on_taken(entry.lease.request_id)
+
+    def _cancel(self, entry: Entry) -> None:
+        told = entry.live and self._pending.has(entry) and not entry.cancelled
+        entry.cancelled = True
+        if told and self._owners is not None:
+            self._owners.on_cancelled(entry.lease.request_id)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error is of one record's keys, which it will be again, rather than of Redis, which may pass."""
+    return isinstance(error, ResponseError) and any(sign in str(error) for sign in _SIGNS_OF_DAMAGE)

@@ -5,15 +5,19 @@ I/O.
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from quire_proto.errors import QuireError
 
+from quire_router.api.earlier import Earlier
 from quire_router.api.frontend import ModelCard
 from quire_router.api.rest.connection import JSON, Header
 from quire_router.api.rest.logprobs import ChatShape, CompletionShape, Shape
 from quire_router.api.rest.refusals import HttpError
 from quire_router.generation import Generation, Usage
+
+RECONNECT: Final = b"retry: 1000\n"
+"""How many milliseconds a client waits before it comes back; a line of the event that follows it."""
 
 
 def to_json(value: object) -> bytes:
@@ -96,7 +100,8 @@ def error_answer(error: HttpError | QuireError, request_id: str) -> tuple[int, b
 
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
     """An error in the shape of the OpenAI API, with the request's id beside it."""
-    return _error_fields(error.message, error.status.kind, error.param, error.code.name.lower(), request_id)
+    code = error.reason or error.code.name.lower()
+    return _error_fields(error.message, error.status.kind, error.param, code, request_id)
 
 
 def _error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
@@ -107,6 +112,8 @@ def _error_headers(error: QuireError) -> list[Header]:
     headers: list[Header] = []
     if error.retry_after is not None:
         headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
+    if error.reason is not None:
+        headers.append((b"x-quire-reason", error.reason.encode("ascii")))
     if error.status.http == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     return headers
@@ -116,6 +123,34 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     """One entry of ``/v1/models``."""
     known = {"max_model_len": card.max_model_len} if card.max_model_len else {}
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
+
+
+def style_of(generation: Generation) -> Style:
+    """How a request's answer is written."""
+    return CHAT if generation.operation == "chat" else COMPLETION
+
+
+def request_object(earlier: Earlier) -> dict[str, Any]:
+    """How it is with a request."""
+    first, error = earlier.first, earlier.error
+    failure = {} if error is None else error_object(error, first.request_id)
+    return {
+        "id": first.request_id,
+        "object": "request",
+        "status": earlier.status,
+        "model": first.model,
+        "created": int(first.created),
+        "background": first.background,
+        "usage": usage_object(earlier.usage),
+        **failure,
+    }
+
+
+def error_event(error: QuireError, request_id: str, *, resumable: bool) -> bytes:
+    """The last event of a stream that cannot go on; whether it can at another router, and after which time."""
+    fields = error_object(error, request_id)
+    fields["error"]["resumable"] = resumable
+    return (RECONNECT if resumable else b"") + event(fields)
 
 
 def head(style: Style, kind: str, generation: Generation) -> dict[str, Any]:

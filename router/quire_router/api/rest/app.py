@@ -3,20 +3,24 @@
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from quire_proto.errors import QuireError, internal
+from quire_proto.errors import ErrorCode, QuireError, internal
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
-from quire_router.api.rest.answers import CHAT, COMPLETION, error_answer, error_object, event
+from quire_router.api.rest.answers import CHAT, COMPLETION, Style, error_answer, error_event
 from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Reply
+from quire_router.api.rest.direct import direct_of
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.generate import Generate
 from quire_router.api.rest.pages import Pages
 from quire_router.api.rest.protocol import MAX_HEAD_BYTES
 from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_route, wrong_method
-from quire_router.api.schemas import ChatRequest, CompletionRequest
+from quire_router.api.rest.requests import Requests
+from quire_router.api.rest.tokens import Tokens
+from quire_router.api.rest.writing import HEARTBEAT, note_headers
+from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +41,12 @@ class RestApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, whatever happens."""
-        request_id = new_request_id()
-        reply = Reply(_naming(send, request_id), self._patience)
-        exchange = Exchange(scope, receive, reply, request_id)
+        reply = Reply(send, self._patience, new_request_id(), direct_of(scope))
+        exchange = Exchange(scope, receive, reply)
         try:
             await self._serve(exchange, send)
         except ClientGoneError:
-            log.debug("request %s: the client left", request_id)
+            log.debug("request %s: the client left", exchange.request_id)
         finally:
             reply.close()
 
@@ -68,20 +71,32 @@ class RestApp:
             return
         with counting_rejections():
             exchange.caller = self._frontend.keys.caller(*exchange.values("authorization"))
+        exchange.reply.standing = lambda: note_headers(self._frontend.standing(exchange.caller))
 
     async def _route(self, exchange: Exchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
         await self._router(exchange.attach(), exchange.receive, send)
 
 
-def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float) -> RestApp:
-    """The public REST API. ``patience`` is how many seconds a client may leave its answer unread."""
-    pages = Pages(frontend)
-    completions, chat = "/v1/completions", "/v1/chat/completions"
+def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, heartbeat: float = HEARTBEAT) -> RestApp:
+    """The public REST API. ``patience`` is how many seconds a client may leave its answer unread, and ``heartbeat``
+    after how many seconds of silence a stream says that it lives.
+    """
+    pages, requests = Pages(frontend), Requests(frontend, heartbeat)
     limits = BodyLimits(max_body_bytes, patience)
+    tokens = Tokens(frontend, limits)
+
+    def generate(path: str, schema: type[GenerationRequest], style: Style) -> Route:
+        return _route(path, "POST", Generate(frontend, path, schema, style, limits=limits, heartbeat=heartbeat))
+
     routes = [
-        _route(completions, "POST", Generate(frontend, completions, CompletionRequest, COMPLETION, limits)),
-        _route(chat, "POST", Generate(frontend, chat, ChatRequest, CHAT, limits)),
+        generate("/v1/completions", CompletionRequest, COMPLETION),
+        generate("/v1/chat/completions", ChatRequest, CHAT),
+        _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_cancel),
+        _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
+        _route("/v1/requests/{id}/events", "GET", requests.events),
+        _route("/tokenize", "POST", tokens.tokenize),
+        _route("/detokenize", "POST", tokens.detokenize),
         _route("/v1/models", "GET", pages.models),
         _route("/v1/models/{model:path}", "GET", pages.model),
         *_told_to_all(pages),
@@ -112,20 +127,9 @@ class _Asgi:
         await self._handler(Exchange.of(scope))
 
 
-def _route(path: str, method: str, handler: Handler) -> Route:
-    return Route(path, _Asgi(handler), methods=[method], name=path)
-
-
-def _naming(send: Send, request_id: str) -> Send:
-    """``send`` with the request's id in the headers of every answer."""
-    header = (b"x-request-id", request_id.encode())
-
-    async def named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], header]
-        await send(message)
-
-    return named
+def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
+    methods = [method] if isinstance(method, str) else method
+    return Route(path, _Asgi(handler), methods=methods, name=path)
 
 
 async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
@@ -133,7 +137,8 @@ async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
     if not exchange.reply.started:
         await exchange.reply.whole(*error_answer(error, exchange.request_id))
     elif not exchange.reply.ended and isinstance(error, QuireError):
-        await exchange.reply.end(event(error_object(error, exchange.request_id)))
+        resumable = exchange.begun and error.code is ErrorCode.UNAVAILABLE
+        await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable))
 
 
 def _unrouted(error: HTTPException) -> HttpError:

@@ -3,60 +3,113 @@
 import json
 from typing import Any, Final
 
-from quire_proto.sampling import FinishReason
-
-from quire_router.api.frontend import Admitted
-from quire_router.api.rest.answers import Style, event, head, usage_object
-from quire_router.api.rest.logprobs import Lists
+from quire_router.api.admitted import Admitted
+from quire_router.api.answer import begun
+from quire_router.api.reading import Said, open_readers
+from quire_router.api.rest.answers import Style, head, to_json, usage_object
+from quire_router.api.rest.logprobs import Lists, number
+from quire_router.api.rest.said import delta_json
 from quire_router.api.rest.shown import Shown
 from quire_router.generation import Delta, Usage
+from quire_router.mark import Mark
 
 DONE: Final = b"data: [DONE]\n\n"
+_QUOTE: Final = json.JSONEncoder().encode  # as json.dumps writes a string, in a quarter of the time
 
 
 class Chunks:
-    """Each event is a piece of one choice. All that does not change between tokens is written once."""
+    """Each event is a piece of one choice, and its id is the ``mark`` of where its reader then stands: whoever comes
+    back with it is told what follows. So a piece is one event, also with its choice's end. All that does not change
+    between tokens is written once.
+    """
 
-    def __init__(self, style: Style, admitted: Admitted) -> None:
-        self.shown = Shown(admitted, style.shape)
+    def __init__(self, style: Style, admitted: Admitted, mark: Mark) -> None:
+        self.shown = Shown(admitted, style.shape, begun(mark, admitted.choices))
+        self._readers = open_readers(admitted)
         self._style = style
-        self._choices = len(admitted.generations) * admitted.first.params.n
+        self._mark = mark
+        self._choices = admitted.choices
         self._head = head(style, style.chunk, admitted.first)
-        self._usage: dict[str, Any] = {"usage": None} if admitted.request.include_usage else {}
-        opening = json.dumps(self._head, separators=(",", ":"))[:-1]
-        self._before = [
-            f'data: {opening},"choices":[{{"index":{index},{style.piece_before}' for index in range(self._choices)
-        ]
+        self._usage: dict[str, Any] = {"usage": None} if admitted.shape.include_usage else {}
+        opening = _unclosed(self._head)
+        starts = [f'\ndata: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
+        self._before = [start + style.piece_before for start in starts]
+        self._starts = [f'{start}"delta":' for start in starts]
         no_usage = ',"usage":null' if self._usage else ""
-        self._end = f',"finish_reason":null}}]{no_usage}}}\n\n'
+        self._closed = f"}}]{no_usage}}}\n\n"
+        self._end = f',"finish_reason":null{self._closed}'
         self._after = f'{style.piece_after},"logprobs":null{self._end}'
 
     def opening(self) -> bytes:
-        """What comes before all text: the role of each choice, where there are roles."""
+        """What comes before all text: the role of each choice that has not begun, where there are roles."""
         if self._style.opening is None:
             return b""
-        return b"".join(self._chunk(index, self._style.opening, None) for index in range(self._choices))
+        return b"".join(self._open(index) for index in range(self._choices) if not self._mark.begun(index))
 
     def piece(self, delta: Delta) -> bytes:
         """What a piece adds to its choice: nothing, some text, its end. The usage ends the stream."""
-        data, logprobs = b"", self.shown.logprobs(delta) if self.shown.anything else ()
-        if any(logprobs):  # also without text: tokens may come before theirs
-            data = self._piece_with(logprobs, delta)
-        elif delta.text:  # once for each token, so it only joins strings
-            data = (self._before[delta.index] + json.dumps(delta.text) + self._after).encode("ascii")
-        if delta.finish_reason is not None:
-            data += self._chunk(delta.index, self._style.closing, delta.finish_reason)
+        logprobs = self.shown.logprobs(delta) if self.shown.anything else ()
+        if self._readers is not None:
+            data = self._read(self._readers[delta.index].read(delta), delta, logprobs)
+        else:
+            data = b"" if delta.told else self._told(delta, logprobs)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
-    def _piece_with(self, logprobs: Lists, delta: Delta) -> bytes:
-        text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
-        return f'{text},"logprobs":{self.shown.logprobs_object(logprobs)}{self._end}'.encode("ascii")
+    def _told(self, delta: Delta, logprobs: Lists) -> bytes:
+        self._mark.take(delta)
+        if delta.finish_reason is not None:
+            return self._last(delta, logprobs)
+        if any(logprobs):  # also without text: tokens may come before theirs
+            text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
+            text += f',"logprobs":{self.shown.logprobs_object(logprobs)}{self._end}'
+            return f"id: {self._mark}{text}".encode("ascii")
+        if delta.text:  # once for each token, so it only joins strings
+            return f"id: {self._mark}{self._before[delta.index]}{_QUOTE(delta.text)}{self._after}".encode("ascii")
+        return b""
+
+    def _read(self, said: Said, delta: Delta, logprobs: Lists) -> bytes:
+        """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
+        if delta.told:
+            return b""
+        self._mark.take(delta)
+        if not (said.anything or any(logprobs)):
+            return b""
+        piece = f"id: {self._mark}{self._starts[delta.index]}{delta_json(said)}"
+        if not any(logprobs) and said.finish_reason is None:
+            return f'{piece},"logprobs":null{self._end}'.encode("ascii")
+        shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
+        score = "" if delta.score is None else f',"score":{number(delta.score)}'
+        end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
+        return f"{piece}{end}".encode("ascii")
+
+    def _last(self, delta: Delta, logprobs: Lists) -> bytes:
+        """The last event of a choice, with what text there is left."""
+        shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
+        if delta.text or shown != "null":
+            choice = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
+        else:
+            closing = _unclosed({"index": delta.index, **self._style.closing})
+            choice = f'\ndata: {_unclosed(self._head)},"choices":[{closing}'
+        score = "" if delta.score is None else f',"score":{number(delta.score)}'
+        end = f',"logprobs":{shown},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
+        return f"id: {self._mark}{choice}{end}".encode("ascii")
 
     def _closing(self, usage: Usage) -> bytes:
-        """The usage where it was asked for, and the end mark."""
-        told = event({**self._head, "choices": [], "usage": usage_object(usage)}) if self._usage else b""
-        return told + DONE
+        """The usage where it was asked for and not told before, and the end mark."""
+        if not self._usage or self._mark.usage:
+            return DONE
+        self._mark.usage = True
+        return self._event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
 
-    def _chunk(self, index: int, choice: dict[str, Any], reason: FinishReason | None) -> bytes:
-        whole_choice = {"index": index, **choice, "logprobs": None, "finish_reason": reason}
-        return event({**self._head, "choices": [whole_choice], **self._usage})
+    def _open(self, index: int) -> bytes:
+        self._mark.begin(index)
+        choice = {"index": index, **(self._style.opening or {}), "logprobs": None, "finish_reason": None}
+        return self._event({**self._head, "choices": [choice], **self._usage})
+
+    def _event(self, chunk: dict[str, Any]) -> bytes:
+        return f"id: {self._mark}\ndata: ".encode("ascii") + to_json(chunk) + b"\n\n"
+
+
+def _unclosed(value: dict[str, Any]) -> str:
+    """An object of JSON without its end."""
+    return json.dumps(value, separators=(",", ":"))[:-1]

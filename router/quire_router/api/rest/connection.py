@@ -1,13 +1,14 @@
 """One client's connection during one request: reading its body, noticing that it left, writing the answer."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
 from quire_router.api.patience import Patience
+from quire_router.api.rest.direct import Direct
 from quire_router.api.rest.refusals import body_too_large, body_too_slow
 
 T = TypeVar("T")
@@ -78,11 +79,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Reply:
-    """The answer on its way: it starts once, and every write ends within ``patience`` seconds or the client is given
-    up.
+    """The answer on its way: it starts once, names the request that it answers, and every write ends within
+    ``patience`` seconds or the client is given up.
     """
 
-    def __init__(self, send: Send, patience: float) -> None:
+    def __init__(self, send: Send, patience: float, request_id: str, direct: Direct | None = None) -> None:
+        self.request_id = request_id
+        self.direct = direct  # for what can be written without waiting
+        self.standing: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
         self._send = send
         self._patience = Patience(patience)
         self.started = False
@@ -100,7 +104,8 @@ class Reply:
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Status and headers."""
         self.started = True
-        await self._write({"type": "http.response.start", "status": status, "headers": list(headers)})
+        named = [*headers, *self.standing(), (b"x-request-id", self.request_id.encode("ascii"))]
+        await self._write({"type": "http.response.start", "status": status, "headers": named})
 
     async def write(self, data: bytes) -> None:
         """Some of the body."""

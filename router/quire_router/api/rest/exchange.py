@@ -14,13 +14,13 @@ _STATE = "quire.exchange"
 
 @dataclass
 class Exchange:
-    """``request_id`` is ours, whatever the client sent. ``caller`` is known once the key was checked."""
+    """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came."""
 
     scope: Scope
     receive: Receive
     reply: Reply
-    request_id: str
     caller: Caller = ANYONE
+    begun: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":
@@ -33,6 +33,15 @@ class Exchange:
         """The scope for the routes, with this exchange in it."""
         self.scope[_STATE] = self
         return self.scope
+
+    @property
+    def request_id(self) -> str:
+        """That of the request which is answered: ours, whatever the client sent."""
+        return self.reply.request_id
+
+    @request_id.setter
+    def request_id(self, request_id: str) -> None:
+        self.reply.request_id = request_id
 
     @property
     def path(self) -> str:

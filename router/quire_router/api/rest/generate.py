@@ -1,24 +1,21 @@
 """``/v1/completions`` and ``/v1/chat/completions``: the same exchange in two styles."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
-from quire_proto.errors import QuireError, internal
-
-from quire_router.api.frontend import Frontend
-from quire_router.api.rest.answers import Style
-from quire_router.api.rest.chunks import Chunks
-from quire_router.api.rest.connection import EVENTS, BodyLimits, Reply, read_body, while_connected
+from quire_router.api.admitted import Admitted
+from quire_router.api.frontend import Frontend, counting_rejections
+from quire_router.api.rest.answers import Style, request_object, to_json
+from quire_router.api.rest.connection import JSON, BodyLimits, read_body, while_connected
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
-from quire_router.api.rest.whole import Whole
+from quire_router.api.rest.writing import note_headers, reply_whole, stream
 from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import GenerationRequest
-from quire_router.generation import Delta
+from quire_router.api.terms import Terms, of_headers
 
 
 class Generate:
-    """One of the two routes. ``path`` names its span, ``schema`` reads its body, ``style`` writes its answer."""
+    """One of the two routes. ``path`` names its span, ``schema`` reads its body, ``style`` writes its answer,
+    and ``heartbeat`` is the seconds after which a stream that is silent says that it lives.
+    """
 
     def __init__(
         self,
@@ -26,13 +23,16 @@ class Generate:
         path: str,
         schema: type[GenerationRequest],
         style: Style,
+        *,
         limits: BodyLimits,
+        heartbeat: float,
     ) -> None:
         self._frontend = frontend
         self._name = f"POST {path}"
         self._schema = schema
         self._style = style
         self._limits = limits
+        self._heartbeat = heartbeat
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answers one request. Raises what the application turns into an error answer or a last event."""
@@ -40,52 +40,33 @@ class Generate:
             raise not_json()
         if exchange.body_bytes > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
-        with self._frontend.exchange(self._name, exchange.request_id, exchange.caller, exchange.headers):
+        with counting_rejections():
+            terms = of_headers(exchange.values)
+        exchange.request_id = terms.request_id(exchange.caller) or exchange.request_id
+        with self._frontend.exchange(self._name, exchange.request_id, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
-            await while_connected(exchange.receive, self._answer(exchange, body))
+            await while_connected(exchange.receive, self._answer(exchange, body, terms))
 
-    async def _answer(self, exchange: Exchange, body: bytes) -> None:
-        admitted = await self._frontend.admit(lambda: self._read(body), exchange.request_id, exchange.caller)
-        async with aclosing(self._frontend.run(admitted)) as deltas:
-            if admitted.first.stream:
-                await _stream(exchange.reply, Chunks(self._style, admitted), deltas)
-            else:
-                await _collect(exchange.reply, Whole(self._style, admitted), deltas)
+    async def _answer(self, exchange: Exchange, body: bytes, terms: Terms) -> None:
+        request_id, caller = exchange.request_id, exchange.caller
+        admitted = await self._frontend.admit(lambda: self._read(body), request_id, caller, terms)
+        if admitted.first.background:
+            await self._start(exchange, admitted)
+            return
+        answer = await self._frontend.answer(admitted, caller)
+        notes = self._frontend.notes(replayed=answer.replayed)
+        if admitted.first.stream:
+            await stream(exchange, self._style, answer, notes, self._heartbeat)
+        else:
+            await reply_whole(exchange, self._style, answer, notes)
+
+    async def _start(self, exchange: Exchange, admitted: Admitted) -> None:
+        earlier, replayed = await self._frontend.start(admitted)
+        location = (b"location", f"/v1/requests/{earlier.first.request_id}".encode("ascii"))
+        notes = note_headers(self._frontend.notes(replayed=replayed))
+        await exchange.reply.whole(202, to_json(request_object(earlier)), [*JSON, location, *notes])
 
     def _read(self, body: bytes) -> GenerationRequest:
         request = self._schema.from_json(body)
         check_stream(request)
         return request
-
-
-async def _stream(reply: Reply, chunks: Chunks, deltas: AsyncGenerator[Delta]) -> None:
-    """Sends each piece as it comes. Nothing is sent before the first, so that an early error has its own status."""
-    async for delta in deltas:
-        if chunks.shown.anything:
-            await chunks.shown.read(delta)
-        data = chunks.piece(delta)
-        if not reply.started:
-            await reply.start(200, EVENTS)
-            data = chunks.opening() + data
-        if delta.usage is not None:
-            await reply.end(data)
-            return
-        if data:
-            await reply.write(data)
-    raise _unfinished()
-
-
-async def _collect(reply: Reply, whole: Whole, deltas: AsyncGenerator[Delta]) -> None:
-    async for delta in deltas:
-        if whole.shown.anything:
-            await whole.shown.read(delta)
-        whole.add(delta)
-        if delta.usage is not None:
-            await reply.whole(200, whole.body(delta.usage))
-            return
-    raise _unfinished()
-
-
-def _unfinished() -> QuireError:
-    """An answer that ends without its usage is never passed on as a complete one."""
-    return internal()

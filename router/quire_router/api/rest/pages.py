@@ -15,13 +15,15 @@ class Pages:
         self._frontend = frontend
 
     async def models(self, exchange: Exchange) -> None:
-        """All configured models, whether or not an engine is ready."""
-        cards = [model_object(card) for card in self._frontend.models()]
+        """The configured models that the caller may use, whether or not an engine is ready."""
+        cards = [model_object(card) for card in self._frontend.models(exchange.caller)]
         await exchange.reply.whole(200, to_json({"object": "list", "data": cards}))
 
     async def model(self, exchange: Exchange) -> None:
         """One configured model."""
-        card = self._frontend.model(exchange.path_parameters["model"])
+        name = exchange.path_parameters["model"]
+        exchange.caller.check_model(name)
+        card = self._frontend.model(name)
         await exchange.reply.whole(200, to_json(model_object(card)))
 
     async def health(self, exchange: Exchange) -> None:

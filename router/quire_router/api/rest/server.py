@@ -43,12 +43,14 @@ class HttpServer(uvicorn.Server):
         await self.serve([self._listener])
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on ``host`` and ``port`` (0: any free one). Raises ``OSError``."""
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that listens on ``host`` and ``port`` (0: any free one), ``shared`` with other processes that say the
+    same. Raises ``OSError``.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(2048)
         listener.setblocking(False)

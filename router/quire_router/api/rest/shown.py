@@ -1,15 +1,15 @@
 """The log-probabilities that an answer shows, choice by choice, as far as its request asks for them. Does no I/O."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_proto.text.output import OutputText
 
+from quire_router.api.admitted import Admitted
 from quire_router.api.echo import held_back
-from quire_router.api.frontend import Admitted
 from quire_router.api.rest.logprobs import CompletionShape, Lists, Offsets, PromptShape, Shape, TokenNames, joined
 from quire_router.generation import Delta, Generation
 
@@ -28,14 +28,17 @@ class _Prompt:
 
 
 class Shown:
-    """What one answer shows beside its text. ``shape`` is how the route writes log-probabilities of the output."""
+    """What one answer shows beside its text. ``shape`` is how the route writes log-probabilities of the output. The
+    reader has ``begun`` some choices before, and has what comes with their beginning.
+    """
 
-    def __init__(self, admitted: Admitted, shape: type[Shape]) -> None:
-        request, names = admitted.request, TokenNames(admitted.text.token_bytes)
+    def __init__(self, admitted: Admitted, shape: type[Shape], begun: Container[int] = ()) -> None:
+        asked, names = admitted.shape, TokenNames(admitted.text.token_bytes)
         self._generations = admitted.generations
         self._text = admitted.text
-        self._shape = None if request.output_logprobs is None else shape(names, request.output_logprobs)
-        self._prompt_shape = None if request.prompt_logprobs is None else PromptShape(names)
+        self._begun = begun
+        self._shape = None if asked.logprobs is None else shape(names, asked.logprobs)
+        self._prompt_shape = None if asked.prompt_logprobs is None else PromptShape(names)
         self._offsets: dict[int, Offsets] = {}
         self._prompts: dict[int, _Prompt] = {}
         self.anything = self._shape is not None or self._prompt_shape is not None
@@ -53,11 +56,15 @@ class Shown:
         if self._shape is None:
             return ()
         offsets = self._offsets.get(delta.index)
-        if offsets is not None:
-            return self._shape.write(delta.token_ids, delta.logprobs, offsets)
-        prompt, offsets = self._prompts[self._number(delta.index)], self._open_offsets(delta.index)
+        opens = offsets is None and delta.index not in self._begun
+        if offsets is None:
+            offsets = self._open_offsets(delta.index)
+        if delta.told:
+            offsets.of(delta.token_ids)
+            return ()
         lists = self._shape.write(delta.token_ids, delta.logprobs, offsets)
-        return tuple(map(joined, zip(prompt.lists, lists, strict=True))) if prompt.lists else lists
+        before = self._prompts[self._number(delta.index)].lists if opens else ()
+        return tuple(map(joined, zip(before, lists, strict=True))) if before else lists
 
     def logprobs_object(self, lists: Lists) -> str:
         """``choices[].logprobs`` with these contents of its lists, null for nothing."""
@@ -81,6 +88,8 @@ class Shown:
     async def _read(self, generation: Generation, delta: Delta) -> _Prompt:
         if delta.finish_reason is FinishReason.ABORT and not delta.prompt_logprobs:
             return _Prompt(listed="null")  # cancelled before the prompt was computed
+        if delta.told and not delta.prompt_logprobs:
+            return _Prompt(characters=self._characters(generation))
         return _Prompt(*await self._echo(generation, delta), await self._list(generation, delta))
 
     async def _echo(self, generation: Generation, delta: Delta) -> tuple[Lists, int]:
@@ -93,6 +102,13 @@ class Shown:
             parts.append(self._shape.write(token_ids, logprobs, offsets))
             await asyncio.sleep(0)
         return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(held_back(output))
+
+    def _characters(self, generation: Generation) -> int:
+        """How long the text of an echoed prompt is."""
+        if not generation.echo:
+            return 0
+        output = self._open(generation, ())
+        return len(output.push(list(generation.prompt_token_ids))) + len(held_back(output))
 
     async def _list(self, generation: Generation, delta: Delta) -> str:
         if self._prompt_shape is None:

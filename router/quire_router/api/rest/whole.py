@@ -4,11 +4,12 @@ import json
 from dataclasses import dataclass, field
 
 from quire_proto.errors import internal
-from quire_proto.sampling import FinishReason
 
-from quire_router.api.frontend import Admitted
+from quire_router.api.admitted import Admitted
+from quire_router.api.reading import Said, open_readers
 from quire_router.api.rest.answers import Style, head, usage_object
 from quire_router.api.rest.logprobs import Lists, joined, number
+from quire_router.api.rest.said import message_object
 from quire_router.api.rest.shown import Shown
 from quire_router.generation import Delta, Usage
 
@@ -18,8 +19,9 @@ class _Choice:
     """What came of one choice."""
 
     texts: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     logprobs: list[Lists] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     score: float | None = None
 
 
@@ -28,18 +30,24 @@ class Whole:
 
     def __init__(self, style: Style, admitted: Admitted) -> None:
         self.shown = Shown(admitted, style.shape)
+        self._readers = open_readers(admitted)
         self._style = style
         self._head = head(style, style.whole, admitted.first)
-        self._choices = [_Choice() for _ in range(len(admitted.generations) * admitted.first.params.n)]
+        self._choices = [_Choice() for _ in range(admitted.choices)]
 
     def add(self, delta: Delta) -> None:
         """The next piece."""
         choice = self._choices[delta.index]
-        choice.texts.append(delta.text)
+        if self._readers is None:
+            choice.texts.append(delta.text)
+        else:
+            choice.said.append(self._readers[delta.index].read(delta))
         if self.shown.anything:
             choice.logprobs.append(self.shown.logprobs(delta))
         if delta.finish_reason is not None:
             choice.finish_reason, choice.score = delta.finish_reason, delta.score
+            if choice.said:
+                choice.finish_reason = choice.said[-1].finish_reason
 
     def body(self, usage: Usage) -> bytes:
         """The answer. Raises ``QuireError`` when a choice has not ended: it is never passed on as a complete one."""
@@ -51,7 +59,10 @@ class Whole:
         return f'{_json(self._head)[:-1]},"choices":[{choices}],"usage":{usage_text}{after}}}'.encode("ascii")
 
     def _choice_object(self, index: int, choice: _Choice) -> str:
-        text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
+        if self._readers is None:
+            text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
+        else:
+            text = f'"message":{_json(message_object(choice.said))}'
         logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
         after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
         if choice.score is not None:

@@ -1,5 +1,5 @@
-"""Errors as gRPC statuses. Metadata: ``quire-request-id``, ``retry-after`` in seconds, and ``quire-error-bin``, a
-``quire.v1.Error`` that names the parameter at fault.
+"""Errors as gRPC statuses. Metadata: ``quire-request-id``, ``retry-after`` in seconds, ``quire-reason`` where the
+status alone does not say what to do, and ``quire-error-bin``, a ``quire.v1.Error`` that names the parameter at fault.
 """
 
 import math
@@ -13,6 +13,7 @@ from quire_router.api.rpc.types import Context
 
 REQUEST_ID = "quire-request-id"
 RETRY_AFTER = "retry-after"
+REASON = "quire-reason"
 ERROR = "quire-error-bin"
 
 Metadata = tuple[tuple[str, str | bytes], ...]
@@ -26,6 +27,8 @@ def status_code(error: QuireError) -> grpc.StatusCode:
 def metadata(error: QuireError) -> Metadata:
     """What travels behind the status."""
     entries: Metadata = ((ERROR, error_to_proto(error).SerializeToString()),)
+    if error.reason is not None:
+        entries = (*entries, (REASON, error.reason))
     if error.retry_after is None:
         return entries
     return (*entries, (RETRY_AFTER, str(math.ceil(error.retry_after))))

@@ -1,28 +1,30 @@
 """The public gRPC service: the same exchange as over REST, one stream a request."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager, closing
-from typing import TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager
+from functools import partial
 
+from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import ErrorCode, QuireError, internal
 
-from quire_router.api.frontend import Admitted, Frontend, new_request_id
-from quire_router.api.identity import Caller
+from quire_router.api.answer import Answer
+from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
 from quire_router.api.patience import Patience
-from quire_router.api.rpc import messages
+from quire_router.api.rpc import messages, tools
 from quire_router.api.rpc.authentication import caller_of
-from quire_router.api.rpc.errors import REQUEST_ID, abort
+from quire_router.api.rpc.call import Call
+from quire_router.api.rpc.errors import abort
+from quire_router.api.rpc.pieces import Pieces, Respond
 from quire_router.api.rpc.types import Context
 from quire_router.api.schemas import GenerationRequest
-from quire_router.generation import Delta, Generation
+from quire_router.api.terms import NO_TERMS, Terms
+from quire_router.generation import Delta
 
 log = logging.getLogger(__name__)
 SERVICE = "quire.v1.Inference"
-Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
-Respond: TypeAlias = Callable[[Generation, Delta], Response]
 
 
 class Inference(InferenceServicer):
@@ -34,58 +36,111 @@ class Inference(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Continues a text or tokens."""
-        await self._stream(
-            "Generate", lambda: messages.completion_request(request), messages.generate_response, context
-        )
+        async with _told(context) as call:
+            terms = call.terms(has_deadline=not request.background)
+            read = partial(messages.completion_request, request)
+            await self._answer("Generate", read, messages.generate_response, call, terms)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Answers a conversation."""
-        await self._stream("Chat", lambda: messages.chat_request(request), messages.chat_response, context)
+        async with _told(context) as call:
+            terms = call.terms(has_deadline=not request.background)
+            await self._answer("Chat", partial(messages.chat_request, request), messages.chat_response, call, terms)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
+        """Goes on with the answer to an earlier request."""
+        async with _told(context) as call:
+            with self._exchange("Resume", call):
+                with counting_rejections():
+                    earlier = await self._frontend.find(request.request_id, call.caller)
+                    call.request_id = earlier.first.request_id
+                    await call.begin({})
+                    answer = await self._frontend.resume(earlier, request.after, call.caller)
+                await self._send(answer, messages.resume_response, context)
+                call.end({})
+
+    async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:  # noqa: N802
+        """How far a request has come."""
+        response = pb.GetRequestResponse()
+        async with _told(context) as call:
+            with self._exchange("GetRequest", call):
+                response = messages.request_response(await self._frontend.find(request.request_id, call.caller))
+        return response
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:  # noqa: N802
-        """Ends a running request of the same caller."""
-        request_id = new_request_id()
-        async with _told(context, request_id):
-            self._frontend.cancel(request.request_id, self._caller(context))
+        """Ends what has not ended of a request of the same caller."""
+        async with _told(context) as call:
+            with self._exchange("Cancel", call):
+                await self._frontend.cancel(request.request_id, call.caller)
         return pb.CancelResponse()
 
-    async def ListModels(  # noqa: N802
-        self, _request: pb.ListModelsRequest, _context: Context
-    ) -> pb.ListModelsResponse:
-        """The configured models."""
-        return pb.ListModelsResponse(models=map(messages.model, self._frontend.models()))
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
+        """The tokens of a text or of a conversation."""
+        response = pb.TokenizeResponse()
+        async with _told(context) as call:
+            with self._exchange("Tokenize", call):
+                told = await self._frontend.tokenize(partial(tools.tokenize_request, request))
+                response = tools.tokenize_response(told)
+        return response
 
-    async def _stream(
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
+        """The text of tokens."""
+        response = pb.DetokenizeResponse()
+        async with _told(context) as call:
+            with self._exchange("Detokenize", call):
+                text = await self._frontend.detokenize(partial(tools.detokenize_request, request))
+                response = pb.DetokenizeResponse(text=text)
+        return response
+
+    async def ListModels(  # noqa: N802
+        self, _request: pb.ListModelsRequest, context: Context
+    ) -> pb.ListModelsResponse:
+        """The configured models that the caller may use."""
+        caller = caller_of(self._frontend.keys, context.invocation_metadata())
+        return pb.ListModelsResponse(models=map(messages.model, self._frontend.models(caller)))
+
+    async def _answer(
         self,
         method: str,
         read: Callable[[], GenerationRequest],
-        respond: Respond[Response],
-        context: Context,
+        respond: Respond,
+        call: Call,
+        terms: Terms,
     ) -> None:
-        request_id = new_request_id()
-        name, headers = f"{SERVICE}/{method}", _headers(context)
-        async with _told(context, request_id):
-            caller = self._caller(context)
-            with self._frontend.exchange(name, request_id, caller, headers):
-                admitted = await self._frontend.admit(read, request_id, caller)
-                await context.send_initial_metadata(((REQUEST_ID, request_id),))
-                await self._send(admitted, respond, context)
-                context.set_trailing_metadata(((REQUEST_ID, request_id),))
+        with self._exchange(method, call, terms):
+            admitted = await self._frontend.admit(read, call.request_id, call.caller, terms)
+            await call.begin(self._frontend.notes())
+            if admitted.first.background:
+                earlier, replayed = await self._frontend.start(admitted)
+                await call.context.write(respond(earlier.first, Delta("", []), ""))
+            else:
+                answer = await self._frontend.answer(admitted, call.caller)
+                replayed = answer.replayed
+                await self._send(answer, respond, call.context)
+            call.end({**self._frontend.notes(replayed=replayed), **self._frontend.standing(call.caller)})
 
-    async def _send(self, admitted: Admitted, respond: Respond[Response], context: Context) -> None:
-        async with aclosing(self._frontend.run(admitted)) as deltas:
+    @contextmanager
+    def _exchange(self, method: str, call: Call, terms: Terms = NO_TERMS) -> Iterator[None]:
+        """One call from the door to its end."""
+        call.caller = caller_of(self._frontend.keys, call.context.invocation_metadata())
+        call.request_id = terms.request_id(call.caller) or call.request_id
+        with self._frontend.exchange(f"{SERVICE}/{method}", call.request_id, call.headers):
+            yield
+
+    async def _send(self, answer: Answer, respond: Respond, context: Context) -> None:
+        pieces = Pieces(answer, respond)
+        async with aclosing(answer.deltas) as deltas:
             with closing(Patience(self._patience)) as patience:
                 async for delta in deltas:
-                    await _write(context, respond(admitted.first, delta), patience)
+                    message = pieces.piece(delta)
+                    if message is not None:
+                        await _write(context, message, patience)
                     if delta.usage is not None:
                         return
         raise internal()
 
-    def _caller(self, context: Context) -> Caller:
-        return caller_of(self._frontend.keys, context.invocation_metadata())
 
-
-async def _write(context: Context, response: Response, patience: Patience) -> None:
+async def _write(context: Context, response: Message, patience: Patience) -> None:
     try:
         await patience.wait(context.write(response))
     except TimeoutError:
@@ -94,16 +149,13 @@ async def _write(context: Context, response: Response, patience: Patience) -> No
 
 
 @asynccontextmanager
-async def _told(context: Context, request_id: str) -> AsyncIterator[None]:
+async def _told(context: Context) -> AsyncIterator[Call]:
     """Turns whatever is raised inside into the status of the call."""
+    call = Call(context, new_request_id())
     try:
-        yield
+        yield call
     except QuireError as error:
-        await abort(context, error, request_id)
+        await abort(context, error, call.request_id)
     except Exception:
-        log.exception("request %s failed", request_id)
-        await abort(context, internal(), request_id)
-
-
-def _headers(context: Context) -> dict[str, str]:
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}
+        log.exception("request %s failed", call.request_id)
+        await abort(context, internal(), call.request_id)

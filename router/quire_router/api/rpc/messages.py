@@ -6,13 +6,15 @@ from typing import Any, TypeVar
 
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
-from quire_proto.convert import finish_to_proto, logprobs_to_proto
+from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from quire_proto.structured import MAX_OPTIONS
 
+from quire_router.api.earlier import Earlier, RequestStatus
 from quire_router.api.fields import MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.frontend import ModelCard
-from quire_router.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest
+from quire_router.api.rpc.tools import message_fields, tool_fields
+from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.generation import Delta, Generation, Usage
 
 Item = TypeVar("Item")
@@ -25,6 +27,12 @@ _EARLY_STOPPING: Mapping[int, bool | str] = {
     types_pb2.EARLY_STOPPING_UNSPECIFIED: False,
     types_pb2.EARLY_STOPPING_FIRST: True,
     types_pb2.EARLY_STOPPING_NEVER: "never",
+}
+_STATUS: Mapping[RequestStatus, pb.RequestStatus.ValueType] = {
+    RequestStatus.RUNNING: pb.REQUEST_STATUS_RUNNING,
+    RequestStatus.COMPLETED: pb.REQUEST_STATUS_COMPLETED,
+    RequestStatus.CANCELLED: pb.REQUEST_STATUS_CANCELLED,
+    RequestStatus.FAILED: pb.REQUEST_STATUS_FAILED,
 }
 _STRUCTURED = {"json_object": "json_object", "json_schema": "json", "regex": "regex", "grammar": "grammar"}
 
@@ -44,22 +52,40 @@ def completion_request(message: pb.GenerateRequest) -> CompletionRequest:
 
 def chat_request(message: pb.ChatRequest) -> ChatRequest:
     """Raises ``QuireError`` as the REST API would for the same request."""
-    fields = _common(message)
-    messages = _first(message.messages, MAX_MESSAGES)
-    fields["messages"] = [{"role": each.role, "content": each.content} for each in messages]
+    fields = _common(message) | tool_fields(message) | {"messages": message_fields(message.messages)}
     if message.sampling.HasField("logprobs"):
         fields |= {"logprobs": True, "top_logprobs": message.sampling.logprobs}
     return ChatRequest.from_fields(fields)
 
 
-def generate_response(generation: Generation, delta: Delta) -> pb.GenerateResponse:
+def generate_response(generation: Generation, delta: Delta, event_id: str) -> pb.GenerateResponse:
     """One piece of a continued text."""
-    return pb.GenerateResponse(request_id=generation.request_id, **_piece(generation, delta))
+    return pb.GenerateResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
 
 
-def chat_response(generation: Generation, delta: Delta) -> pb.ChatResponse:
+def chat_response(generation: Generation, delta: Delta, event_id: str) -> pb.ChatResponse:
     """One piece of the assistant's answer."""
-    return pb.ChatResponse(request_id=generation.request_id, **_piece(generation, delta))
+    return pb.ChatResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
+
+
+def resume_response(generation: Generation, delta: Delta, event_id: str) -> pb.ResumeResponse:
+    """One piece in the message that the request is answered with."""
+    if generation.operation == "chat":
+        return pb.ResumeResponse(chat=chat_response(generation, delta, event_id))
+    return pb.ResumeResponse(generate=generate_response(generation, delta, event_id))
+
+
+def request_response(earlier: Earlier) -> pb.GetRequestResponse:
+    """How it is with a request."""
+    return pb.GetRequestResponse(
+        request_id=earlier.first.request_id,
+        status=_STATUS[earlier.status],
+        model=earlier.first.model,
+        created=int(earlier.first.created),
+        background=earlier.first.background,
+        error=None if earlier.error is None else error_to_proto(earlier.error),
+        usage=_usage(earlier.usage),
+    )
 
 
 def model(card: ModelCard) -> pb.Model:
@@ -86,6 +112,7 @@ def _common(message: pb.GenerateRequest | pb.ChatRequest) -> dict[str, Any]:
         "structured_outputs": _structured(sampling.structured),
         "priority": message.priority,
         "stream": True,
+        "background": message.background,
     }
     if message.HasField("skip_special_tokens"):
         fields["skip_special_tokens"] = message.skip_special_tokens

@@ -20,13 +20,17 @@ _SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class RpcServer:
-    """Listens on ``address`` (port 0: any free one; ``port`` tells which). Raises ``OSError`` when it cannot."""
+    """Listens on ``address`` (port 0: any free one; ``port`` tells which), ``shared`` with other processes that say the
+    same. Raises ``OSError`` when it cannot.
+    """
 
-    def __init__(self, frontend: Frontend, address: str, *, max_message_bytes: int, patience: float) -> None:
+    def __init__(
+        self, frontend: Frontend, address: str, *, max_message_bytes: int, patience: float, shared: bool = False
+    ) -> None:
         self._frontend = frontend
         self._server = grpc.aio.server(
             interceptors=[Authentication(frontend.keys), Decoding(SERVICE)],
-            options=_options(max_message_bytes),
+            options=_options(max_message_bytes, shared),
         )
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(frontend, patience), self._server)
@@ -62,12 +66,12 @@ class RpcServer:
             await self._health.set(service, state)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.so_reuseport", 0),  # a port that is in use is an error, not a second server
+        ("grpc.so_reuseport", int(shared)),  # without it a port that is in use is an error, not a second server
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
 

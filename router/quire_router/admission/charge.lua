@@ -1,0 +1,29 @@
+-- Takes in one request of a tenant if every limit allows it. A bucket is the time at which it will be full again.
+-- KEYS: requests, tokens, running. ARGV: request, cost of a request and of its tokens (us; 0: no such limit), a full
+-- bucket (us), most in progress (-1: any number), lease of a request (us).
+-- Returns whether it was taken in, both debts (us until full) as they are now, and how many are in progress.
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local window = tonumber(ARGV[4])
+local costs, debts, fits = {tonumber(ARGV[2]), tonumber(ARGV[3])}, {}, true
+for i = 1, 2 do
+  debts[i] = math.max(0, tonumber(redis.call('GET', KEYS[i]) or 0) - now)
+  fits = fits and (costs[i] == 0 or debts[i] + costs[i] <= window)
+end
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now))
+local running, most = redis.call('ZCARD', KEYS[3]), tonumber(ARGV[5])
+if not fits or (most >= 0 and running >= most) then
+  return {0, debts[1], debts[2], running}
+end
+for i = 1, 2 do
+  if costs[i] > 0 then
+    debts[i] = debts[i] + costs[i]
+    redis.call('SET', KEYS[i], string.format('%.0f', now + debts[i]), 'PX', math.ceil(debts[i] / 1000))
+  end
+end
+if most >= 0 then
+  redis.call('ZADD', KEYS[3], string.format('%.0f', now + ARGV[6]), ARGV[1])
+  redis.call('PEXPIRE', KEYS[3], math.ceil(ARGV[6] / 1000))
+  running = running + 1
+end
+return {1, debts[1], debts[2], running}

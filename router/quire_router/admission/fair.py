@@ -1,0 +1,192 @@
+"""Whose turn it is: one queue, fair between tenants and bounded. Pure: has no clock and waits for nothing.
+
+The order is start-time fair queueing: P. Goyal, H. M. Vin, H. Cheng, "Start-Time Fair Queueing: A Scheduling Algorithm
+for Integrated Services Packet Switching Networks", SIGCOMM 1996. It is fair whatever the speed of the server, which
+suits a fleet whose speed nobody knows. A tenant that waits has a start tag, the virtual time at which its next request
+may begin; the smallest goes first, and pays for it with its tokens divided by its weight.
+
+Beyond that, a tenant that comes back begins a little before the virtual time, by a bounded credit, as sleepers do in
+K. J. Duda, D. R. Cheriton, "Borrowed-virtual-time (BVT) scheduling", SOSP 1999: without it, the burst of a tenant that
+stays below its share in the long run would queue behind another one's flood, request by request.
+"""
+
+from dataclasses import dataclass, field
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router.admission.lazy_heap import LazyHeap
+from quire_router.admission.reason import Reason
+from quire_router.admission.tenant import Tenant, Tenants
+from quire_router.admission.turn import Waiting
+
+RETRY_FULL = 1.0  # seconds
+CREDIT = 32_768
+"""Tokens, at weight 1, that a tenant which left its share to others may have before them when it comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The most that may wait in one queue: requests, and bytes that holding them takes."""
+
+    requests: int = 512
+    bytes: int = 256 * 2**20
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """What waits of one tenant: ``requests`` as they came, ``order`` as they go."""
+
+    tenant: Tenant
+    requests: dict[str, Waiting] = field(default_factory=dict)
+    order: LazyHeap[str] = field(default_factory=LazyHeap)
+    bytes: int = 0
+
+
+class FairQueue:
+    """Requests that wait for one model. Every change costs O(log n).
+
+    While two tenants wait, the tokens that each was given, divided by its weight, differ by at most the largest request
+    of each divided by its weight, and ``credit``. Within a tenant the smaller priority goes first, then who came first.
+    """
+
+    def __init__(self, tenants: Tenants, bounds: Bounds, *, credit: float = CREDIT) -> None:
+        self._tenants = tenants
+        self._bounds = bounds
+        self._credit = credit
+        self._waiting: dict[str, Waiting] = {}
+        self._backlogs: dict[str, _Backlog] = {}
+        self._starts: LazyHeap[str] = LazyHeap()
+        self._finishes: dict[str, float] = {}
+        self._most_requests: LazyHeap[str] = LazyHeap()
+        self._most_bytes: LazyHeap[str] = LazyHeap()
+        self._time = 0.0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    @property
+    def bytes(self) -> int:
+        """What holding all that waits takes."""
+        return self._bytes
+
+    def add(self, waiting: Waiting) -> list[Waiting]:
+        """Lets a request wait, whose id is not in use. Returns those that had to give way: where the queue is full,
+        the newest of the tenant with the most for its weight, as long as that is more than the newcomer's has. Raises
+        ``QuireError`` OVERLOADED when the newcomer is refused; then nothing has changed.
+        """
+        assert waiting.request_id not in self._waiting
+        self._check(waiting)
+        self._insert(waiting)
+        gone: list[Waiting] = []
+        while (reason := self._excess()) is not None:
+            largest = self._largest(reason, waiting.tenant)
+            if largest is None:
+                self.remove(waiting.request_id)
+                for each in reversed(gone):
+                    self._insert(each)
+                raise refusal_full(reason)
+            gone.append(self._drop_newest(largest))
+        return gone
+
+    def next(self) -> Waiting:
+        """Takes out the request whose turn it is; there must be one."""
+        tenant_id = self._starts.first()
+        start = self._starts.key(tenant_id)
+        self._time = max(self._time, start)
+        backlog = self._backlogs[tenant_id]
+        waiting = backlog.requests[backlog.order.first()]
+        finish = start + waiting.tokens / backlog.tenant.weight
+        self._starts.put(tenant_id, finish)
+        self.remove(waiting.request_id)
+        return waiting
+
+    def remove(self, request_id: str) -> bool:
+        """Takes out one request, wherever it stands; False when it does not wait."""
+        waiting = self._waiting.get(request_id)
+        if waiting is None:
+            return False
+        backlog = self._backlogs[waiting.tenant]
+        del backlog.requests[request_id]
+        self._forget(backlog, waiting)
+        return True
+
+    def rest(self) -> None:
+        """Nobody waits and there is room for more: what tenants were given before is forgotten."""
+        assert not self._waiting
+        self._time = 0.0
+        self._finishes.clear()
+
+    def _check(self, waiting: Waiting) -> None:
+        tenant = self._tenants.of(waiting.tenant)
+        backlog = self._backlogs.get(waiting.tenant)
+        if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
+            raise refusal_queued(tenant.max_queued)
+        if waiting.bytes > self._bounds.bytes:
+            raise refusal_full(Reason.QUEUE_BYTES)
+
+    def _insert(self, waiting: Waiting) -> None:
+        backlog = self._backlogs.get(waiting.tenant)
+        if backlog is None:
+            backlog = self._backlogs[waiting.tenant] = _Backlog(self._tenants.of(waiting.tenant))
+            self._starts.put(waiting.tenant, self._start(waiting.tenant))
+        self._waiting[waiting.request_id] = waiting
+        backlog.requests[waiting.request_id] = waiting
+        backlog.order.put(waiting.request_id, waiting.priority)
+        self._count(backlog, waiting.bytes)
+
+    def _start(self, tenant_id: str) -> float:
+        """The tag of a tenant that begins to wait."""
+        earliest = self._time - self._credit
+        return max(earliest, self._finishes.pop(tenant_id, earliest))
+
+    def _forget(self, backlog: _Backlog, waiting: Waiting) -> None:
+        del self._waiting[waiting.request_id]
+        backlog.order.discard(waiting.request_id)
+        self._count(backlog, -waiting.bytes)
+
+    def _count(self, backlog: _Backlog, more: int) -> None:
+        """Notes that the backlog changed, by ``more`` bytes; one that is empty leaves only its tag."""
+        tenant, name = backlog.tenant, backlog.tenant.id
+        backlog.bytes += more
+        self._bytes += more
+        if backlog.requests:
+            self._most_requests.put(name, -len(backlog.requests) / tenant.weight)
+            self._most_bytes.put(name, -backlog.bytes / tenant.weight)
+            return
+        self._finishes[name] = self._starts.key(name)
+        del self._backlogs[name]
+        for heap in (self._starts, self._most_requests, self._most_bytes):
+            heap.discard(name)
+
+    def _excess(self) -> Reason | None:
+        """Which bound is exceeded."""
+        if len(self._waiting) > self._bounds.requests:
+            return Reason.QUEUE_FULL
+        return Reason.QUEUE_BYTES if self._bytes > self._bounds.bytes else None
+
+    def _largest(self, reason: Reason, newcomer: str) -> _Backlog | None:
+        """Who has to give way to the tenant of a newcomer, which waits already; None when nobody has more than it."""
+        heap = self._most_requests if reason is Reason.QUEUE_FULL else self._most_bytes
+        largest = heap.first()
+        return self._backlogs[largest] if heap.key(largest) < heap.key(newcomer) else None
+
+    def _drop_newest(self, backlog: _Backlog) -> Waiting:
+        _, waiting = backlog.requests.popitem()
+        self._forget(backlog, waiting)
+        return waiting
+
+
+def refusal_full(reason: Reason) -> QuireError:
+    """The refusal of a request for which the queue has no place."""
+    message = "Too many requests wait for this model."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=reason)
+
+
+def refusal_queued(most: int) -> QuireError:
+    """The refusal of a request of a tenant that may not let more of them wait."""
+    message = f"{most} requests of yours wait for this model, which is the most you may have."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=Reason.MAX_QUEUED)

@@ -1,0 +1,146 @@
+"""The limits of all tenants: what they may use, counted for the whole fleet where there is a tally of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic_ns
+from typing import Protocol, Self
+
+from quire_proto.errors import internal
+
+from quire_router.admission.meter import Meter, Standing
+from quire_router.admission.refusals import counting_refusals
+from quire_router.admission.tenant import Tenants
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One request on its way in: ``request_cost`` and ``token_cost`` in microseconds of refilling, 0 without such a
+    limit, and how many may be in progress at ``most``.
+    """
+
+    tenant: str
+    request_id: str
+    request_cost: int
+    token_cost: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Charged:
+    """How a tenant stands after a charge, or where it ``admitted`` nothing, as before: microseconds until its buckets
+    are full, and its requests in progress.
+    """
+
+    admitted: bool
+    request_debt: int
+    token_debt: int
+    running: int
+
+
+class Tally(Protocol):
+    """What all routers count together."""
+
+    async def charge(self, charge: Charge) -> Charged | None:
+        """Takes a request in if all limits allow it, in one step; None when it cannot be asked in time."""
+        ...
+
+    def end(self, tenant: str, request_id: str, unused: int) -> None:
+        """Ends a request that was taken in; ``unused`` microseconds of refilling are given back. Never waits."""
+        ...
+
+
+class Bill:
+    """What one request was charged, until it is closed; a context that does that. ``used`` is what it has used, which
+    whoever runs it keeps up to date: the rest of its tokens is given back.
+    """
+
+    def __init__(self, charged: int, end: Callable[[int], None]) -> None:
+        self.used = 0
+        self._charged = charged
+        self._end: Callable[[int], None] | None = end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """The request has ended. Never waits; a second time does nothing."""
+        end, self._end = self._end, None
+        if end is not None:
+            end(max(0, self._charged - self.used))
+
+
+class Limits:
+    """Takes requests in. Without a ``tally``, and while it cannot be asked, this router counts by itself, beginning
+    with how each tenant stood last.
+    """
+
+    def __init__(
+        self,
+        tenants: Tenants,
+        tally: Tally | None = None,
+        *,
+        clock: Callable[[], int] = lambda: monotonic_ns() // 1000,
+    ) -> None:
+        self._tenants = tenants
+        self._tally = tally
+        self._clock = clock
+        self._meters: dict[str, Meter] = {}
+
+    async def enter(self, tenant_id: str, request_id: str, tokens: int) -> Bill:
+        """Takes in a request of a tenant that may use ``tokens`` at most, until its bill is closed. Raises
+        ``QuireError``: OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.
+        """
+        meter = self._meter(tenant_id)
+        if not meter.tenant.limited:
+            return Bill(tokens, _nothing)
+        meter.check_size(tokens)
+        with counting_refusals():
+            shared = await self._take(meter, request_id, tokens)
+        return Bill(tokens, partial(self._end, meter, request_id, shared))
+
+    def standing(self, tenant_id: str) -> Standing:
+        """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
+        in more.
+        """
+        return self._meter(tenant_id).standing(self._clock())
+
+    def _meter(self, tenant_id: str) -> Meter:
+        meter = self._meters.get(tenant_id)
+        if meter is None:
+            meter = self._meters[tenant_id] = Meter(self._tenants.of(tenant_id))
+        return meter
+
+    async def _take(self, meter: Meter, request_id: str, tokens: int) -> bool:
+        """Takes a request in, or raises why not; whether it is in the tally."""
+        charged = await self._ask(meter, request_id, tokens)
+        now = self._clock()
+        if charged is None:
+            error = meter.refusal(tokens, now)
+            if error is not None:
+                raise error
+            meter.take(request_id, tokens, now)
+            return False
+        meter.owe(charged.request_debt, charged.token_debt, now)
+        if not charged.admitted:
+            raise meter.refusal(tokens, now, charged.running) or internal()
+        meter.hold(request_id)
+        return True
+
+    async def _ask(self, meter: Meter, request_id: str, tokens: int) -> Charged | None:
+        if self._tally is None:
+            return None
+        tenant = meter.tenant
+        return await self._tally.charge(Charge(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent))
+
+    def _end(self, meter: Meter, request_id: str, shared: bool, unused: int) -> None:
+        meter.end(request_id, unused)
+        if shared and self._tally is not None:
+            self._tally.end(meter.tenant.id, request_id, meter.refund(unused))
+
+
+def _nothing(_unused: int) -> None:
+    """The end of a request that was not counted."""

@@ -1,0 +1,142 @@
+"""What one tenant has used of its limits. Pure: has no clock; times are microseconds of any clock."""
+
+from dataclasses import dataclass
+
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_router.admission.bucket import MICROSECONDS, Bucket
+from quire_router.admission.reason import Reason
+from quire_router.admission.tenant import Tenant
+
+RETRY_CONCURRENT = 1.0  # seconds; nobody knows when a request ends
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How one limit a minute stands: the limit, what is left at once, and the seconds until all of it is."""
+
+    limit: int
+    remaining: int
+    reset: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a tenant stands with each of its limits a minute; None where it has no such limit."""
+
+    requests: Allowance | None = None
+    tokens: Allowance | None = None
+
+
+def told(standing: Standing) -> dict[str, str]:
+    """A standing in the words that the OpenAI API has for it in its headers, without their ``x-``."""
+    words = {}
+    for name, allowance in (("requests", standing.requests), ("tokens", standing.tokens)):
+        if allowance is not None:
+            words[f"ratelimit-limit-{name}"] = str(allowance.limit)
+            words[f"ratelimit-remaining-{name}"] = str(allowance.remaining)
+            words[f"ratelimit-reset-{name}"] = f"{allowance.reset:.3f}s"
+    return words
+
+
+class Meter:
+    """One tenant's buckets and the requests it has in progress."""
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self._requests = _bucket(tenant.requests_per_minute)
+        self._tokens = _bucket(tenant.tokens_per_minute)
+        self._running: set[str] = set()
+
+    @property
+    def running(self) -> int:
+        """Requests that were taken in and have not ended."""
+        return len(self._running)
+
+    def check_size(self, tokens: int) -> None:
+        """Raises ``QuireError`` INVALID for a request that would never be admitted, however long it waited."""
+        if self._tokens is not None and tokens > self._tokens.limit:
+            raise invalid(
+                "max_tokens",
+                f"The prompt and the most output are {tokens} tokens, but this key may use {self._tokens.limit} a "
+                "minute: set a smaller max_tokens.",
+            )
+
+    def costs(self, tokens: int) -> tuple[int, int]:
+        """What one request takes from both buckets, in microseconds of refilling; 0 where there is no limit."""
+        return _cost(self._requests, 1), _cost(self._tokens, tokens)
+
+    def refusal(self, tokens: int, now: int, running: int | None = None) -> QuireError | None:
+        """Why a request cannot be taken in now; None when it can. Waiting as long as ``retry_after`` says is enough,
+        if nothing else is taken in before. ``running`` counts those of all routers, where that is known.
+        """
+        waits = [(_wait(self._requests, 1, now), Reason.REQUESTS_PER_MINUTE)]
+        waits.append((_wait(self._tokens, tokens, now), Reason.TOKENS_PER_MINUTE))
+        wait, reason = max(waits, key=lambda entry: entry[0])
+        if wait > 0:
+            return self._too_often(reason, wait / MICROSECONDS)
+        most = self.tenant.max_concurrent
+        if most is not None and (self.running if running is None else running) >= most:
+            return _too_many(most)
+        return None
+
+    def take(self, request_id: str, tokens: int, now: int) -> None:
+        """Takes in a request that was not refused."""
+        if self._requests is not None:
+            self._requests.take(1, now)
+        if self._tokens is not None:
+            self._tokens.take(tokens, now)
+        self._running.add(request_id)
+
+    def end(self, request_id: str, unused: int) -> None:
+        """Ends a request that was taken in; ``unused`` of its tokens are given back."""
+        self._running.discard(request_id)
+        if self._tokens is not None:
+            self._tokens.give_back(unused)
+
+    def refund(self, unused: int) -> int:
+        """What ``unused`` tokens give back to their bucket, in microseconds of refilling."""
+        return 0 if self._tokens is None else self._tokens.refund(unused)
+
+    def owe(self, request_debt: int, token_debt: int, now: int) -> None:
+        """Takes over how the tenant stands for all routers together."""
+        if self._requests is not None:
+            self._requests.owe(request_debt, now)
+        if self._tokens is not None:
+            self._tokens.owe(token_debt, now)
+
+    def hold(self, request_id: str) -> None:
+        """Counts a request that was taken in for all routers."""
+        self._running.add(request_id)
+
+    def standing(self, now: int) -> Standing:
+        """What a client is told."""
+        return Standing(_allowance(self._requests, now), _allowance(self._tokens, now))
+
+    def _too_often(self, reason: Reason, wait: float) -> QuireError:
+        requests = reason is Reason.REQUESTS_PER_MINUTE
+        limit = self.tenant.requests_per_minute if requests else self.tenant.tokens_per_minute
+        message = f"This key may use {limit} {'requests' if requests else 'tokens'} a minute, and they are used up."
+        return QuireError(ErrorCode.OVERLOADED, message, retry_after=wait, reason=reason)
+
+
+def _too_many(most: int) -> QuireError:
+    message = f"{most} requests of yours are in progress, which is the most you may have."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CONCURRENT, reason=Reason.MAX_CONCURRENT)
+
+
+def _bucket(limit: int | None) -> Bucket | None:
+    return None if limit is None else Bucket(limit)
+
+
+def _cost(bucket: Bucket | None, amount: int) -> int:
+    return 0 if bucket is None else bucket.cost(amount)
+
+
+def _wait(bucket: Bucket | None, amount: int, now: int) -> int:
+    """A larger ``amount`` than fits was refused for its size before."""
+    return 0 if bucket is None else bucket.wait(amount, now) or 0
+
+
+def _allowance(bucket: Bucket | None, now: int) -> Allowance | None:
+    return None if bucket is None else Allowance(bucket.limit, bucket.remaining(now), bucket.debt(now) / MICROSECONDS)

@@ -1,0 +1,246 @@
+"""The queue before all engines: who waits, for how long, and the hand-over of each turn. Knows no engine by name."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router import metrics
+from quire_router.admission.fair import Bounds, FairQueue, refusal_full
+from quire_router.admission.reason import Reason
+from quire_router.admission.refusals import counting_refusals
+from quire_router.admission.tenant import Tenants
+from quire_router.admission.turn import Waiting
+
+RETRY_READY = 2.0  # seconds
+RETRY_ROOM = 5.0
+RETRY_STOPPING = 5.0
+
+
+class Rooms(Protocol):
+    """What the queue asks of the fleet. Both are asked often."""
+
+    def has_room(self, model: str) -> bool:
+        """Whether an engine would take one more request of this model now."""
+        ...
+
+    def ready(self, model: str) -> int:
+        """Engines that can run the model now, full ones too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """``hold_timeout`` seconds are waited while no engine is ready, ``max_seconds`` for room in all. ``bounds`` are
+    each model's.
+    """
+
+    hold_timeout: float = 10.0
+    max_seconds: float = 60.0
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+@dataclass(slots=True)
+class _Parked:
+    """One request in the queue; ``turn`` is done once it is its turn, or has the error that ended its wait."""
+
+    waiting: Waiting
+    since: float
+    turn: asyncio.Future[None]
+    timer: asyncio.TimerHandle | None = None
+
+
+class Queue:
+    """Implements ``Turns``: for each of ``models`` a ``FairQueue``, which moves on when the fleet has room."""
+
+    def __init__(
+        self,
+        models: Iterable[str],
+        rooms: Rooms,
+        tenants: Tenants | None = None,
+        settings: QueueSettings | None = None,
+        *,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        settings, tenants = settings or QueueSettings(), tenants or Tenants()
+        self._lines = {model: _Line(model, rooms, tenants, settings, clock) for model in models}
+        self._closed = False
+
+    async def turn(self, waiting: Waiting) -> None:
+        """See ``Turns``. Await it in the task that dispatches: a turn that is handed over a second time, from task to
+        task, comes too late to be counted before the next is given.
+        """
+        with counting_refusals():
+            if self._closed:
+                raise _stopping()
+            await self._lines[waiting.model].turn(waiting)
+
+    def stir(self) -> None:
+        """See ``Turns``."""
+        for line in self._lines.values():
+            line.move()
+
+    def leave(self, request_id: str) -> bool:
+        """Lets go of a request that waits: its ``turn`` returns at once, though there may be no room. For requests that
+        are interrupted and look for the reason themselves. False when it does not wait.
+        """
+        return any(line.leave(request_id) for line in self._lines.values())
+
+    def parked(self, model: str) -> int:
+        """How many requests wait for this model here."""
+        return len(self._lines[model])
+
+    def close(self) -> None:
+        """Nobody waits any more: all that do, and all that come, get UNAVAILABLE."""
+        self._closed = True
+        for line in self._lines.values():
+            line.close()
+
+
+class _Line:
+    """The queue of one model.
+
+    A turn is given to one request at a time. It is ``_given`` until its task has run on to its next wait: only then has
+    it dispatched, and only then does ``has_room`` say whether there is room for one more.
+    """
+
+    def __init__(
+        self, model: str, rooms: Rooms, tenants: Tenants, settings: QueueSettings, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._rooms = rooms
+        self._settings = settings
+        self._clock = clock
+        self._queue = FairQueue(tenants, settings.bounds)
+        self._parked: dict[str, _Parked] = {}
+        self._given: _Parked | None = None
+        self._unready_since: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    async def turn(self, waiting: Waiting) -> None:
+        if not self._parked and self._given is None and self._rooms.has_room(self._model):
+            self._queue.rest()
+            return
+        with self._park(waiting) as parked:
+            self.move()  # there may be room, and only a turn under way before this one
+            await parked.turn
+
+    def move(self) -> None:
+        """Gives the next turn if there is room for it."""
+        while self._given is None and self._queue:
+            if not self._rooms.has_room(self._model):
+                self._note_readiness()
+                return
+            parked = self._parked[self._queue.next().request_id]
+            if not parked.turn.done():  # its task may have been cancelled and not have run since
+                self._given = parked
+                parked.turn.set_result(None)
+
+    def leave(self, request_id: str) -> bool:
+        parked = self._parked.get(request_id)
+        if parked is None or not self._queue.remove(request_id) or parked.turn.done():
+            return False
+        parked.turn.set_result(None)
+        return True
+
+    def close(self) -> None:
+        for parked in list(self._parked.values()):
+            self._refuse(parked, _stopping())
+
+    @contextmanager
+    def _park(self, waiting: Waiting) -> Iterator[_Parked]:
+        """A place in the queue; on every way out the request is out of it, and the next one's turn may come."""
+        refused = self._queue.add(waiting)
+        parked = _Parked(waiting, self._clock(), asyncio.get_running_loop().create_future())
+        self._parked[waiting.request_id] = parked
+        for each in refused:
+            _end(self._parked[each.request_id], refusal_full(Reason.QUEUE_FULL))
+        self._watch(parked)
+        metrics.PARKED.labels(self._model).inc()
+        try:
+            yield parked
+        finally:
+            metrics.PARKED.labels(self._model).dec()
+            metrics.QUEUE_SECONDS.labels(self._model).observe(self._clock() - parked.since)
+            self._unpark(parked)
+
+    def _unpark(self, parked: _Parked) -> None:
+        del self._parked[parked.waiting.request_id]
+        self._queue.remove(parked.waiting.request_id)
+        if parked.timer is not None:
+            parked.timer.cancel()
+        if self._given is parked:
+            # This task runs on, and dispatches, before the loop comes to what is called soon. If it was cancelled
+            # instead, its turn goes to the next one in the same way.
+            asyncio.get_running_loop().call_soon(self._pass_on, parked)
+
+    def _pass_on(self, parked: _Parked) -> None:
+        if self._given is parked:
+            self._given = None
+        self.move()
+
+    # How long they wait
+
+    def _note_readiness(self) -> None:
+        if self._rooms.ready(self._model):
+            self._unready_since = None
+        elif self._unready_since is None:
+            self._unready_since = self._clock()
+
+    def _watch(self, parked: _Parked) -> None:
+        """Ends the wait when it has lasted long enough, and else looks again when it may have."""
+        if parked.turn.done():
+            return
+        self._note_readiness()
+        error, then = self._overdue(parked, self._clock())
+        if error is not None:
+            self._refuse(parked, error)
+        else:
+            delay = max(0.0, then - self._clock())
+            parked.timer = asyncio.get_running_loop().call_later(delay, self._watch, parked)
+
+    def _overdue(self, parked: _Parked, now: float) -> tuple[QuireError | None, float]:
+        """Why a request has waited long enough, or when it has at the earliest."""
+        settings, deadline = self._settings, parked.waiting.deadline
+        last = parked.since + settings.max_seconds
+        unready = self._unready_since
+        held = (now if unready is None else max(parked.since, unready)) + settings.hold_timeout
+        if deadline is not None and deadline <= now:
+            return _too_late(), now
+        if min(last, held) <= now:
+            return (_no_room(settings.max_seconds) if unready is None else _none_ready(self._model)), now
+        return None, min(last, held, last if deadline is None else deadline)
+
+    def _refuse(self, parked: _Parked, error: QuireError) -> None:
+        if self._queue.remove(parked.waiting.request_id):
+            _end(parked, error)
+
+
+def _end(parked: _Parked, error: QuireError) -> None:
+    if not parked.turn.done():
+        parked.turn.set_exception(error)
+
+
+def _none_ready(model: str) -> QuireError:
+    message = f"No engine is ready to run the model {model!r}."
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_READY, reason=Reason.NONE_READY)
+
+
+def _no_room(seconds: float) -> QuireError:
+    message = f"No engine had room for the request within {seconds:g} seconds."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_ROOM, reason=Reason.QUEUE_SECONDS)
+
+
+def _too_late() -> QuireError:
+    return QuireError(ErrorCode.DEADLINE, "The request's time was over before its turn came.", reason=Reason.DEADLINE)
+
+
+def _stopping() -> QuireError:
+    message = "This router is shutting down."
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_STOPPING, reason=Reason.STOPPING)

@@ -1,0 +1,19 @@
+"""Why a request is not admitted: the words that clients, metrics and documents share."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Goes with an error's code, as ``reason``. The limits are the tenant's, the queue is one model's at one router."""
+
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    MAX_CONCURRENT = "max_concurrent"
+    MAX_QUEUED = "max_queued"
+    QUEUE_FULL = "queue_full"
+    QUEUE_BYTES = "queue_bytes"
+    QUEUE_SECONDS = "queue_seconds"
+    NONE_READY = "none_ready"
+    DEADLINE = "deadline"
+    STOPPING = "stopping"
+    MODEL = "model"

@@ -1,0 +1,168 @@
+"""What all routers count together, in Redis: one round trip when a request comes, none that anybody waits for when it
+ends. Redis is the clock.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from quire_router import metrics
+from quire_router.admission.bucket import MICROSECONDS, WINDOW
+from quire_router.admission.limits import Charge, Charged
+
+log = logging.getLogger(__name__)
+_CONNECTIONS = 16
+_AWAY = 1.0  # seconds in which Redis is not asked again after it failed
+_LAST_WORDS = 1.0  # seconds for what is not told yet when closing
+_AT_ONCE = 1000
+_MOST_ENDS = 50_000
+_FAILURES = (RedisError, OSError, TimeoutError)
+
+
+class RedisTally:
+    """Implements ``Tally`` at ``url``. A request waits at most ``timeout`` seconds for it. One in progress counts for
+    ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended while Redis was away is
+    too, and its unused tokens stay charged.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
+        self._client = _client(url)
+        self._timeout = timeout
+        self._lease = lease
+        self._charge = self._client.register_script(_source("charge"))
+        self._held: defaultdict[str, set[str]] = defaultdict(set)
+        self._ends: deque[tuple[str, str, int]] = deque(maxlen=_MOST_ENDS)
+        self._news = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        self._away_until = 0.0
+
+    async def charge(self, charge: Charge) -> Charged | None:
+        """See ``Tally``."""
+        self._start()
+        if asyncio.get_running_loop().time() < self._away_until:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout):
+                reply = await self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
+        except _FAILURES as error:
+            self._lose(error)
+            self.end(charge.tenant, charge.request_id, 0)  # it may have been taken in before the answer was lost
+            return None
+        except asyncio.CancelledError:
+            self.end(charge.tenant, charge.request_id, 0)
+            raise
+        metrics.LIMITS_SHARED.set(1)
+        admitted, request_debt, token_debt, running = reply
+        if admitted and charge.most is not None:
+            self._held[charge.tenant].add(charge.request_id)
+        return Charged(bool(admitted), request_debt, token_debt, running)
+
+    def end(self, tenant: str, request_id: str, unused: int) -> None:
+        """See ``Tally``."""
+        held = self._held.get(tenant, set())
+        held.discard(request_id)
+        if not held:
+            self._held.pop(tenant, None)
+        self._ends.append((tenant, request_id, unused))
+        self._news.set()
+
+    async def close(self) -> None:
+        """Tells what has ended, within a bounded time, and lets go of connections."""
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+            try:
+                async with asyncio.timeout(_LAST_WORDS):
+                    await self._tell_ends()
+            except _FAILURES:
+                log.warning("the end of %d requests was not counted", len(self._ends))
+        await self._client.aclose()
+
+    def _arguments(self, charge: Charge) -> list[Any]:
+        most = -1 if charge.most is None else charge.most
+        return [charge.request_id, charge.request_cost, charge.token_cost, WINDOW, most, self._lease_time]
+
+    @property
+    def _lease_time(self) -> int:
+        return round(self._lease * MICROSECONDS)
+
+    def _start(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
+
+    async def _tell(self) -> None:
+        """Tells Redis what has ended as it comes, and three times a lease what goes on."""
+        loop = asyncio.get_running_loop()
+        renewed = loop.time()
+        while True:
+            due = renewed + self._lease / 3
+            await self._wait_for_news(due - loop.time())
+            try:
+                await self._tell_ends()
+                if loop.time() >= due:
+                    renewed = loop.time()
+                    await self._renew()
+            except _FAILURES as error:
+                self._lose(error)
+                await asyncio.sleep(_AWAY)
+
+    async def _wait_for_news(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    async def _tell_ends(self) -> None:
+        """What could not be told is not told again: given back twice, tokens would be too many."""
+        self._news.clear()
+        while self._ends:
+            pipeline = self._client.pipeline(transaction=False)
+            for _ in range(min(_AT_ONCE, len(self._ends))):
+                tenant, request_id, unused = self._ends.popleft()
+                _, tokens, running = _keys(tenant)
+                pipeline.eval(_END, 2, tokens, running, request_id, str(unused))
+            await pipeline.execute()
+
+    async def _renew(self) -> None:
+        for tenant, request_ids in list(self._held.items()):
+            for part in _parts(list(request_ids)):
+                await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *part)
+
+    def _lose(self, error: Exception) -> None:
+        if asyncio.get_running_loop().time() >= self._away_until:
+            log.warning("limits are counted by this router alone: %s", type(error).__name__)
+        self._away_until = asyncio.get_running_loop().time() + _AWAY
+        metrics.LIMITS_SHARED.set(0)
+
+
+def _parts(entries: Sequence[str]) -> list[Sequence[str]]:
+    return [entries[begin : begin + _AT_ONCE] for begin in range(0, len(entries), _AT_ONCE)]
+
+
+def _keys(tenant: str) -> list[str]:
+    """All of a tenant's are in one slot of a cluster."""
+    return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(f"{name}.lua").read_text(encoding="utf-8")
+
+
+_END, _RENEW = _source("end"), _source("renew")
+
+
+def _client(url: str) -> Redis:
+    """A connection that died with a former Redis is replaced at once; what takes longer is not waited for."""
+    pool = BlockingConnectionPool.from_url(
+        url, max_connections=_CONNECTIONS, timeout=1, retry=Retry(NoBackoff(), 1), retry_on_error=[], socket_timeout=2.0
+    )
+    return Redis.from_pool(pool)

@@ -1,0 +1,49 @@
+"""What one tenant may use, and how it stands beside others. Plain data: knows no keys."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One tenant's part of the service.
+
+    ``id`` is its name, or what its key gives. It may use ``models``, all of them when that is empty. Its share of a
+    queue is its ``weight`` among those who wait. ``priority`` is that of its requests, smaller first; with
+    ``allow_priority`` they may add their own to it. Limits are None where there is none: those a minute hold for the
+    whole fleet, as does ``max_concurrent``, which counts what waits and what runs; ``max_queued`` is what may wait for
+    one model at one router.
+    """
+
+    id: str = ""
+    models: frozenset[str] = frozenset()
+    weight: float = 1.0
+    priority: int = 0
+    allow_priority: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    max_queued: int | None = None
+
+    @property
+    def limited(self) -> bool:
+        """Whether admission has to count anything."""
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
+        return any(limit is not None for limit in limits)
+
+    def may_use(self, model: str) -> bool:
+        """Whether its keys open this model."""
+        return not self.models or model in self.models
+
+
+class Tenants:
+    """The configured tenants by their ids; everyone else has the limits of ``default``, each for itself."""
+
+    def __init__(self, tenants: Iterable[Tenant] = (), default: Tenant | None = None) -> None:
+        self._tenants = {tenant.id: tenant for tenant in tenants}
+        self._default = default or Tenant()
+
+    def of(self, tenant_id: str) -> Tenant:
+        """What holds for this tenant."""
+        tenant = self._tenants.get(tenant_id)
+        return tenant if tenant is not None else replace(self._default, id=tenant_id)

@@ -1,0 +1,29 @@
+"""``Admitted``: a request whose answer can be written, whether it is new or came earlier."""
+
+from dataclasses import dataclass
+
+from quire_proto.text.model_text import ModelText
+
+from quire_router.api.shape import AnswerShape
+from quire_router.generation import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """One generation for each of the request's prompts (at least one), the shape of its answer, and the text side of
+    its model.
+    """
+
+    generations: tuple[Generation, ...]
+    shape: AnswerShape
+    text: ModelText
+
+    @property
+    def first(self) -> Generation:
+        """The first prompt's; the others differ from it in prompt, id and seed."""
+        return self.generations[0]
+
+    @property
+    def choices(self) -> int:
+        """How many choices the answer has: those of all prompts, in order."""
+        return len(self.generations) * self.first.params.n

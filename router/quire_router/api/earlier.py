@@ -1,0 +1,147 @@
+"""Requests that came earlier, of either API, here or at another router: whose they are and how far they have come."""
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from quire_proto.errors import ErrorCode, QuireError, internal, invalid
+from quire_proto.sampling import FinishReason
+from quire_proto.text.model_text import ModelText
+
+from quire_router.api.admitted import Admitted
+from quire_router.api.identity import Caller
+from quire_router.api.shape import AnswerShape
+from quire_router.api.together import Together, total
+from quire_router.api.validate import unknown_model
+from quire_router.generation import Generation, Usage
+from quire_router.journal.base import Record
+from quire_router.journal.failure import read_failure
+from quire_router.mark import Mark
+
+_ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
+_MARK_CHARACTERS = 11  # of one choice
+_LOOKS, _PAUSE = 20, 0.05  # seconds between looks for what is just being written
+
+
+class RequestStatus(StrEnum):
+    """How it is with a request."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A request by the records of its prompts, in order; some of them may not be written yet."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def first(self) -> Generation:
+        """The first prompt's, which knows of the others."""
+        return self.records[0].generation
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Those of all prompts."""
+        return self.first.parts or (self.first.request_id,)
+
+    @property
+    def status(self) -> RequestStatus:
+        """Of several prompts one that failed or was cancelled counts for all."""
+        reasons = [record.finish_reason for record in self.records]
+        if FinishReason.ERROR in reasons:
+            return RequestStatus.FAILED
+        if FinishReason.ABORT in reasons:
+            return RequestStatus.CANCELLED
+        is_running = None in reasons or len(reasons) < len(self.request_ids)
+        return RequestStatus.RUNNING if is_running else RequestStatus.COMPLETED
+
+    @property
+    def error(self) -> QuireError | None:
+        """What it ended with, if it failed."""
+        failed = [record for record in self.records if record.finish_reason is FinishReason.ERROR]
+        return read_failure(failed[0].error) if failed else None
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        usages = [record.usage if record.finish_reason else _so_far(record) for record in self.records]
+        return total(usages)
+
+
+def _so_far(record: Record) -> Usage:
+    made = sum(len(piece.token_ids) for piece in record.pieces)
+    return Usage(len(record.generation.prompt_token_ids), made)
+
+
+class Archive:
+    """Finds requests that came earlier. Those of other callers are as unknown as those that never were."""
+
+    def __init__(self, runner: Together, texts: Mapping[str, ModelText]) -> None:
+        self._runner = runner
+        self._texts = texts
+
+    async def find(self, request_id: str, caller: Caller) -> Earlier:
+        """The request of this id, also in the form in which REST shows it. Raises ``QuireError``, NOT_FOUND among
+        others.
+        """
+        match = _ID.fullmatch(request_id[:128])
+        record = await self._runner.record(match[1]) if match else None
+        if record is None or record.generation.tenant != caller.tenant:
+            raise QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
+        return await self._complete(record)
+
+    async def look(self, request_id: str) -> Earlier | None:
+        """The request of this very id, if there is one. Raises ``QuireError``."""
+        record = await self._runner.record(request_id)
+        return None if record is None else await self._complete(record)
+
+    async def whole(self, earlier: Earlier, caller: Caller) -> Earlier:
+        """The request with the records of all its prompts, once they are written. Raises ``QuireError``."""
+        for _ in range(_LOOKS):
+            if len(earlier.records) == len(earlier.request_ids):
+                return earlier
+            await asyncio.sleep(_PAUSE)
+            earlier = await self.find(earlier.first.request_id, caller)
+        raise internal()
+
+    def admitted(self, earlier: Earlier) -> Admitted:
+        """What is needed to write its answer again. Raises ``QuireError``."""
+        text = self._texts.get(earlier.first.model)
+        if text is None:
+            raise unknown_model(earlier.first.model)
+        generations = tuple(record.generation for record in earlier.records)
+        return Admitted(generations, AnswerShape.kept(earlier.first), text)
+
+    async def _complete(self, record: Record) -> Earlier:
+        others = [await self._runner.record(part) for part in record.generation.parts[1:]]
+        return Earlier((record, *(other for other in others if other is not None)))
+
+
+def read_mark(text: str, earlier: Earlier, choices: int) -> Mark:
+    """Where the reader of an answer says it stands. Raises ``QuireError`` INVALID for what is no place in this one."""
+    try:
+        if len(text) > _MARK_CHARACTERS * choices + 1:
+            raise ValueError("this is longer than any place in the answer")
+        mark = Mark.parse(text, choices)
+        _check_within(mark, earlier)
+    except ValueError:
+        raise invalid("after", "This is no place in the answer to this request.") from None
+    return mark
+
+
+def _check_within(mark: Mark, earlier: Earlier) -> None:
+    """Nobody has read more of a choice than there is once it has ended, nor its end before that. (Of a choice that
+    goes on a reader may know more than is written down.)
+    """
+    ends = [choice for record in earlier.records for choice in record.choices]
+    for index, choice in enumerate(ends):
+        beyond = mark.position(index) > len(choice.token_ids)
+        early = mark.ended(index) and mark.position(index) < len(choice.token_ids)
+        if early or (beyond and choice.finish_reason is not None):
+            raise ValueError("the answer has no such place")

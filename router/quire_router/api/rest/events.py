@@ -1,0 +1,97 @@
+"""The connection of one stream of server-sent events: when it begins, and how it is kept from being taken for dead."""
+
+import asyncio
+from types import TracebackType
+from typing import Final, Self
+
+from quire_router.api.rest.answers import RECONNECT
+from quire_router.api.rest.connection import EVENTS, ClientGoneError, Header, Reply
+
+WAITING: Final = b": waiting\n"
+"""A comment of one line, with no empty line behind it: that would end an event, and clients that repeat the last id
+take it for one without data.
+"""
+
+
+class EventStream:
+    """Begins with its first piece or, when that takes more than ``heartbeat`` seconds, with a comment; whenever nothing
+    else was written for so long, another follows. An error before that can still have a status of its own. Pieces and
+    comments never interleave. To be used as a context, by one task.
+    """
+
+    def __init__(self, reply: Reply, heartbeat: float) -> None:
+        self.headers: list[Header] = []
+        self._reply = reply
+        self._seconds = heartbeat
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._is_writing = False
+        self._gone = False
+        self._beating: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_at(self._last + heartbeat, self._look)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._beating is not None:
+            if kind is not None and not issubclass(kind, Exception):
+                self._beating.cancel()
+            await asyncio.wait([self._beating])
+
+    async def write(self, data: bytes) -> None:
+        """Some events."""
+        await self._reply.write(await self._prepare() + data)
+        self._is_writing = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events can be written without waiting."""
+        beating = self._beating is not None and not self._beating.done()
+        direct = self._reply.direct
+        return direct is not None and not (beating or self._is_writing or self._gone) and direct.is_open
+
+    def write_now(self, data: bytes) -> None:
+        """Some events. Only while it is open."""
+        assert self._reply.direct is not None  # else it was not open
+        self._last = self._loop.time()
+        self._reply.direct.write(data)
+
+    async def end(self, data: bytes) -> None:
+        """The last events."""
+        await self._reply.end(await self._prepare() + data)
+        self._is_writing = False
+
+    async def _prepare(self) -> bytes:
+        """Before anything is written: waits for a comment on its way, and begins the answer; gives what comes first."""
+        self._last = self._loop.time()
+        if self._beating is not None and not self._beating.done():
+            await asyncio.wait([self._beating])
+        if self._gone:
+            raise ClientGoneError
+        self._is_writing = True
+        return b"" if self._reply.started else await self._start()
+
+    async def _start(self) -> bytes:
+        await self._reply.start(200, (*EVENTS, *self.headers))
+        return RECONNECT
+
+    def _look(self) -> None:
+        """Writes a comment if it is time, and looks again later."""
+        now = self._loop.time()
+        if now >= self._last + self._seconds:
+            self._last = now
+            if not self._is_writing and (self._beating is None or self._beating.done()):
+                self._beating = self._loop.create_task(self._beat(), name="heartbeat")
+        self._timer = self._loop.call_at(self._last + self._seconds, self._look)
+
+    async def _beat(self) -> None:
+        try:
+            first = b"" if self._reply.started else await self._start()
+            await self._reply.write(first + WAITING)
+        except ClientGoneError:
+            self._gone = True  # whoever writes the next piece is told
+            self._timer.cancel()

@@ -1,0 +1,92 @@
+"""``/v1/requests/{id}``: what became of a request that came earlier, the rest of its answer, its end."""
+
+from urllib.parse import parse_qsl
+
+from quire_proto.errors import QuireError, invalid
+
+from quire_router.api.earlier import Earlier, RequestStatus
+from quire_router.api.frontend import Frontend, counting_rejections
+from quire_router.api.rest.answers import request_object, style_of, to_json
+from quire_router.api.rest.connection import while_connected
+from quire_router.api.rest.exchange import Exchange
+from quire_router.api.rest.writing import collect, stream
+
+_PATH = "/v1/requests/{id}"
+_LAST = "last-event-id"
+_AFTER = "after"
+
+
+class Requests:
+    """Handlers of the routes. ``heartbeat`` as in ``Generate``."""
+
+    def __init__(self, frontend: Frontend, heartbeat: float) -> None:
+        self._frontend = frontend
+        self._heartbeat = heartbeat
+
+    async def show_or_cancel(self, exchange: Exchange) -> None:
+        """How far the request has come, with its answer once that is complete; or its end, for ``DELETE``."""
+        if exchange.scope["method"] == "DELETE":
+            await self.cancel(exchange)
+            return
+        with self._frontend.exchange(f"GET {_PATH}", exchange.request_id, exchange.headers):
+            await while_connected(exchange.receive, self._show(exchange))
+
+    async def cancel(self, exchange: Exchange) -> None:
+        """Ends what has not ended of the request, and tells how it was with it just before."""
+        with self._frontend.exchange(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
+            earlier = await self._frontend.cancel(_id(exchange), exchange.caller)
+            await exchange.reply.whole(200, to_json(request_object(earlier)))
+
+    async def events(self, exchange: Exchange) -> None:
+        """The answer as a stream, from where the reader stands."""
+        with self._frontend.exchange(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
+            await while_connected(exchange.receive, self._events(exchange))
+
+    async def _show(self, exchange: Exchange) -> None:
+        earlier = await self._frontend.find(_id(exchange), exchange.caller)
+        shown = to_json(request_object(earlier))
+        if earlier.status is RequestStatus.COMPLETED:
+            shown = shown[:-1] + b',"response":' + await self._whole(earlier, exchange) + b"}"
+        await exchange.reply.whole(200, shown)
+
+    async def _whole(self, earlier: Earlier, exchange: Exchange) -> bytes:
+        answer = await self._frontend.resume(earlier, "", exchange.caller)
+        body, _ = await collect(answer, style_of(earlier.first))
+        return body
+
+    async def _events(self, exchange: Exchange) -> None:
+        with counting_rejections():
+            earlier = await self._frontend.find(_id(exchange), exchange.caller)
+            exchange.request_id = earlier.first.request_id
+            answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller)
+        await stream(exchange, style_of(earlier.first), answer, {}, self._heartbeat)
+
+
+def _id(exchange: Exchange) -> str:
+    return str(exchange.path_parameters["id"])
+
+
+def _after(exchange: Exchange) -> str:
+    """The last event that the client had: in the header, as clients that reconnect by themselves send it, or else in
+    the address. Raises ``QuireError``.
+    """
+    query = _query(exchange)
+    headers = exchange.values(_LAST)
+    if len(headers) > 1 or len(query) > 1:
+        raise invalid(_AFTER, "There is more than one last event.")
+    return headers[0] if headers else query[0] if query else ""
+
+
+def _query(exchange: Exchange) -> list[str]:
+    text = exchange.scope["query_string"].decode("latin-1")
+    try:
+        fields = parse_qsl(text, keep_blank_values=True, max_num_fields=2)
+    except ValueError:
+        raise _unknown() from None
+    if any(name != _AFTER for name, _ in fields):
+        raise _unknown()
+    return [value for _, value in fields]
+
+
+def _unknown() -> QuireError:
+    return invalid(_AFTER, "The address takes one parameter, after.")

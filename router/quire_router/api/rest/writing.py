@@ -1,0 +1,99 @@
+"""How an answer is written over HTTP: as events while it comes, or whole."""
+
+from collections.abc import Mapping
+from contextlib import aclosing
+
+from quire_proto.errors import internal
+
+from quire_router.api.answer import Answer
+from quire_router.api.rest.answers import Style
+from quire_router.api.rest.chunks import Chunks
+from quire_router.api.rest.connection import JSON, Header
+from quire_router.api.rest.events import EventStream
+from quire_router.api.rest.exchange import Exchange
+from quire_router.api.rest.whole import Whole
+from quire_router.generation import Delta
+from quire_router.shortcut import Live
+
+HEARTBEAT = 5.0  # seconds; proxies give up after half a minute or more
+
+
+async def stream(
+    exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str], heartbeat: float = HEARTBEAT
+) -> None:
+    """Sends each piece as it comes. What goes wrong before anything is sent has its own status. Raises
+    ``QuireError``, INTERNAL for an answer that ends before its usage: it is never passed on as a complete one.
+    """
+    chunks = Chunks(style, answer.admitted, answer.mark)
+    async with aclosing(answer.deltas) as deltas, EventStream(exchange.reply, heartbeat) as events:
+        events.headers += note_headers(notes)
+        async for delta in deltas:
+            if chunks.shown.anything:
+                await chunks.shown.read(delta)
+            data = chunks.piece(delta) if exchange.begun else _begin(exchange, events, chunks, delta)
+            if delta.usage is not None:
+                await events.end(data)
+                return
+            if data:
+                await events.write(data)
+            if isinstance(deltas, Live) and deltas.shortcut.writer is None and not chunks.shown.anything:
+                deltas.shortcut.writer = _PieceWriter(events, chunks)
+    raise internal()
+
+
+class _PieceWriter:
+    """Writes pieces that come by the shortcut, after the first."""
+
+    __slots__ = ("_chunks", "_events")
+
+    def __init__(self, events: EventStream, chunks: Chunks) -> None:
+        self._events = events
+        self._chunks = chunks
+
+    @property
+    def is_open(self) -> bool:
+        """See ``shortcut.Writer``."""
+        return self._events.is_open
+
+    def write(self, delta: Delta) -> None:
+        """See ``shortcut.Writer``."""
+        data = self._chunks.piece(delta)
+        if data:
+            self._events.write_now(data)
+
+
+def _begin(exchange: Exchange, events: EventStream, chunks: Chunks, delta: Delta) -> bytes:
+    """The first piece, with what comes before it."""
+    exchange.begun = True
+    events.headers += route_headers(delta)
+    return chunks.opening() + chunks.piece(delta)
+
+
+async def collect(answer: Answer, style: Style) -> tuple[bytes, list[Header]]:
+    """The whole answer as JSON, and headers that belong to it. Raises as ``stream`` does."""
+    whole, headers = Whole(style, answer.admitted), list[Header]()
+    async with aclosing(answer.deltas) as deltas:
+        async for delta in deltas:
+            if whole.shown.anything:
+                await whole.shown.read(delta)
+            whole.add(delta)
+            headers = headers or route_headers(delta)
+            if delta.usage is not None:
+                return whole.body(delta.usage), headers
+    raise internal()
+
+
+async def reply_whole(exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str]) -> None:
+    """Sends an answer once it is complete. Raises as ``stream`` does."""
+    body, headers = await collect(answer, style)
+    await exchange.reply.whole(200, body, [*JSON, *note_headers(notes), *headers])
+
+
+def route_headers(delta: Delta) -> list[Header]:
+    """Where the request runs, where a piece tells it."""
+    return [(b"x-quire-route", delta.route.encode("ascii", "replace"))] if delta.route else []
+
+
+def note_headers(notes: Mapping[str, str]) -> list[Header]:
+    """What an answer says of itself."""
+    return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in notes.items()]

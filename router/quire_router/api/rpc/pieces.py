@@ -1,0 +1,42 @@
+"""The messages of one stream, each with the mark of where its reader then stands. Does no I/O."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from google.protobuf.message import Message
+
+from quire_router.api.answer import Answer
+from quire_router.api.reading import open_readers
+from quire_router.api.rpc.said import write_said
+from quire_router.generation import Delta, Generation
+
+Respond: TypeAlias = Callable[[Generation, Delta, str], Message]
+"""Writes the message of a piece, with the id of its event."""
+
+
+class Pieces:
+    """Makes messages of the answer's pieces. ``respond`` writes one."""
+
+    def __init__(self, answer: Answer, respond: Respond) -> None:
+        self._generation = answer.admitted.first
+        self._mark = answer.mark
+        self._respond = respond
+        self._readers = open_readers(answer.admitted)
+
+    def piece(self, delta: Delta) -> Message | None:
+        """The message of a piece; None for what the reader has had."""
+        said = None if self._readers is None else self._readers[delta.index].read(delta)
+        if delta.usage is not None and self._mark.usage:
+            delta = replace(delta, usage=None)
+        if delta.told:
+            if delta.usage is None:
+                return None
+            delta, said = Delta("", [], usage=delta.usage, index=delta.index), None
+        self._mark.take(delta)
+        self._mark.usage |= delta.usage is not None
+        if said is None:
+            return self._respond(self._generation, delta, str(self._mark))
+        message = self._respond(self._generation, replace(delta, text=said.content), str(self._mark))
+        write_said(message, said)
+        return message

@@ -1,0 +1,75 @@
+"""``AnswerShape``: what writing an answer needs of its request. Kept with the request's record, so that the answer can
+be written again at another router; it never holds what was asked.
+"""
+
+import logging
+from enum import StrEnum
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from quire_proto.errors import internal
+
+from quire_router.api.schemas import ChatRequest, GenerationRequest
+from quire_router.generation import Generation
+
+log = logging.getLogger(__name__)
+
+
+class Thoughts(StrEnum):
+    """Where an answer shows what its model thought: beside its content, nowhere, or inside of it, marks and all."""
+
+    APART = "apart"
+    HIDDEN = "hidden"
+    INSIDE = "inside"
+
+
+class AnswerShape(BaseModel):
+    """``include_usage`` ends a stream with the usage. ``logprobs`` and ``prompt_logprobs`` are how many most probable
+    tokens are shown beside each token of the output and of the prompt; None shows nothing of them. ``tools`` are the
+    names of those that a chat's model may call, and ``thoughts`` says where it shows what its model thought.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may know more
+
+    include_usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tools: tuple[str, ...] = ()
+    thoughts: Thoughts = Thoughts.APART
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> Self:
+        """The shape that a request asks for. An answer that is not streamed always tells its usage."""
+        return cls(
+            include_usage=request.include_usage or not request.stream,
+            logprobs=request.output_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            tools=_callable(request),
+            thoughts=_thoughts(request),
+        )
+
+    @classmethod
+    def kept(cls, generation: Generation) -> Self:
+        """The shape that is kept with a request. Raises ``QuireError`` INTERNAL when it is damaged."""
+        if not generation.shape:
+            return cls()
+        try:
+            return cls.model_validate_json(generation.shape)
+        except ValidationError:
+            log.error("request %s has a damaged record", generation.request_id)
+            raise internal() from None
+
+    def to_json(self) -> str:
+        """As ``kept`` reads it."""
+        return self.model_dump_json(exclude_defaults=True)
+
+
+def _callable(request: GenerationRequest) -> tuple[str, ...]:
+    return tuple(tool.function.name for tool in request.callable) if isinstance(request, ChatRequest) else ()
+
+
+def _thoughts(request: GenerationRequest) -> Thoughts:
+    """What is held to a grammar of the client's has no thoughts before it."""
+    if not isinstance(request, ChatRequest) or request.structured is not None or request.separate_reasoning is False:
+        return Thoughts.INSIDE
+    return Thoughts.HIDDEN if request.include_reasoning is False else Thoughts.APART

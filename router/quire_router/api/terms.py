@@ -1,0 +1,141 @@
+"""What a request says beside its body: its key, its session, how long it may take. The same words in both APIs; knows
+neither HTTP nor gRPC.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from quire_proto.convert import sampling_to_proto
+from quire_proto.errors import invalid
+
+from quire_router.api.admitted import Admitted
+from quire_router.api.identity import Caller
+from quire_router.api.schemas import GenerationRequest
+from quire_router.generation import Generation
+
+MAX_LABEL_CHARACTERS = 255
+IDEMPOTENCY_KEY = "idempotency-key"
+_LABEL = re.compile(f"[ -~]{{1,{MAX_LABEL_CHARACTERS}}}")
+_SECONDS = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", re.ASCII)
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """``key`` is the idempotency key and ``session`` what the client calls its session, both empty for none.
+    ``seconds`` is how long the answer may take; None when the client did not say.
+    """
+
+    key: str = ""
+    session: str = ""
+    seconds: float | None = None
+
+    def request_id(self, caller: Caller) -> str:
+        """The id that follows from the key, the same at every router; empty without one."""
+        return _named("idempotency", caller, self.key) if self.key else ""
+
+
+NO_TERMS = Terms()
+
+
+def read_label(name: str, values: Sequence[str]) -> str:
+    """The one value of a header or of metadata; empty when there is none. Raises ``QuireError``."""
+    if not values:
+        return ""
+    if len(values) > 1:
+        raise invalid(name, f"There is more than one {name}.")
+    if not _LABEL.fullmatch(values[0]):
+        raise invalid(name, f"{name} must have 1 to {MAX_LABEL_CHARACTERS} printable ASCII characters.")
+    return values[0]
+
+
+def read_seconds(name: str, values: Sequence[str]) -> float | None:
+    """A number of seconds above 0; None when there is none. Raises ``QuireError``."""
+    if not values:
+        return None
+    if len(values) > 1:
+        raise invalid(name, f"There is more than one {name}.")
+    if not _SECONDS.fullmatch(values[0]) or float(values[0]) == 0:
+        raise invalid(name, f"{name} must be a number of seconds above 0, such as 30 or 2.5.")
+    return float(values[0])
+
+
+def of_headers(values: Callable[[str], Sequence[str]]) -> Terms:
+    """Those of an HTTP request; ``values`` gives every value of a header. Raises ``QuireError``."""
+    return Terms(
+        key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
+        session=read_label("x-session-id", values("x-session-id")),
+        seconds=read_seconds("x-request-timeout", values("x-request-timeout")),
+    )
+
+
+def of_metadata(values: Callable[[str], Sequence[str]], remaining: float | None) -> Terms:
+    """Those of a gRPC call; ``remaining`` is what its deadline leaves, in seconds. Raises ``QuireError``."""
+    return Terms(
+        key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
+        session=read_label("session-id", values("session-id")),
+        seconds=remaining,
+    )
+
+
+def on_terms(
+    request: GenerationRequest, admitted: Admitted, terms: Terms, caller: Caller, timeout: float | None
+) -> Admitted:
+    """The request with all that it says beside its body and all that has to be kept to write its answer again. No
+    request may take more than ``timeout`` seconds. Raises ``QuireError``.
+    """
+    several = len(admitted.generations) > 1
+    if request.background and several:
+        raise invalid("background", "background takes one prompt, not a list of them.")
+    seconds = min((each for each in (terms.seconds, timeout) if each is not None), default=math.inf)
+    session = terms.session or request.prompt_cache_key or ""
+    first = replace(
+        admitted.first,
+        shape=admitted.shape.to_json(),
+        parts=tuple(each.request_id for each in admitted.generations) if several else (),
+        background=bool(request.background),
+        session=_named("session", caller, session) if session else "",
+        deadline=admitted.first.created + seconds if math.isfinite(seconds) else None,
+    )
+    if terms.key:
+        first = replace(first, digest=_digest(first, admitted, seeded=request.seed is not None))
+    generations = (first, *(_alike(first, each) for each in admitted.generations[1:]))
+    if terms.key and request.seed is None:
+        # Without Redis two routers may both run it, and what a client has of one answer must go on as the other does.
+        generations = tuple(map(_seeded, generations))
+    return replace(admitted, generations=generations)
+
+
+def _digest(first: Generation, admitted: Admitted, *, seeded: bool) -> str:
+    """Tells requests apart by all that makes their answers differ, and not by how those are sent."""
+    digest = blake2b(digest_size=16, person=b"quire digest")
+    shape = admitted.shape.model_copy(update={"include_usage": False}).to_json()
+    params = sampling_to_proto(replace(first.params, seed=first.params.seed if seeded else 0))
+    flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, seeded)
+    words = (first.model, first.operation, first.stop, first.priority, flags, shape)
+    prompts = [list(generation.prompt_token_ids) for generation in admitted.generations]
+    for part in (repr(words).encode(), params.SerializeToString(deterministic=True), repr(prompts).encode()):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _alike(first: Generation, other: Generation) -> Generation:
+    """Another prompt of the same request."""
+    return replace(
+        other, shape=first.shape, digest=first.digest, session=first.session, deadline=first.deadline, parts=()
+    )
+
+
+def _seeded(generation: Generation) -> Generation:
+    """The seed follows from the id, and so from the key."""
+    digest = blake2b(generation.request_id.encode(), digest_size=8, person=b"quire seed").digest()
+    return replace(generation, params=replace(generation.params, seed=int.from_bytes(digest, "little")))
+
+
+def _named(kind: str, caller: Caller, label: str) -> str:
+    """An opaque name for what a tenant calls by ``label``."""
+    words = f"{kind}\0{caller.tenant}\0{label}".encode()
+    return blake2b(words, digest_size=_ID_BYTES, person=b"quire label").hexdigest()

@@ -1,0 +1,148 @@
+"""Tools in a chat request, as pydantic models of the OpenAI API: what may be called, and what answers have called."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from quire_proto.errors import QuireError, invalid
+from quire_proto.structured import MAX_TEXT
+
+from quire_router.api.fields import Read
+from quire_router.api.strict import Strict
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+MAX_DESCRIPTION_CHARACTERS = 16_384
+MAX_ID_CHARACTERS = 128
+MAX_TOOLS_CHARACTERS = 4 * MAX_TEXT  # of all schemas and descriptions
+
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
+
+
+class Function(Strict):
+    """What a tool is called and takes. ``parameters`` is a JSON Schema of an object; without it nothing is taken.
+    ``strict`` holds calls to it also where none is forced.
+    """
+
+    name: Name
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """``parameters``, also where there are none."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def size(self) -> int:
+        """Characters that a template makes of it, about."""
+        return len(json.dumps(self.as_template_sees_it(), ensure_ascii=False))
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """As templates expect it: always with parameters."""
+        function = self.function
+        described = {"description": function.description or "", "parameters": function.schema_of_arguments}
+        return {"type": "function", "function": {"name": function.name, **described}}
+
+
+class ChosenFunction(Strict):
+    """The function that is to be called."""
+
+    name: Name
+
+
+class ChosenTool(Strict):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenTool,
+    Read(
+        Literal["none", "auto", "required"] | ChosenTool,
+        'it must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    ),
+]
+
+
+class CalledFunction(Strict):
+    """What was called, with arguments as JSON text."""
+
+    name: Name
+    arguments: str
+
+    @property
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments; None where they are no JSON object. No arguments are none, as some clients write them."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return arguments if isinstance(arguments, dict) else None
+
+
+class ToolCall(Strict):
+    """A call that an earlier answer made."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """As templates expect it: with arguments as an object."""
+        function = {"name": self.function.name, "arguments": self.function.parsed}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def check_tools(tools: Sequence[Tool], choice: "ToolChoice | None") -> None:
+    """Raises ``QuireError`` for tools of one name, schemas that are too large or of no object, and the choice of a tool
+    that is not there.
+    """
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise invalid(f"tools[{number}].function.name", f"There are two tools named {tool.function.name}.")
+        names.add(tool.function.name)
+    if sum(_sizes(tools)) > MAX_TOOLS_CHARACTERS:
+        raise too_many_characters()
+    if choice == "required" and not names:
+        raise invalid("tool_choice", "tool_choice needs tools.")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise invalid("tool_choice", f"tool_choice names {choice.function.name}, which is not among the tools.")
+
+
+def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
+    for number, tool in enumerate(tools):
+        param, parameters = f"tools[{number}].function.parameters", tool.function.schema_of_arguments
+        if parameters.get("type", "object") != "object":
+            raise invalid(param, "parameters must be a JSON Schema of an object.")
+        try:
+            size = len(json.dumps(parameters, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        except (ValueError, RecursionError):
+            raise invalid(param, "parameters must be a JSON Schema.") from None
+        if size > MAX_TEXT:
+            raise invalid(param, f"parameters has {size} characters but must have at most {MAX_TEXT}.")
+        yield size + len(tool.function.description or "")
+
+
+def too_many_characters() -> QuireError:
+    """The refusal of tools that are too large to be looked at."""
+    return invalid("tools", f"The tools have more than {MAX_TOOLS_CHARACTERS} characters in all.")
+
+
+def too_large(characters: int) -> QuireError:
+    """The refusal of tools whose grammar has so many characters."""
+    return invalid("tools", f"The tools' schemas have {characters} characters in all but may have {MAX_TEXT} here.")

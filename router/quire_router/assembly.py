@@ -1,0 +1,118 @@
+"""A router's parts from its settings, connected to each other. Opens no port."""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from time import monotonic
+
+from quire_proto.text.model_text import ModelText
+
+from quire_router.admission.fair import Bounds
+from quire_router.admission.limits import Limits
+from quire_router.admission.queue import Queue, QueueSettings
+from quire_router.admission.redis_tally import RedisTally
+from quire_router.admission.tenants_file import TenantsFile, read_tenants
+from quire_router.api.frontend import Frontend
+from quire_router.api.identity import Keys
+from quire_router.api.running import Running
+from quire_router.config import Settings
+from quire_router.fleet.cache_events import CacheEvents
+from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.peers import Peers
+from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.static import StaticDiscovery
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis import RedisJournal
+from quire_router.journal.writer import WriterSettings
+from quire_router.lifecycle import Lifecycle
+from quire_router.placement.index import PrefixIndex
+from quire_router.placement.placer import Placer
+from quire_router.placement.settings import PlacementSettings
+from quire_router.routing import Routing
+from quire_router.upkeep import Upkeep
+
+
+class Parts:
+    """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
+
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
+        file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        self.index = PrefixIndex()
+        self.fleet = Fleet(
+            StaticDiscovery(settings.engine),
+            settings.models,
+            LinkSettings(slow_client_timeout=settings.slow_client_timeout),
+        )
+        self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
+        self.queue = Queue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
+        self.fleet.on_room = self.queue.stir
+        url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
+        self.journal = _journal(url, settings.retention)
+        self.tally = None if url is None else RedisTally(url)
+        self.peers = None if url is None else Peers(url, self.fleet.ledger)
+        limits = Limits(file.tenants, self.tally)
+        self.lifecycle = self._lifecycle(settings, texts, limits)
+        self.frontend = Frontend(
+            texts,
+            self.fleet,
+            self.lifecycle,
+            Keys((key.get_secret_value() for key in settings.api_key), file),
+            Running(settings.max_concurrent_requests),
+            allow_priority=settings.allow_priority,
+            request_timeout=settings.request_timeout,
+            durable=lambda: self.journal.available,
+            tenant_limits=limits,
+        )
+        self._upkeep = Upkeep(settings.models, self.lifecycle, self.index, self.queue, self.fleet.ledger)
+
+    async def start(self, ending: AsyncExitStack) -> None:
+        """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
+        ending.callback(self.frontend.close)
+        ending.push_async_callback(self.journal.close)
+        if self.tally is not None:
+            ending.push_async_callback(self.tally.close)
+        if self.peers is not None:
+            ending.push_async_callback(self.peers.close)
+            self.peers.start()
+        ending.push_async_callback(self.fleet.close)
+        await self.fleet.start()
+        upkeep = asyncio.create_task(self._upkeep.run(), name="upkeep")
+        ending.callback(upkeep.cancel)
+
+    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> Lifecycle:
+        placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
+        placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        routing = Routing(
+            self.fleet,
+            placer,
+            self.queue,
+            policy=settings.placement_policy,
+            hold_timeout=settings.hold_timeout,
+            explain=settings.debug_route,
+        )
+        return Lifecycle(
+            self.fleet,
+            placer,
+            routing,
+            self.journal,
+            texts,
+            limits=limits,
+            request_timeout=settings.request_timeout,
+            tell_route=settings.debug_route,
+        )
+
+
+def _queue_settings(settings: Settings) -> QueueSettings:
+    return QueueSettings(
+        hold_timeout=settings.hold_timeout,
+        max_seconds=settings.max_queue_seconds,
+        bounds=Bounds(requests=settings.max_queued_requests, bytes=settings.max_queued_bytes),
+    )
+
+
+def _journal(url: str | None, retention: float) -> RedisJournal | MemoryJournal:
+    if url is None:
+        return MemoryJournal(retention=retention)
+    journal = RedisJournal(url, settings=WriterSettings(retention=retention))
+    journal.start()
+    return journal

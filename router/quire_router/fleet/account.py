@@ -1,0 +1,133 @@
+"""One engine's account: what all routers have in flight there and what it says itself, as its row of the table.
+
+Does no I/O. The engine's reports and the routers' counts know different things about the prompt tokens that are still
+to be computed. A report knows how far long prompts have come, what was preempted, and the requests of routers that
+died, but nothing of what was dispatched while it was made or on its way. The counts know every dispatch at once, but a
+prompt counts whole until its first output is heard. What is true lies between what was reported and that together with
+what was dispatched too recently to be in it; the counts tell where between.
+"""
+
+from collections.abc import Callable
+from math import inf
+from time import monotonic
+
+from quire.v1 import engine_pb2
+
+from quire_router.fleet.recent import Recent
+from quire_router.fleet.share import Counts
+from quire_router.placement.table import EngineTable, Pace
+
+NOTHING: Counts = (0, 0, 0)
+_ASSUMED_STEP_TOKENS = 2048
+ASSUMED_BLOCK_SIZE = 16
+_SLOWEST = 3600.0  # seconds; a pace beyond is no pace
+
+
+class Account:
+    """Of the engine in ``row`` of ``table``. ``on_own`` is called when what this router has there has changed,
+    ``on_room`` when the engine came to have room: fewer requests than it runs at once, and less than ``room_seconds``
+    of prompts to compute. Once ``closed``, it hears no report.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        row: int,
+        *,
+        room_seconds: float,
+        on_own: Callable[[], None] = lambda: None,
+        on_room: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.row = row
+        self.own = NOTHING
+        self.peers = NOTHING
+        self.has_room = False
+        self.closed = False
+        self._table = table
+        self._room_seconds = room_seconds
+        self._on_own = on_own
+        self._on_room = on_room
+        self._clock = clock
+        self._recent = Recent()
+        self._reported = 0
+        self._max_sequences = inf
+        self._token_seconds = 0.0
+        self.describe(engine_pb2.DescribeResponse())
+
+    @property
+    def waiting_seconds(self) -> float:
+        """How long the engine computes prompts that came before one that comes now."""
+        return self._pending() * self._token_seconds
+
+    def describe(self, description: engine_pb2.DescribeResponse) -> None:
+        """Takes how large the engine is."""
+        self._max_sequences = description.max_num_seqs or inf
+        self._table.max_sequences[self.row] = description.max_num_seqs
+        self._table.block_size[self.row] = description.block_size or ASSUMED_BLOCK_SIZE
+        self._table.step_tokens[self.row] = description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS
+        self._time_prompts()
+        self._write()
+
+    def report(self, load: engine_pb2.Load) -> None:
+        """Takes what the engine said after a step; comes for every step of every engine. An empty one forgets."""
+        if self.closed:  # a link that is being closed may have a last word, and the row may be another engine's
+            return
+        table, row = self._table, self.row
+        table.waiting[row] = load.waiting
+        table.swapped[row] = load.swapped
+        table.blocks_free[row] = load.blocks_free
+        table.blocks_total[row] = load.blocks_total
+        if load.HasField("pace"):
+            self._take_pace(load.pace)
+        # Of each running sequence the last token is not computed yet, and is none of a prompt.
+        self._reported = max(0, load.uncomputed_tokens - load.running)
+        self._recent.reported(self._clock())
+        self._write()
+
+    def change_own(self, before: Counts, after: Counts) -> None:
+        """What this router has there changed by as much as ``after`` is more than ``before``."""
+        self.own = self._changed(self.own, before, after)
+        self._write()
+        self._on_own()
+
+    def change_peers(self, before: Counts, after: Counts) -> None:
+        """As ``change_own``, of what the other routers have there together."""
+        self.peers = self._changed(self.peers, before, after)
+        self._write()
+
+    def _changed(self, total: Counts, before: Counts, after: Counts) -> Counts:
+        dispatched = after[1] - before[1]
+        if dispatched > 0:
+            self._recent.add(dispatched)
+        return total[0] + after[0] - before[0], total[1] + dispatched, total[2] + after[2] - before[2]
+
+    def _pending(self) -> int:
+        counted = self.own[1] + self.peers[1]
+        return min(max(counted, self._reported), self._reported + self._recent.tokens)
+
+    def _write(self) -> None:
+        table, row = self._table, self.row
+        requests, decoding, pending = self.own[0] + self.peers[0], self.own[2] + self.peers[2], self._pending()
+        table.requests[row] = requests
+        table.decoding[row] = decoding
+        table.pending_tokens[row] = pending
+        had_room = self.has_room
+        # A request whose prompt is computed takes the place of a sequence too, soon.
+        busy = max(requests, decoding) >= self._max_sequences
+        self.has_room = not busy and pending * self._token_seconds < self._room_seconds
+        if self.has_room and not had_room:
+            self._on_room()
+
+    def _take_pace(self, told: engine_pb2.Pace) -> None:
+        pace = Pace(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
+        for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
+            if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
+                return
+        self._table.set_pace(self.row, pace)
+        self._time_prompts()
+
+    def _time_prompts(self) -> None:
+        """What a prompt's token takes where steps are full of them, its part of each step's own time included."""
+        table, row = self._table, self.row
+        self._token_seconds = float(table.token_seconds[row] + table.step_seconds[row] / table.step_tokens[row])

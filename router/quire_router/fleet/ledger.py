@@ -1,0 +1,184 @@
+"""The in-flight work of all routers on all engines, added up in the columns of the table. Does no I/O.
+
+Each router counts what it has in flight itself, and hears of the others' shares. A share replaces the one before, so a
+message that was lost costs nothing but time, and a router that is silent for its lease is forgotten with all it had.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from time import monotonic
+
+from quire_router.fleet.account import NOTHING, Account
+from quire_router.fleet.share import Counts, Demand, Message, Share
+from quire_router.placement.table import EngineTable
+
+MAX_PEERS = 256
+ROOM_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What another router said last, and for how many ticks it is believed."""
+
+    message: Message
+    ticks: int
+
+
+class InFlight:
+    """What one dispatched request counts for, from ``Ledger.begin`` until ``end``. Each may be called twice."""
+
+    __slots__ = ("_account", "_counts", "_model", "_running", "_sequences")
+
+    def __init__(
+        self, account: Account, running: Counter[str], model: str, *, pending_tokens: int, sequences: int
+    ) -> None:
+        self._account = account
+        self._running = running
+        self._model = model
+        self._sequences = sequences
+        self._counts = NOTHING
+        running[model] += 1
+        self._become((1, max(0, pending_tokens), 0))
+
+    def hear(self) -> None:
+        """Its first output was heard: its prompt is computed, and its sequences decode."""
+        if self._counts != NOTHING:
+            self._become((1, 0, self._sequences))
+
+    def end(self) -> None:
+        """It counts for nothing any more."""
+        if self._counts != NOTHING:
+            self._running[self._model] -= 1
+            self._become(NOTHING)
+
+    def _become(self, counts: Counts) -> None:
+        before, self._counts = self._counts, counts
+        self._account.change_own(before, counts)
+
+
+class Ledger:
+    """Of one router. ``on_change`` is called when its own share has changed, ``on_room`` when an engine came to have
+    room (see ``Account``). ``clock`` is monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        *,
+        room_seconds: float = ROOM_SECONDS,
+        on_room: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._table = table
+        self._room_seconds = room_seconds
+        self._on_room = on_room
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._parked: dict[str, int] = {}
+        self._running: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        """How many other routers are known."""
+        return len(self._peers)
+
+    # Engines
+
+    def add(self, engine_id: str) -> Account:
+        """Opens a new engine's account, with what the others have in flight there already."""
+        account = self._accounts[engine_id] = Account(
+            self._table,
+            self._table.add(engine_id),
+            room_seconds=self._room_seconds,
+            on_own=self._changed,
+            on_room=self._on_room,
+            clock=self._clock,
+        )
+        for share in self._shares():
+            account.change_peers(NOTHING, share.engines.get(engine_id, NOTHING))
+        return account
+
+    def remove(self, engine_id: str) -> None:
+        """Closes the account of an engine that this router has nothing in flight on."""
+        account = self._accounts.pop(engine_id)
+        assert account.own == NOTHING, "a request of this router is in flight there"
+        account.closed = True
+        self._table.remove(engine_id)
+
+    # What this router has
+
+    def begin(self, engine_id: str, model: str = "", *, pending_tokens: int, sequences: int = 1) -> InFlight:
+        """A request was dispatched: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
+        account = self._accounts[engine_id]
+        return InFlight(account, self._running, model, pending_tokens=pending_tokens, sequences=sequences)
+
+    def park(self, model: str, requests: int) -> None:
+        """So many requests for the model wait here for an engine with room."""
+        if self._parked.get(model, 0) != requests:
+            self._parked[model] = requests
+            self._changed()
+
+    def share(self) -> Share:
+        """What the other routers need to hear."""
+        engines = {engine_id: account.own for engine_id, account in self._accounts.items() if account.own[0]}
+        return Share(engines, self._own_demand())
+
+    # What the others have
+
+    def hear(self, message: Message, ticks: int) -> bool:
+        """Another router told its share, which is good for so many ticks; one that came before is not taken again.
+        False when too many routers are known.
+        """
+        peer = self._peers.get(message.router_id)
+        if peer is None and len(self._peers) >= MAX_PEERS:
+            return False
+        if peer is not None and message.sequence <= peer.message.sequence:
+            return True
+        self._peers[message.router_id] = _Peer(message, ticks)
+        self._replace(peer.message.share if peer else Share(), message.share)
+        return True
+
+    def tick(self) -> None:
+        """Time passes: forgets the routers that were silent for too long."""
+        for router_id, peer in list(self._peers.items()):
+            peer.ticks -= 1
+            if peer.ticks <= 0:
+                del self._peers[router_id]
+                self._replace(peer.message.share, Share())
+
+    def demand(self) -> dict[str, Demand]:
+        """Requests of all routers, by model."""
+        parked: Counter[str] = Counter()
+        running: Counter[str] = Counter()
+        for models in (self._own_demand(), *(share.models for share in self._shares())):
+            for model, (waiting, runs) in models.items():
+                parked[model] += waiting
+                running[model] += runs
+        return {model: (parked[model], running[model]) for model in parked}
+
+    # Inside
+
+    def _changed(self) -> None:
+        self.on_change()
+
+    def _shares(self) -> Iterator[Share]:
+        return (peer.message.share for peer in self._peers.values())
+
+    def _own_demand(self) -> dict[str, Demand]:
+        names = dict.fromkeys((*self._parked, *self._running))
+        demand = {name: (self._parked.get(name, 0), self._running[name]) for name in names if name}
+        return {name: counts for name, counts in demand.items() if any(counts)}
+
+    def _replace(self, before: Share, after: Share) -> None:
+        """Moves the accounts that differ. Engines that are not known here keep in the share until they are."""
+        for engine_id, counts in after.engines.items():
+            self._move(engine_id, before.engines.get(engine_id, NOTHING), counts)
+        for engine_id, counts in before.engines.items():
+            if engine_id not in after.engines:
+                self._move(engine_id, counts, NOTHING)
+
+    def _move(self, engine_id: str, before: Counts, after: Counts) -> None:
+        if before != after and (account := self._accounts.get(engine_id)) is not None:
+            account.change_peers(before, after)

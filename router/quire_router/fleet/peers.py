@@ -1,0 +1,243 @@
+"""The other routers, through Redis: tells them what this one has in flight, and its ledger what they have.
+
+Each share is published to all at once, and kept in a key that expires, for routers that come later. Who is there is in
+a set, because a search for keys would go through every request that Redis remembers. No clock is compared with another
+machine's: Redis ends its keys by its own, and a router ends shares by the ticks that it counts itself, so one that was
+frozen does not take the others for dead.
+"""
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+from dataclasses import dataclass
+from uuid import uuid4
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from quire_router import metrics
+from quire_router.fleet.ledger import MAX_PEERS, Ledger
+from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "quire:load"
+ROUTERS = "quire:routers"
+FIRST_DELAY, LAST_DELAY = 0.05, 2.0
+SILENT_LOOKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Times in seconds. A share is published at most every ``interval`` when it changed, and ``engine_interval`` more
+    for each engine in it, and at least every ``beat``; a router that is silent for ``lease`` is taken for dead, counted
+    in ticks of ``tick``. Redis has to answer within ``timeout``.
+
+    Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
+    waiting again (``docs/fleet-simulator.md``).
+    """
+
+    interval: float = 0.02
+    engine_interval: float = 1e-4
+    tick: float = 0.1
+    beat: float = 1.0
+    lease: float = 3.0
+    timeout: float = 1.0
+
+
+class Peers:
+    """Of the router whose ``ledger`` it is, in the Redis at ``url``; ``ValueError``, without its password, when that is
+    no URL. While Redis is away, this router's own counts go on and the others' shares expire.
+    """
+
+    def __init__(
+        self, url: str, ledger: Ledger, *, router_id: str | None = None, settings: PeerSettings | None = None
+    ) -> None:
+        self.router_id = router_id or uuid4().hex
+        self.available = False
+        self._ledger = ledger
+        self._settings = settings or PeerSettings()
+        self._client = _client(url, self._settings.timeout)
+        self._closing = False
+        self._speaking = False
+        self._sequence = 0
+        self._changed = asyncio.Event()
+        self._delay = FIRST_DELAY
+        self._tasks: list[asyncio.Task[None]] = []
+        ledger.on_change = self._changed.set
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._run(), name="load shared with the other routers"),
+            loop.create_task(self._tick(), name="leases of the other routers"),
+        ]
+
+    async def close(self) -> None:
+        """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
+        reachable = self.available
+        self._closing, self._speaking = True, False
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        with suppress(RedisError, OSError, TimeoutError):
+            if reachable:
+                await self._leave()
+        self._lost_redis()
+        await self._client.aclose()
+
+    # While Redis is there, and while it is not
+
+    async def _run(self) -> None:
+        while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
+            try:
+                await self._converse()
+            except* (RedisError, OSError, TimeoutError) as errors:
+                self._tell_outage(errors)
+            except* Exception:  # whatever went wrong with one message, the next one may pass
+                log.exception("sharing the load with the other routers failed")
+            self._lost_redis()
+            await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
+            self._delay = min(2 * self._delay, LAST_DELAY)
+
+    async def _converse(self) -> None:
+        async with self._client.pubsub() as channel:
+            # What is said after the subscription is heard after what was said before it, so nothing is missed.
+            await channel.subscribe(CHANNEL)
+            await self._publish()
+            await self._read_all()
+            self._found_redis()
+            self._speaking = not self._closing
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._follow(channel))
+                tasks.create_task(self._tell())
+
+    def _found_redis(self) -> None:
+        log.info("the load is shared with the other routers: %d are known", len(self._ledger))
+        self.available, self._delay = True, FIRST_DELAY
+        metrics.LOAD_SHARED.set(1)
+
+    def _lost_redis(self) -> None:
+        self._speaking = False
+        self.available = False
+        metrics.LOAD_SHARED.set(0)
+
+    def _tell_outage(self, errors: BaseExceptionGroup) -> None:
+        if not self._closing and (self.available or self._delay == FIRST_DELAY):
+            # The type says enough; a message might repeat a part of what was sent.
+            name = type(_first(errors)).__name__
+            log.warning("the load cannot be shared with the other routers (%s); requests go on", name)
+
+    # Telling
+
+    async def _tell(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._speaking:
+            beat = loop.call_later(self._settings.beat, self._changed.set)
+            try:
+                await self._changed.wait()
+            finally:
+                beat.cancel()
+            engines = await self._publish()
+            await asyncio.sleep(self._settings.interval + engines * self._settings.engine_interval)
+
+    async def _publish(self) -> int:
+        """Tells this router's share; returns how many engines are in it."""
+        self._changed.clear()
+        share = self._ledger.share()
+        payload = self._payload(share)
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(self._key(self.router_id), payload, px=round(self._settings.lease * 1000))
+        pipeline.sadd(ROUTERS, self.router_id)
+        pipeline.publish(CHANNEL, payload)
+        await pipeline.execute()
+        return len(share.engines)
+
+    async def _leave(self) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.delete(self._key(self.router_id))
+        pipeline.srem(ROUTERS, self.router_id)
+        pipeline.publish(CHANNEL, self._payload(Share()))
+        await pipeline.execute()
+
+    def _payload(self, share: Share) -> bytes:
+        self._sequence += 1
+        return Message(self.router_id, self._sequence, share).encode()
+
+    # Hearing
+
+    async def _follow(self, channel: PubSub) -> None:
+        # This router hears itself as well, so a channel that stays silent is broken. Looks are counted, not seconds, so
+        # that a router that was frozen itself does not take it for that.
+        silence, patience = 0, (self._settings.beat + self._settings.timeout) / SILENT_LOOKS
+        while self._speaking and silence <= SILENT_LOOKS:
+            message = await channel.get_message(ignore_subscribe_messages=True, timeout=patience)
+            silence = silence + 1 if message is None else 0
+            if message is not None:
+                self._hear(message["data"], self._settings.lease)
+        self._speaking = False
+        raise TimeoutError("the channel is silent")
+
+    async def _read_all(self) -> None:
+        """What every other router said last; those whose key has expired leave the set."""
+        members = await self._client.srandmember(ROUTERS, MAX_PEERS + 1)
+        names = [name for name in members if isinstance(name, bytes)] if isinstance(members, list) else []
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            key = self._key(name.decode(errors="replace"))
+            pipeline.getrange(key, 0, MAX_PAYLOAD_BYTES)  # one byte more than a share may have
+            pipeline.pttl(key)
+        answers = await pipeline.execute(raise_on_error=False) if names else []
+        gone: list[bytes] = []
+        for name, payload, milliseconds in zip(names, answers[::2], answers[1::2], strict=True):
+            if isinstance(payload, bytes) and payload:
+                self._hear(payload, min(self._settings.lease, milliseconds / 1000))
+            else:
+                gone.append(name)
+        if gone:
+            await self._client.srem(ROUTERS, *gone)
+
+    def _hear(self, payload: bytes, seconds: float) -> None:
+        try:
+            message = Message.decode(payload)
+        except DamagedShareError:
+            metrics.LOAD_SHARES_IGNORED.inc()
+            return
+        if message.router_id == self.router_id:
+            return
+        if not self._ledger.hear(message, max(1, round(seconds / self._settings.tick))):
+            metrics.LOAD_SHARES_IGNORED.inc()
+        metrics.LOAD_ROUTERS.set(len(self._ledger))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.tick)
+            self._ledger.tick()
+            metrics.LOAD_ROUTERS.set(len(self._ledger))
+
+    @staticmethod
+    def _key(router_id: str) -> str:
+        return f"quire:load:{router_id}"
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _client(url: str, timeout: float) -> Redis:
+    try:
+        return Redis.from_url(
+            url,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 0),  # what is told next replaces what could not be told
+        )
+    except ValueError:
+        # The library's text can quote a part of a password that holds a slash or a colon.
+        raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None

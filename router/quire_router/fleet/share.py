@@ -1,0 +1,83 @@
+"""What one router has in flight, and the form in which it tells the others. Does no I/O."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+from google.protobuf.message import DecodeError
+from quire.v1 import load_pb2
+
+Counts = tuple[int, int, int]
+"""Of one engine: requests in flight, tokens of their prompts that are pending, sequences that are decoding."""
+
+Demand = tuple[int, int]
+"""For one model: requests that are parked, and requests that engines run."""
+
+VERSION = 1
+MAX_PAYLOAD_BYTES = 2**20
+_LARGEST = 2**32 - 1
+_ROUTER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class DamagedShareError(ValueError):
+    """A payload is not a share, or one of a version that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one router has in flight on each engine, by its id, and for each model."""
+
+    engines: Mapping[str, Counts] = field(default_factory=dict)
+    models: Mapping[str, Demand] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A share on its way: whose it is, and its number among that router's."""
+
+    router_id: str
+    sequence: int
+    share: Share
+
+    def encode(self) -> bytes:
+        """The payload; numbers that do not fit are told as the largest that does."""
+        engines, models = self.share.engines, self.share.models
+        requests, pending_tokens, decoding = _columns(engines.values(), 3)
+        parked, running = _columns(models.values(), 2)
+        return load_pb2.LoadShare(
+            version=VERSION,
+            router_id=self.router_id,
+            sequence=self.sequence,
+            engine_ids=engines,
+            requests=requests,
+            pending_tokens=[min(tokens, _LARGEST) for tokens in pending_tokens],
+            decoding=decoding,
+            models=models,
+            parked=parked,
+            running=running,
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        """Raises ``DamagedShareError``, whatever the bytes are."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise DamagedShareError("it is too long")
+        try:
+            told = load_pb2.LoadShare.FromString(payload)
+        except DecodeError:
+            raise DamagedShareError("it is not a message") from None
+        if told.version != VERSION or not _ROUTER_ID.fullmatch(told.router_id):
+            raise DamagedShareError("it is of another version, or of nobody")
+        try:
+            engines = dict(
+                zip(told.engine_ids, zip(told.requests, told.pending_tokens, told.decoding, strict=True), strict=True)
+            )
+            models = dict(zip(told.models, zip(told.parked, told.running, strict=True), strict=True))
+        except ValueError:
+            raise DamagedShareError("its columns differ in length") from None
+        return cls(told.router_id, told.sequence, Share(engines, models))
+
+
+def _columns(rows: Iterable[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
+    return list(zip(*rows, strict=True)) or [()] * width

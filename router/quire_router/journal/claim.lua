@@ -1,0 +1,22 @@
+-- Takes over a record that nobody holds, with the next epoch.
+-- ARGV: owner, the claim's own name, lease (ms), time to live (s), retention (s).
+-- Returns the record's fields and its row as they are then, or nothing when it is held, has ended or is not there.
+local record = stored()
+if not record or record.ended then
+  return false
+end
+if redis.call('HGET', RECORD, 'claim') ~= ARGV[2] then -- else the answer to this claim was not heard
+  if record.held then
+    return false
+  elseif record.cancelled then
+    abort(record, ARGV[5])
+    return false
+  end
+  redis.call('HSET', RECORD, 'claim', ARGV[2])
+  hold(ARGV[1], string.format('%.0f', record.epoch + 1), tonumber(ARGV[3]), ARGV[4])
+end
+local row = redis.pcall('GET', TOKENS)
+if type(row) == 'table' then
+  row = 'damaged' -- the key is something else's; seven bytes are no row
+end
+return { redis.call('HGETALL', RECORD), row or '' }

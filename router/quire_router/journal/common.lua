@@ -1,0 +1,55 @@
+-- What every script begins with. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
+-- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end.
+local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2
+local RECORD, TOKENS = KEYS[1], KEYS[2]
+
+local function now() -- ms, by the only clock that leases know
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function stored() -- nil when there is no record
+  local values = redis.call('HMGET', RECORD, 'epoch', 'owner', 'reason', 'lease_expires', 'cancelled')
+  if not values[1] then
+    return nil
+  end
+  return {
+    epoch = tonumber(values[1]) or error('DAMAGED: the epoch is not a number'),
+    owner = values[2],
+    ended = values[3],
+    held = (tonumber(values[4] or '') or 0) > now(),
+    cancelled = values[5],
+  }
+end
+
+local function refusal(record, owner, epoch) -- nil when the lease may write
+  if not record or record.epoch < epoch then
+    return LOST -- an older state came back: its row need not be this writer's
+  elseif record.epoch > epoch or record.owner ~= owner then
+    return STALE
+  end
+end
+
+local function keep(seconds)
+  redis.call('EXPIRE', RECORD, seconds)
+  redis.call('EXPIRE', TOKENS, seconds)
+end
+
+local function hold(owner, epoch, lease, seconds)
+  local expires = string.format('%.0f', now() + lease)
+  redis.call('HSET', RECORD, 'owner', owner, 'epoch', epoch, 'lease_expires', expires)
+  keep(seconds)
+end
+
+local function finish(reason, message, usage, retention)
+  redis.call('HSET', RECORD, 'reason', reason, 'error', message, 'usage', usage)
+  redis.call('HDEL', RECORD, 'lease_expires')
+  keep(retention)
+end
+
+local function abort(record, retention) -- with a new epoch, so that whoever held it learns that it has ended
+  redis.call('HSET', RECORD, 'owner', '', 'epoch', string.format('%.0f', record.epoch + 1))
+  finish('abort', '', '', retention)
+end
+

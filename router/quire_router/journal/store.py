@@ -1,0 +1,152 @@
+"""What a journal asks of Redis and waits for. Knows nothing of what is still to be written."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError
+
+from quire_router.generation import Generation
+from quire_router.journal import scripts
+from quire_router.journal.base import Lease, Record
+from quire_router.journal.codec import DamagedRecordError, decode_record, encode_request, pack_tokens
+from quire_router.journal.failure import write_failure
+from quire_router.journal.follower import Glance
+from quire_router.journal.scripts import Answer
+from quire_router.journal.writer import BACKGROUND, WriterSettings, is_damage, keys
+
+log = logging.getLogger(__name__)
+MAX_ORPHANS = 16
+T = TypeVar("T")
+Taken = tuple[dict[bytes, bytes], bytes]
+"""A record's fields and its row."""
+
+
+class RedisStore:
+    """Each call is one exchange, and repeated once when its connection turns out to be dead: all of them may be run
+    twice. They raise what the client raises, or ``DamagedRecordError``; ``ask`` makes a ``QuireError`` of that.
+    """
+
+    def __init__(self, client: Redis, settings: WriterSettings) -> None:
+        self._client = client
+        self._settings = settings
+
+    async def ask(self, request_id: str, call: Callable[[], Awaitable[T]]) -> T:
+        """What ``call`` returns. Raises ``QuireError``: UNAVAILABLE without Redis, INTERNAL for what is no record."""
+        try:
+            return await self.surely(call)
+        except DamagedRecordError:
+            raise damaged(request_id) from None
+        except (RedisError, OSError, TimeoutError) as error:
+            raise (damaged(request_id) if is_damage(error) else unavailable()) from None
+
+    async def surely(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What ``call`` returns, at its second try if need be."""
+        try:
+            return await call()
+        except RedisConnectionError:
+            # The pool may hold connections that died with a former Redis; a fresh one tells whether it is there.
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+            return await call()
+
+    async def open(self, generation: Generation, lease: Lease) -> bool:
+        """Whether the record has begun with this lease: not when there is one of another request or owner."""
+        request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
+        terms = self._settings.lease_ms, self._settings.running_s
+        answer = await self._run(scripts.OPEN, lease.request_id, lease.owner, lease.epoch, *terms, request, prompt)
+        return bool(answer == Answer.DONE)
+
+    async def claim(self, request_id: str, owner: str, name: str) -> Taken | None:
+        """Takes over a record that nobody holds. ``name`` is the claim's own: repeating it changes nothing."""
+        terms = self._settings.lease_ms, self._settings.running_s, self._settings.retention_s
+        answer = await self._run(scripts.CLAIM, request_id, owner, name, *terms)
+        if answer is None:
+            return None
+        pairs = iter(answer[0])
+        return dict(zip(pairs, pairs, strict=True)), answer[1]
+
+    async def condemn(self, lease: Lease) -> None:
+        """Ends a record that cannot be read."""
+        log.error("the record of request %s is damaged", lease.request_id)
+        terms = lease.owner, lease.epoch, self._settings.retention_s
+        await self._run(
+            scripts.FINISH, lease.request_id, *terms, FinishReason.ERROR.value, write_failure(internal()), 0, -1
+        )
+
+    async def cancel(self, request_id: str) -> bool:
+        """Ends the record, or notes in it that it is to end; False when there is none that has not."""
+        return bool(await self._run(scripts.CANCEL, request_id, self._settings.retention_s))
+
+    async def read(self, request_id: str) -> Record | None:
+        """The record; None when there is none."""
+        record, tokens = keys(request_id)
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.hgetall(record)
+        pipeline.get(tokens)
+        pipeline.time()
+        fields, row, time = await pipeline.execute()
+        return decode_record(fields, row or b"", _milliseconds(time)) if fields else None
+
+    async def glance(self, request_id: str, names: tuple[str, ...], offset: int) -> Glance:
+        """What is new in the record."""
+        record, tokens = keys(request_id)
+        pipeline = self._client.pipeline(transaction=True)
+        pipeline.hmget(record, names)
+        pipeline.strlen(tokens)
+        pipeline.getrange(tokens, offset, -1)
+        pipeline.time()
+        values, length, row, time = await pipeline.execute()
+        fields = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
+        return Glance(fields, length, row, _milliseconds(time))
+
+    async def orphans(self) -> list[str]:
+        """Background requests that have not ended and that nobody holds, at most 16. Those that have ended are taken
+        from the index, which may be behind.
+        """
+        now = _milliseconds(await self._client.time())
+        found: Any = await self._client.zrangebyscore(BACKGROUND, "-inf", now, start=0, num=4 * MAX_ORPHANS)
+        names = [name.decode() for name in found]
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            pipeline.hmget(keys(name)[0], "epoch", "reason", "lease_expires")
+        states = dict(zip(names, await pipeline.execute(raise_on_error=False), strict=True))
+        ended = [name for name, state in states.items() if _has_ended(state)]
+        if ended:
+            await self._client.zrem(BACKGROUND, *ended)
+        free = [name for name, state in states.items() if not _has_ended(state) and _expired(state, now)]
+        return free[:MAX_ORPHANS]
+
+    async def _run(self, script: scripts.Script, request_id: str, *arguments: str | int | bytes) -> Any:
+        try:
+            return await self._client.evalsha(script.sha, 2, *keys(request_id), *arguments)
+        except NoScriptError:
+            return await self._client.eval(script.source, 2, *keys(request_id), *arguments)
+
+
+def unavailable() -> QuireError:
+    """Redis does not answer."""
+    return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
+
+
+def damaged(request_id: str) -> QuireError:
+    """What is stored is no record."""
+    log.error("the record of request %s is damaged", request_id)
+    return internal()
+
+
+def _milliseconds(time: tuple[int, int]) -> int:
+    return time[0] * 1000 + time[1] // 1000
+
+
+def _has_ended(state: Any) -> bool:
+    """Whether a record is gone, damaged or has a reason why it ended."""
+    return isinstance(state, Exception) or state[0] is None or state[1] is not None
+
+
+def _expired(state: list[bytes | None], now: int) -> bool:
+    expires = state[2] or b"0"
+    return not expires.isdigit() or int(expires) <= now

@@ -1,0 +1,130 @@
+"""``Placer``: what it takes to place a request, in its order: names its blocks, asks the index who has them, lets the
+policy choose, and remembers what follows from the choice. Does no I/O.
+"""
+
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+import numpy as np
+
+from quire_router.generation import Generation
+from quire_router.placement.explanation import explain
+from quire_router.placement.groups import Groups
+from quire_router.placement.index import PrefixIndex
+from quire_router.placement.named import make_policy
+from quire_router.placement.namespace import BlockHashes, Namespace
+from quire_router.placement.query import Decision, Matches, Query
+from quire_router.placement.sessions import Sessions
+from quire_router.placement.settings import PlacementSettings
+from quire_router.placement.table import Column, EngineTable, Rows
+
+QUEUE_MEMORY = 64
+"""Requests over which the queue that they find is averaged."""
+
+
+class Placer:
+    """Chooses an engine for each request, by the policy that ``settings`` name.
+
+    ``namespace_of`` says by which names a row's engine knows blocks; it must not change for the rows of an array that
+    cannot be written to. ``clock`` is the index's, in seconds.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        index: PrefixIndex,
+        settings: PlacementSettings,
+        namespace_of: Callable[[int], Namespace],
+        clock: Callable[[], float],
+    ) -> None:
+        self._table = table
+        self._index = index
+        self._settings = settings
+        self._policy = make_policy(settings)
+        self._namespace_of = namespace_of
+        self._groups = Groups(namespace_of)
+        self._clock = clock
+        self._sessions = Sessions(settings.max_sessions)
+        self._queues: dict[str, float] = {}
+
+    def place(self, generation: Generation, rows: Sequence[int] | Rows, *, explained: bool = False) -> Decision | None:
+        """Where to run the request, of the ``rows`` that may; None when there are none. ``explained`` fills in the
+        decision's terms.
+        """
+        if len(rows) == 0:
+            return None
+        allowed = np.asarray(rows, np.intp)
+        names: dict[Namespace, BlockHashes] = {}
+        matches = self._match(generation, allowed, names)
+        query = self._query(generation, allowed, matches)
+        row = self._policy.choose(query, self._table)
+        return Decision(
+            engine_id=self._engine_id(row),
+            row=row,
+            policy=self._settings.policy,
+            cached_tokens=int(matches.device[row] + matches.host[row]),
+            terms=explain(query, self._table, self._settings, row) if explained else (),
+            block_hashes=names[self._namespace_of(row)],
+        )
+
+    def placed(self, decision: Decision, generation: Generation) -> None:
+        """The request was sent where the decision says. From now on its blocks are expected there, and the next request
+        of its session too.
+        """
+        self._index.expect(decision.row, decision.block_hashes, self._clock())
+        if generation.session:
+            self._sessions.note((generation.tenant, generation.session), decision.engine_id)
+
+    def _query(self, generation: Generation, rows: Rows, matches: Matches) -> Query:
+        return Query(
+            prompt_tokens=len(generation.prompt_token_ids),
+            output_tokens=generation.params.max_tokens,
+            sequences=generation.params.num_drawn,
+            rows=rows,
+            matches=matches,
+            home=self._home(generation),
+            queue=self._queue(generation.model, rows),
+            ticket=crc32(generation.request_id.encode()),
+        )
+
+    def _queue(self, model: str, rows: Rows) -> float:
+        """How many requests before their first token the model's requests find at an engine, lately, on average."""
+        waiting = np.maximum(self._table.requests[rows] - self._table.decoding[rows], 0)
+        before = self._queues.get(model, 0.0)
+        after = before + (float(waiting.sum()) / len(rows) - before) / QUEUE_MEMORY
+        self._queues[model] = after
+        return after
+
+    def _match(self, generation: Generation, rows: Rows, names: dict[Namespace, BlockHashes]) -> Matches:
+        """What each row has of the prompt, in tokens; ``names`` gets the prompt's blocks in each namespace. Engines
+        compute at least the last token of a prompt, whatever is cached.
+        """
+        device, host = self._find(generation, rows, names)
+        most = len(generation.prompt_token_ids) - 1
+        device = np.minimum(device, most)
+        return Matches(device, np.minimum(host, most - device))
+
+    def _find(self, generation: Generation, rows: Rows, names: dict[Namespace, BlockHashes]) -> tuple[Column, Column]:
+        """Cached tokens in device memory and after them in the host pool, as the index has them."""
+        size = len(self._table)
+        device, host = np.zeros(size), np.zeros(size)
+        groups = self._groups.of(rows)
+        for namespace, members in groups:
+            names[namespace] = namespace.hashes(generation.prompt_token_ids, generation.cache_salt)
+            found = self._index.match(names[namespace], self._clock(), size)
+            ours = slice(None) if len(groups) == 1 else members
+            device[ours] = found.device[:size][ours] * namespace.block_size
+            host[ours] = found.host[:size][ours] * namespace.block_size
+        return device, host
+
+    def _home(self, generation: Generation) -> int:
+        """The row of the engine that the session was on, -1 where there is none."""
+        if not generation.session:
+            return -1
+        engine_id = self._sessions.engine((generation.tenant, generation.session))
+        return self._table.find(engine_id) if engine_id is not None else -1
+
+    def _engine_id(self, row: int) -> str:
+        engine_id = self._table.ids[row]
+        assert engine_id is not None, "a row that may run a request has an engine"
+        return engine_id

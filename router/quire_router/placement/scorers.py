@@ -1,0 +1,129 @@
+"""What an engine would cost a request, as scorers that add up: each a pure function of what the request would
+meet there.
+
+A scorer returns seconds, one number for each of the query's rows, and only differences between rows matter. All are
+finite whatever the table holds, as long as that is. Another concern, such as the adapters that an engine has loaded,
+is another function here and another entry of ``cost_scorers``.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from quire_router.placement.outlook import Outlook
+from quire_router.placement.query import Query
+from quire_router.placement.settings import PlacementSettings
+from quire_router.placement.table import Column
+
+Scorer = Callable[[Outlook], Column]
+
+TYPICAL_OUTPUT = 256
+"""Tokens that an output is taken to have: what a client allows says little, as most outputs end by themselves."""
+
+DELAYED = 2.0
+"""Requests that are delayed for each one that waits: 1 / (1 - load) in a simple queue, at half load."""
+
+STORED_TWICE = 0.1
+"""Requests that are delayed although nobody waits: what is computed twice is stored twice, and pushes something out
+that is computed again."""
+
+DECODE_WEIGHT = 0.02
+"""What a second counts by which an output takes longer, beside a second until a first token: who reads along hardly
+notices."""
+
+
+def cost_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
+    """The terms of the policy ``cost``, by name."""
+    return {
+        "waiting": waiting,
+        "prefill": prefill,
+        "neighbours": neighbours,
+        "memory": memory,
+        "others": others,
+        "affinity": affinity_bound(settings.max_affinity_wait),
+        "session": session(settings.session_seconds),
+    }
+
+
+def waiting(outlook: Outlook) -> Column:
+    """Until what is pending there is computed: its tokens at that engine's pace.
+
+    The backlog term of additive costs: "active prefill" in Dynamo's ``kv`` router, "token load" in llm-d.
+    """
+    return outlook.engines.pending_tokens * outlook.token_seconds
+
+
+def prefill(outlook: Outlook) -> Column:
+    """Computing what is not cached there of this prompt; a block of the host tier costs a copy."""
+    copying = outlook.copies * outlook.engines.host_block_seconds
+    return outlook.uncached * outlook.token_seconds + outlook.engines.step_seconds + copying
+
+
+def neighbours(outlook: Outlook) -> Column:
+    """What the sequences that decode there add to each step until this request has its first token; and afterwards,
+    what they and its own sequences take from each other, which counts for ``DECODE_WEIGHT``.
+    """
+    query = outlook.query
+    tokens = outlook.engines.pending_tokens + outlook.uncached
+    decode_steps = 2 * query.sequences * min(query.output_tokens, TYPICAL_OUTPUT)
+    return (1 + tokens * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.slowing
+
+
+def memory(outlook: Outlook) -> Column:
+    """Waiting for sequences to end there, where blocks or places are too few for this request.
+
+    Nothing is admitted while a sequence is swapped out, so those have to come back first. Sequences are taken to end
+    evenly over ``TYPICAL_OUTPUT`` steps, and their blocks with them.
+    """
+    if outlook.missing is None:
+        return np.zeros(len(outlook.query.rows))
+    return outlook.missing * (TYPICAL_OUTPUT * (outlook.engines.step_seconds + outlook.slowing))
+
+
+def others(outlook: Outlook) -> Column:
+    """What computing the prompt there costs those that wait: its seconds, for each of them that it delays.
+
+    In a queue that is served in order, work delays everyone who comes before the queue is next empty. By Little's law
+    as many come during a wait as are seen waiting on average, and what delays them lengthens the queue for more. So an
+    idle fleet computes a prompt again rather than let it wait for long, and an overloaded one saves whatever it can.
+    """
+    return _delayed(outlook.query) * prefill(outlook)
+
+
+def affinity_bound(max_wait: float) -> Scorer:
+    """A scorer that bounds what following the cache may cost: where a request would wait more than ``max_wait`` seconds
+    longer than at the engine with the least wait, what the cache saves counts only up to ``max_wait``, so that such an
+    engine never wins by it. The idea is llm-d's ``prefix-cache-affinity-filter``.
+    """
+
+    def affinity(outlook: Outlook) -> Column:
+        wait = waiting(outlook) + memory(outlook)
+        too_long = wait > wait.min() + max_wait
+        if not too_long.any():
+            return np.zeros(len(wait))
+        return np.where(too_long, np.maximum(_saved(outlook) - max_wait, 0), 0)
+
+    return affinity
+
+
+def session(seconds: float) -> Scorer:
+    """A scorer that keeps a session where it is unless that costs more than ``seconds``: its history is cached there,
+    also what the index has not heard of yet.
+    """
+
+    def leaving(outlook: Outlook) -> Column:
+        away = outlook.query.rows != outlook.query.home
+        return np.zeros(len(away)) if away.all() else away * seconds
+
+    return leaving
+
+
+def _delayed(query: Query) -> float:
+    """Requests that one second of computing delays by a second."""
+    return DELAYED * query.queue + STORED_TWICE
+
+
+def _saved(outlook: Outlook) -> Column:
+    """What the cache is worth there, counted as the scorers count it."""
+    own = outlook.cached * outlook.token_seconds - outlook.copies * outlook.engines.host_block_seconds
+    return (1 + _delayed(outlook.query)) * own + outlook.cached * outlook.steps * outlook.slowing

@@ -1,0 +1,152 @@
+"""Where a request runs: it waits for its turn, or for an engine to be there, and is placed. Knows no streams."""
+
+import asyncio
+from collections.abc import Coroutine
+from time import monotonic, time, time_ns
+from typing import Any
+
+import numpy as np
+from opentelemetry.trace import Span
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.telemetry import Attribute
+
+from quire_router import metrics
+from quire_router.admission.turn import Turns, Waiting
+from quire_router.fleet.fleet import Fleet
+from quire_router.generation import Generation
+from quire_router.placement.explanation import route_attributes
+from quire_router.placement.placer import Placer
+from quire_router.placement.query import Decision
+from quire_router.placement.table import Rows
+from quire_router.progress import RETRY_AFTER, Progress
+from quire_router.spans import route_span, tell_wait
+
+_TOKEN_BYTES = 8  # of a prompt that is parked: its tokens, and its text while the API holds it
+_WORTH_TELLING = 1_000_000  # nanoseconds of waiting
+_RETRY_FULL = 0.2  # seconds
+
+
+class Routing:
+    """Finds an engine for a request. A new one waits for its turn among all that want to run; one that has begun was
+    admitted, and only waits, at most ``hold_timeout`` seconds, until some engine is there that takes it.
+    """
+
+    def __init__(
+        self, fleet: Fleet, placer: Placer, turns: Turns, *, policy: str, hold_timeout: float, explain: bool = False
+    ) -> None:
+        self._fleet = fleet
+        self._placer = placer
+        self._turns = turns
+        self._hold_timeout = hold_timeout
+        self._policy = policy
+        self._explain = explain
+
+    async def begin(self, progress: Progress) -> Decision | None:
+        """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
+        if progress.restored:
+            return await self.again(progress)
+        await self._turn(progress)
+        return None if _is_cancelled(progress) else self._place(progress) or await self.again(progress)
+
+    async def again(self, progress: Progress) -> Decision | None:
+        """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
+        until = monotonic() + self._hold_timeout
+        while not _is_cancelled(progress):
+            decision = self._place(progress)
+            if decision is not None:
+                return decision
+            if monotonic() >= until or (progress.refused_by and not progress.begun):
+                raise self._nowhere(progress)
+            await self._hold(progress, until - monotonic())
+        return None
+
+    async def _turn(self, progress: Progress) -> None:
+        """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
+        began = time_ns()
+        progress.interrupted.add_done_callback(lambda _: self._turns.leave(progress.id))
+        try:
+            await self._turns.turn(waiting(progress.generation))
+        finally:
+            _tell_wait(progress, began, "turn")
+
+    async def _hold(self, progress: Progress, seconds: float) -> None:
+        """Waits for an engine to be ready, or a moment for the ones that are full."""
+        full, model = bool(progress.refused_by), progress.generation.model
+        pause = asyncio.sleep(_RETRY_FULL) if full else self._fleet.wait_ready(seconds, model)
+        await self._wait(progress, pause, "full" if full else "none_ready")
+        progress.refused_by.clear()
+
+    async def _wait(self, progress: Progress, what: Coroutine[Any, Any, object], reason: str) -> None:
+        """Waits for it unless the request is interrupted first. Raises what it raises."""
+        began = time_ns()
+        task = asyncio.ensure_future(what)
+        news: set[asyncio.Future[Any]] = {task, progress.interrupted}
+        try:
+            await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            task.cancel()
+            _tell_wait(progress, began, reason)
+
+    def _place(self, progress: Progress) -> Decision | None:
+        span = route_span(progress)
+        rows = self._rows(progress)
+        explained = self._explain or span.is_recording()
+        decision = self._placer.place(progress.generation, rows, explained=explained)
+        span.set_attribute(Attribute.POLICY, self._policy)
+        _describe(span, decision, len(rows))
+        span.end()
+        result = "none_ready" if decision is None else "placed"
+        metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
+        return decision
+
+    def _rows(self, progress: Progress) -> Rows:
+        rows, ids = self._fleet.rows(progress.generation.model), self._fleet.table.ids
+        if not progress.refused_by:
+            return rows
+        return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
+
+    def _nowhere(self, progress: Progress) -> QuireError:
+        code = ErrorCode.OVERLOADED if progress.refused_by else ErrorCode.UNAVAILABLE
+        message = "No engine is ready to run this model."
+        if progress.refused_by:
+            message = "Every engine that is ready has as many requests waiting as it takes."
+        metrics.REJECTIONS.labels(code.name.lower()).inc()
+        return QuireError(code, message, retry_after=RETRY_AFTER[code])
+
+
+def waiting(generation: Generation) -> Waiting:
+    """The request as the queue sees it."""
+    params, prompt = generation.params, len(generation.prompt_token_ids)
+    deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
+    return Waiting(
+        request_id=generation.request_id,
+        model=generation.model,
+        tenant=generation.tenant,
+        tokens=prompt + params.max_tokens * params.num_drawn,
+        bytes=prompt * _TOKEN_BYTES + len(generation.shape),
+        priority=generation.priority,
+        deadline=deadline,
+    )
+
+
+def _tell_wait(progress: Progress, began: int, reason: str) -> None:
+    if time_ns() - began > _WORTH_TELLING:
+        tell_wait(progress.caller, began, reason)
+
+
+def _is_cancelled(progress: Progress) -> bool:
+    """Whether the request was cancelled. Raises the error that it was interrupted with."""
+    if progress.interrupted.done():
+        progress.raise_interruption()
+    return progress.interrupted.done()
+
+
+def _describe(span: Span, decision: Decision | None, candidates: int) -> None:
+    if not span.is_recording():
+        return
+    span.set_attribute(Attribute.CANDIDATES, candidates)
+    if decision is not None:
+        span.set_attribute(Attribute.ENGINE, decision.engine_id)
+        span.set_attributes(route_attributes(decision))

@@ -1,0 +1,57 @@
+"""The short way of an answer's plain pieces to whoever writes them: one call each, past every generator and task."""
+
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, Protocol
+
+from quire_router.generation import Delta
+
+
+class Writer(Protocol):
+    """Writes an answer piece by piece."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a piece can be written now, without waiting for anything."""
+        ...
+
+    def write(self, delta: Delta) -> None:
+        """Writes a piece. Only while it is open."""
+        ...
+
+
+class Shortcut:
+    """Between one answer's maker and its ``writer``, who may take part once it has written something.
+
+    A task switch and a chain of generators cost more than all that is done with a token. So a piece that comes while
+    the reader waits for it, and that ends nothing, is given to the writer where it comes up. Every other piece, every
+    end and every error goes the long way, through the generator, and so does everything while the writer is not open.
+    """
+
+    __slots__ = ("writer",)
+
+    def __init__(self) -> None:
+        self.writer: Writer | None = None
+
+
+class Live(AsyncGenerator[Delta, None]):
+    """``answer`` as it is, and the ``shortcut`` that its reader may use."""
+
+    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: Shortcut) -> None:
+        self.shortcut = shortcut
+        self._answer = answer
+
+    def __anext__(self) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self.asend(None)
+
+    def asend(self, value: None) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self._answer.asend(value)
+
+    def athrow(self, error: Any, *older: Any) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self._answer.athrow(error, *older)
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """See ``AsyncGenerator``."""
+        return self._answer.aclose()

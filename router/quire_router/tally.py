@@ -1,0 +1,53 @@
+"""Tokens counted in plain numbers, and told to the metrics now and then: for each token that would cost more than most of
+what is done with it.
+"""
+
+from bisect import bisect_left
+
+from quire_router import metrics
+
+FLUSH_PERIOD = 0.1  # seconds
+
+
+class Tally:
+    """The tokens of one model, and the times between them, since the last ``flush``."""
+
+    def __init__(self, model: str) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * len(metrics.TOKEN_SECONDS) + [0]
+        self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
+        self._inter_token_latency = metrics.ITL.labels(model)
+
+    def add(self, tokens: int) -> None:
+        """So many tokens came."""
+        self._tokens += tokens
+
+    def add_gap(self, seconds: float) -> None:
+        """A piece came so long after the one before, for each of its tokens."""
+        self._seconds += seconds
+        self._counts[bisect_left(metrics.TOKEN_SECONDS, seconds)] += 1
+
+    def flush(self) -> None:
+        """Tells the metrics."""
+        if self._tokens:
+            self._generation_tokens.inc(self._tokens)
+            self._inter_token_latency.observe_all(self._counts, self._seconds)
+            self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
+
+
+_TALLIES: dict[str, Tally] = {}
+
+
+def tally_of(model: str) -> Tally:
+    """The one of a configured model."""
+    tally = _TALLIES.get(model)
+    if tally is None:
+        tally = _TALLIES[model] = Tally(model)
+    return tally
+
+
+def flush() -> None:
+    """Tells the metrics of every model."""
+    for tally in _TALLIES.values():
+        tally.flush()

@@ -1,0 +1,59 @@
+"""What a router does beside its requests, again and again: looks for orphans, tidies the index, tells of its queue."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from quire_proto.errors import QuireError
+
+from quire_router.admission.queue import Queue
+from quire_router.fleet.ledger import Ledger
+from quire_router import tally
+from quire_router.lifecycle import Lifecycle
+from quire_router.placement.index import PrefixIndex
+
+log = logging.getLogger("quire.router")
+ADOPTION_PERIOD = 1.0  # seconds
+SWEEP_PERIOD, SWEEP_BLOCKS = 0.02, 2_000  # a millisecond or so of work at once
+PARKED_PERIOD = 0.1
+
+
+class Upkeep:
+    """Runs until it is cancelled; what fails is tried again the next time."""
+
+    def __init__(
+        self, models: Iterable[str], lifecycle: Lifecycle, index: PrefixIndex, queue: Queue, ledger: Ledger
+    ) -> None:
+        self._models = tuple(models)
+        self._lifecycle = lifecycle
+        self._index = index
+        self._queue = queue
+        self._ledger = ledger
+
+    async def run(self) -> None:
+        """Never returns."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._adopt())
+            tasks.create_task(_every(SWEEP_PERIOD, lambda: self._index.sweep(SWEEP_BLOCKS)))
+            tasks.create_task(_every(PARKED_PERIOD, self._count_parked))
+            tasks.create_task(_every(tally.FLUSH_PERIOD, tally.flush))
+
+    async def _adopt(self) -> None:
+        while True:
+            await asyncio.sleep(ADOPTION_PERIOD)
+            try:
+                adopted = await self._lifecycle.adopt()
+            except QuireError:
+                continue  # request state cannot be read now, which the journal tells itself
+            if adopted:
+                log.info("took up %d background requests that their routers had left", adopted)
+
+    def _count_parked(self) -> None:
+        for model in self._models:
+            self._ledger.park(model, self._queue.parked(model))
+
+
+async def _every(period: float, work: Callable[[], object]) -> None:
+    while True:
+        await asyncio.sleep(period)
+        work()

@@ -1,0 +1,28 @@
+"""What a worker is told by the process that started it: its ports, and the pipe that says that it is still there."""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+
+_VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``http_port`` and ``grpc_port`` are shared with the other workers. ``parent`` is a file descriptor that reads as
+    ended once the supervisor is gone.
+    """
+
+    http_port: int
+    grpc_port: int
+    parent: int
+
+    def environment(self) -> dict[str, str]:
+        """What a worker's process is started with, besides what this one has."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def own(cls) -> "Place | None":
+        """This process's place; None when it is not a worker."""
+        told = os.environ.pop(_VARIABLE, None)
+        return None if told is None else cls(**json.loads(told))

@@ -1,0 +1,88 @@
+"""An engine without a model: one token for each of its requests in every step, at a steady pace. For benchmarks of what
+stands before engines. Speaks the engine's contract and nothing more.
+"""
+
+import argparse
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from itertools import count
+
+import grpc
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+
+MODEL = "quire-demo"
+
+
+class SteadyEngine(EngineServicer):  # type: ignore[misc]
+    """``pause`` seconds between steps; token ids are drawn below ``vocabulary``."""
+
+    def __init__(self, pause: float, vocabulary: int) -> None:
+        self._pause = pause
+        self._generation = random.getrandbits(63)
+        self._tokens = [random.randrange(vocabulary // 2, vocabulary - 8) for _ in range(4096)]
+
+    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+        return pb.DescribeResponse(
+            served_model_names=[MODEL],
+            model_revision="steady",
+            max_model_len=1 << 20,
+            vocab_size=1024,
+            block_size=16,
+            blocks_total=1 << 20,
+            max_num_seqs=4096,
+            max_num_batched_tokens=1 << 16,
+            generation=self._generation,
+            prefix_caching=True,
+        )
+
+    async def Session(
+        self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.SessionResponse]:
+        live: dict[str, list[int]] = {}
+        reading = asyncio.create_task(self._read(requests, live))
+        load = pb.Load(blocks_total=1 << 20, blocks_free=1 << 20)
+        yield pb.SessionResponse(snapshot=pb.Snapshot(generation=self._generation, load=load))
+        try:
+            for step in count(1):
+                await asyncio.sleep(self._pause)
+                yield pb.SessionResponse(step_batch=self._step(step, live, load))
+        finally:
+            reading.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.SessionRequest], live: dict[str, list[int]]) -> None:
+        async for request in requests:
+            if request.WhichOneof("command") == "submit":
+                live[request.submit.request_id] = [0, request.submit.sampling.max_tokens]
+            elif request.WhichOneof("command") == "cancel":
+                live.pop(request.cancel.request_id, None)
+
+    def _step(self, step: int, live: dict[str, list[int]], load: pb.Load) -> pb.StepBatch:
+        batch = pb.StepBatch(sequence=step, step=step, load=load)
+        for request_id, place in list(live.items()):
+            position, most = place
+            output = batch.outputs.add(request_id=request_id, position=position)
+            output.token_ids.append(self._tokens[(position + len(live)) % 4096])
+            place[0] += 1
+            if place[0] == most:
+                output.finish_reason = types_pb2.FINISH_REASON_LENGTH
+                del live[request_id]
+        return batch
+
+
+async def serve(port: int, pause: float) -> None:
+    server = grpc.aio.server()
+    add_EngineServicer_to_server(SteadyEngine(pause, 1024), server)
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--pause", type=float, default=0.025)
+    options = parser.parse_args()
+    asyncio.run(serve(options.port, options.pause))

@@ -1,0 +1,62 @@
+"""A TCP proxy in this process, whose connections can be cut as a broken network would."""
+
+import asyncio
+from contextlib import suppress
+
+
+class Proxy:
+    """Listens on a free port and passes everything on to ``target``, a port of this host."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        assert self._server is not None
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def start(self) -> None:
+        """Begins to listen."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    async def stop(self) -> None:
+        """Ends all connections."""
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks)
+
+    def cut(self) -> int:
+        """Breaks off every connection, without a word to either side; returns how many there were."""
+        count = len(self._writers) // 2
+        for writer in list(self._writers):
+            writer.transport.abort()
+        return count
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        ends = {writer, back}
+        self._writers |= ends
+        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+        self._writers -= ends
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+    writer.transport.abort()

@@ -1,0 +1,130 @@
+"""The chaos run: streams while parts die, each compared with the answer of the undisturbed run. ``make chaos``."""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import httpx
+
+from tests.chaos.answer import Answer
+from tests.chaos.client import BackgroundClient, Client, Manners, PollingClient, StreamClient, WholeClient
+from tests.chaos.faults import FAULTS, Fault, named
+from tests.chaos.report import Report
+from tests.chaos.rpc_client import RpcClient
+from tests.chaos.stack import Stack, running_stack
+from tests.chaos.workload import BACKGROUND, POLLING, RPC, STREAM, WHOLE, Request, requests
+
+_CLIENTS: dict[str, type[Client]] = {
+    STREAM: StreamClient, WHOLE: WholeClient, RPC: RpcClient, BACKGROUND: BackgroundClient, POLLING: PollingClient,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every fault comes ``rounds`` times, in an order of chance. ``pause`` is how many seconds a stopped part is stopped,
+    ``rest`` the longest time between two faults, and ``pairs`` the chance that two come at once. There are
+    ``concurrency`` clients at a time.
+    """
+
+    manners: Manners
+    seed: int = 0
+    rounds: int = 1
+    pause: float = 10.0
+    rest: float = 1.0
+    pairs: float = 0.0
+    concurrency: int = 48
+
+
+async def chaos(stack: Stack, work: Sequence[Request], faults: Sequence[Fault], plan: Plan) -> Report:
+    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come."""
+    report, chance = Report(), random.Random(plan.seed)
+    async with _http(plan.manners) as http:
+        calm = _Crowd(stack, http, work, chance, Manners(silence=plan.manners.silence), "calm")
+        await calm.come(plan.concurrency, lambda: False)
+        crowd = _Crowd(stack, http, work, chance, plan.manners, "chaos")
+        trouble = asyncio.create_task(_disturb(stack, faults, plan, chance, report))
+        await crowd.come(plan.concurrency, lambda: not trouble.done())
+        await trouble
+    for number, answer in crowd.answers.items():
+        report.compare(work[number % len(work)], calm.answers[number % len(work)], answer, stack.absences)
+    return report
+
+
+async def _disturb(stack: Stack, faults: Sequence[Fault], plan: Plan, chance: random.Random, report: Report) -> None:
+    left = [fault for _ in range(plan.rounds) for fault in chance.sample(list(faults), len(faults))]
+    while left:
+        now = [left.pop() for _ in range(1 + (chance.random() < plan.pairs)) if left]
+        report.faults.update(fault.__name__ for fault in now)
+        await asyncio.gather(*(fault(stack, chance, plan.pause) for fault in now))
+        await asyncio.sleep(chance.uniform(0.2, 1.0) * plan.rest)
+
+
+class _Crowd:
+    """Clients, so many at a time, each with the next request; their ``answers`` by number."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        http: httpx.AsyncClient,
+        work: Sequence[Request],
+        chance: random.Random,
+        manners: Manners,
+        key: str,
+    ) -> None:
+        self.answers: dict[int, Answer] = {}
+        self._stack = stack
+        self._http = http
+        self._work = work
+        self._chance = chance
+        self._manners = manners
+        self._key = key
+        self._numbers = count()
+
+    async def come(self, width: int, more: Callable[[], bool]) -> None:
+        """Until all requests were answered once, and while there is ``more``."""
+        await asyncio.gather(*(self._one_after_the_other(more) for _ in range(width)))
+
+    async def _one_after_the_other(self, more: Callable[[], bool]) -> None:
+        while (number := next(self._numbers)) < len(self._work) or more():
+            request, own = self._work[number % len(self._work)], random.Random(self._chance.getrandbits(32))
+            client = _CLIENTS[request.way](self._stack, self._http, f"{self._key}-{number}", own, self._manners)
+            self.answers[number] = await client.run(request)
+
+
+def _http(manners: Manners) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(manners.silence, connect=5.0))
+
+
+async def main(arguments: Sequence[str]) -> int:
+    """The long form."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=200, help="different requests, each sent again and again")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each fault comes")
+    parser.add_argument("--concurrency", type=int, default=48, help="clients at a time")
+    parser.add_argument("--pause", type=float, default=10.0, help="seconds that a stopped part is stopped")
+    parser.add_argument("--silence", type=float, default=7.0, help="seconds without a byte after which a client leaves")
+    parser.add_argument("--pairs", type=float, default=0.3, help="chance that two faults come at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", nargs="+", metavar="NAME", help="only these; default: all")
+    parser.add_argument("--keep", type=Path, help="a folder for the processes' output")
+    options = parser.parse_args(arguments)
+    faults = named(options.faults) if options.faults else FAULTS
+    manners = Manners(cut=0.002, silence=options.silence)
+    more = {"pause": options.pause, "pairs": options.pairs, "concurrency": options.concurrency}
+    plan = Plan(manners, options.seed, options.rounds, **more)
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
+        async with running_stack(options.keep or Path(folder)) as stack:
+            report = await chaos(stack, requests(options.streams, options.seed), faults, plan)
+    print(report)
+    return 0 if report.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1:])))

@@ -1,0 +1,64 @@
+"""The short form of the chaos run: real processes die under streams, and every answer is the undisturbed one.
+``make chaos`` is the long form.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.chaos.client import Manners
+from tests.chaos.faults import named
+from tests.chaos.run import Plan, chaos
+from tests.chaos.stack import Stack, running_stack
+from tests.chaos.workload import requests
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SHORT = (
+    "kill_engine", "kill_router", "cut_connections", "drain_engine", "drain_router", "kill_redis", "empty_redis",
+    "stop_engine", "stop_router", "stop_redis", "kill_all_engines",
+)  # fmt: skip
+STREAMS = 80
+PAIRS = 8
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    async with running_stack(folder) as stack:
+        yield stack
+
+
+async def test_two_requests_with_one_key_at_two_routers_run_once(stack: Stack) -> None:
+    made = _generated(stack)
+    async with httpx.AsyncClient(timeout=60) as http:
+        answers = await asyncio.gather(*(_two_at_once(stack, http, number) for number in range(PAIRS)))
+    assert all(one == other for one, other in answers)
+    assert _generated(stack) - made == sum(one["usage"]["completion_tokens"] for one, _ in answers)
+
+
+async def test_every_stream_is_the_undisturbed_one_whatever_dies(stack: Stack) -> None:
+    plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=4.0, rest=0.5, pairs=0.5, concurrency=16)
+    report = await chaos(stack, requests(STREAMS, seed=1), named(SHORT), plan)
+    print(report)
+    assert report.clean, str(report)
+    assert report.counts["streams"] >= STREAMS
+    assert report.counts["resumed"] > 0
+    assert set(report.faults) == set(SHORT)
+
+
+async def _two_at_once(stack: Stack, http: httpx.AsyncClient, number: int) -> list[Any]:
+    """One request at both routers in the same moment."""
+    body = {"model": "quire-demo", "prompt": f"Once {number}", "max_tokens": 20, "ignore_eos": True}
+    headers = {"Idempotency-Key": f"twice {number}"}
+    sent = (http.post(f"{url}/v1/completions", json=body, headers=headers) for url in stack.urls)
+    return [response.json() for response in await asyncio.gather(*sent)]
+
+
+def _generated(stack: Stack) -> float:
+    return sum(engine.process.metric("quire_generation_tokens_total") for engine in stack.engines)

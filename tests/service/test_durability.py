@@ -1,0 +1,296 @@
+"""What outlives a connection, and what routers share: resuming, keys, background requests, limits, load, the cache."""
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
+from time import sleep
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+from openai import Stream
+from openai.types import Completion
+from quire.v1 import inference_pb2 as pb
+from quire_proto.errors import ErrorCode
+
+from tests.service.conftest import DEMO
+from tests.support.processes import eventually
+from tests.support.replicas import MODEL, Door, Replicas, replicas
+
+_prompts = count()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
+    with replicas(DEMO, tmp_path_factory.mktemp("replicas")) as stack:
+        yield stack
+
+
+@pytest.fixture
+def doors(stack: Replicas) -> Iterator[list[Door]]:
+    with stack.doors() as doors:
+        yield doors
+
+
+@pytest.fixture(scope="module")
+def held(stack: Replicas) -> Iterator[Any]:
+    """The lines of a stream that began before its router had an engine; it waits while the other tests run."""
+    door = Door(stack.late)
+    pool = ThreadPoolExecutor(1)
+    yield pool.submit(lambda: door.http.post("/v1/completions", json=ask(stream=True, max_tokens=8)).text.splitlines())
+    pool.shutdown(wait=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _held_from_the_beginning(held: Any) -> None:
+    """So that its heartbeats cost no time."""
+
+
+def ask(**fields: Any) -> dict[str, Any]:
+    """A request that nobody has asked before and that goes on for as long as it may."""
+    return {"model": MODEL, "prompt": f"{next(_prompts)}: once", "max_tokens": 200, "temperature": 0} | fields | ENDLESS
+
+
+ENDLESS = {"ignore_eos": True}
+
+
+def whole(door: Door, body: dict[str, Any], **headers: str) -> dict[str, Any]:
+    """A request's answer over REST."""
+    answer = door.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["text"]
+
+
+@contextmanager
+def begun(door: Door, body: dict[str, Any], **headers: str) -> Iterator[tuple[str, Iterator[str]]]:
+    """A stream whose first piece came: the request's id, and the lines that follow. Leaving it hangs up."""
+    with door.http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        assert next(line for line in lines if line.startswith("data:"))
+        yield response.headers["x-request-id"], lines
+
+
+def is_idle(stack: Replicas) -> bool:
+    return stack.running() == 0
+
+
+def test_the_openai_client_reads_on_at_the_other_router(doors: list[Door]) -> None:
+    body = ask(max_tokens=300)
+    undisturbed = text_of(whole(doors[0], body))
+    create = doors[0].openai.completions.with_streaming_response.create
+    fields = {name: value for name, value in body.items() if name not in ENDLESS}
+    text, event_id, chunk_id = "", "", ""
+    with create(**fields, stream=True, extra_body=ENDLESS) as response:
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+            elif line.startswith("data: "):
+                chunk = json.loads(line.removeprefix("data: "))
+                text, chunk_id = text + text_of(chunk), chunk["id"]
+            if len(text) > 40:
+                break
+    rest = doors[1].openai.get(
+        f"/requests/{chunk_id}/events",
+        options={"headers": {"Last-Event-ID": event_id}},
+        cast_to=Completion,
+        stream=True,
+        stream_cls=Stream[Completion],
+    )
+    pieces = list(rest)
+    assert len(pieces) > 5
+    assert text + "".join(piece.choices[0].text for piece in pieces) == undisturbed
+    assert {piece.id for piece in pieces} == {chunk_id}
+
+
+def test_a_background_request_is_polled_and_fetched_at_the_other_router(doors: list[Door]) -> None:
+    body = ask(max_tokens=300)
+    started = doors[0].http.post("/v1/completions", json={**body, "background": True})
+    assert started.status_code == 202
+    seen = [doors[1].http.get(started.headers["location"]).json() for _ in range(2)]
+    assert seen[0]["status"] == "running"
+    assert seen[0]["background"]
+    eventually(lambda: doors[1].http.get(started.headers["location"]).json()["status"] == "completed")
+    shown = doors[1].http.get(started.headers["location"]).json()
+    assert text_of(shown["response"]) == text_of(whole(doors[0], body))
+    assert shown["usage"]["completion_tokens"] == 300
+
+
+def test_a_request_is_cancelled_from_the_other_router(stack: Replicas, doors: list[Door]) -> None:
+    with begun(doors[0], ask(max_tokens=1900)) as (request_id, lines):
+        assert doors[1].http.post(f"/v1/requests/{request_id}/cancel").json()["status"] == "running"
+        told = list(lines)
+    assert '"finish_reason":"abort"' in "".join(told)
+    assert told[-2:] == ["data: [DONE]", ""]
+    eventually(lambda: is_idle(stack), message="the engine goes on")
+    eventually(lambda: doors[1].http.get(f"/v1/requests/{request_id}").json()["status"] == "cancelled")
+
+
+def test_two_with_one_key_at_two_routers_run_once(stack: Replicas, doors: list[Door]) -> None:
+    body, before = ask(max_tokens=250, temperature=1.5), stack.generated()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda door: whole(door, body, **{"Idempotency-Key": "once"}), doors)
+    third = doors[1].http.post("/v1/completions", json=body, headers={"Idempotency-Key": "once"})
+    assert first == second == third.json()
+    assert third.headers["x-quire-idempotent-replay"] == "true"
+    assert stack.generated() - before == first["usage"]["completion_tokens"] == 250
+    other = doors[1].http.post("/v1/completions", json=ask(), headers={"Idempotency-Key": "once"})
+    assert (other.status_code, other.json()["error"]["param"]) == (409, "idempotency-key")
+    assert stack.generated() - before == 250
+
+
+def test_a_rest_request_is_asked_after_read_on_and_cancelled_over_grpc(stack: Replicas, doors: list[Door]) -> None:
+    body = ask(max_tokens=1500)
+    with begun(doors[0], body) as (request_id, lines):
+        name, metadata = pb.GetRequestRequest(request_id=f"cmpl-{request_id}"), doors[1].metadata
+        assert doors[1].grpc.GetRequest(name, metadata=metadata).status == pb.REQUEST_STATUS_RUNNING
+        read = "".join(line for line in lines if line.startswith("id: 20"))
+        resumed = doors[1].grpc.Resume(pb.ResumeRequest(request_id=request_id, after="20"), metadata=metadata)
+    assert read  # the whole stream was read, and hung up after that
+    pieces = [message.generate for message in resumed]
+    assert sum(len(piece.token_ids) for piece in pieces) == 1480
+    assert pieces[-1].usage.completion_tokens == 1500
+    with begun(doors[0], {**body, "max_tokens": 1900}) as (request_id, lines):
+        doors[1].grpc.Cancel(pb.CancelRequest(request_id=request_id), metadata=metadata)
+        assert '"finish_reason":"abort"' in "".join(lines)
+    eventually(lambda: is_idle(stack))
+
+
+def test_a_tenant_knows_nothing_of_anothers_request(stack: Replicas, doors: list[Door]) -> None:
+    with stack.doors("stranger") as strange, begun(doors[0], ask(max_tokens=1000)) as (request_id, _):
+        for method, path in (("GET", ""), ("GET", "/events"), ("POST", "/cancel"), ("DELETE", "")):
+            there, nowhere = (
+                strange[1].http.request(method, f"/v1/requests/{each}{path}") for each in (request_id, "f" * 32)
+            )
+            assert there.status_code == nowhere.status_code == 404
+            assert _without_ids(there) == _without_ids(nowhere)
+        for call, message in (
+            (strange[1].grpc.GetRequest, pb.GetRequestRequest(request_id=request_id)),
+            (strange[1].grpc.Cancel, pb.CancelRequest(request_id=request_id)),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                call(message, metadata=strange[1].metadata)
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        same_key = whole(strange[0], ask(prompt="mine", max_tokens=4), **{"Idempotency-Key": "once"})
+        assert same_key["usage"]["completion_tokens"] == 4
+        assert doors[1].http.get(f"/v1/requests/{request_id}").json()["status"] == "running"
+
+
+def _without_ids(answer: httpx.Response) -> str:
+    return re.sub(r'"request_id":"[^"]*"', "", answer.text)
+
+
+def test_limits_are_those_of_both_routers_in_both_apis(stack: Replicas) -> None:
+    small = ask(max_tokens=2)
+    with stack.doors("elsewhere") as doors:
+        assert _refusal(doors[0], small) == (403, "model")
+        assert _refusal_over_grpc(doors[1], small) == (grpc.StatusCode.PERMISSION_DENIED, "model")
+        assert doors[0].openai.models.list().data == []
+    with stack.doors("few") as doors:
+        for door in (doors[0], doors[1], doors[0]):
+            whole(door, small)
+        for door in doors:
+            assert _refusal(door, small) == (429, "requests_per_minute")
+            assert _refusal_over_grpc(door, small) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "requests_per_minute")
+    with stack.doors("short") as doors:
+        whole(doors[0], ask(max_tokens=60))
+        assert _refusal(doors[1], ask(max_tokens=60)) == (429, "tokens_per_minute")
+        assert _refusal_over_grpc(doors[1], ask(max_tokens=60))[1] == "tokens_per_minute"
+    with stack.doors("single") as doors:
+        with begun(doors[0], ask(max_tokens=1500)):
+            assert _refusal(doors[1], small) == (429, "max_concurrent")
+            assert _refusal_over_grpc(doors[1], small)[1] == "max_concurrent"
+        eventually(lambda: doors[1].http.post("/v1/completions", json=small).status_code == 200)
+
+
+def _refusal(door: Door, body: dict[str, Any]) -> tuple[int, str]:
+    answer = door.http.post("/v1/completions", json=body)
+    reason = answer.headers["x-quire-reason"]
+    assert answer.json()["error"]["code"] == reason
+    assert ("retry-after" in answer.headers) == (answer.status_code == 429)
+    with pytest.raises(openai.APIStatusError) as caught:
+        fields = {name: value for name, value in body.items() if name not in ENDLESS}
+        door.openai.completions.create(**fields)
+    assert caught.value.code == reason
+    return answer.status_code, reason
+
+
+def _refusal_over_grpc(door: Door, body: dict[str, Any]) -> tuple[grpc.StatusCode, str]:
+    request = pb.GenerateRequest(model=MODEL, text=body["prompt"])
+    request.sampling.max_tokens = body["max_tokens"]
+    call = door.grpc.Generate(request, metadata=door.metadata)
+    with pytest.raises(grpc.RpcError):
+        list(call)
+    said = dict(call.trailing_metadata())
+    assert ("retry-after" in said) == (call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return call.code(), said["quire-reason"]
+
+
+def test_what_takes_too_long_is_504_or_ends_with_an_error_event(stack: Replicas, doors: list[Door]) -> None:
+    body = ask(max_tokens=1900)
+    late = doors[0].http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.3"})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, ErrorCode.DEADLINE.name.lower())
+    with begun(doors[1], body, **{"x-request-timeout": "0.3"}) as (_, lines):
+        last = [line for line in lines if line][-1]
+    assert '"code":"deadline"' in last
+    assert '"resumable":false' in last
+    eventually(lambda: is_idle(stack))
+
+
+def test_a_long_prompt_goes_where_it_is_cached_from_both_routers_and_for_its_tenant_alone(
+    stack: Replicas, doors: list[Door]
+) -> None:
+    prompt = "Once upon a time there was a fox that could not sleep. " * 20
+    places = [_placed(doors[0], prompt)]
+    assert places[0][1:] == (0, 0)
+    sleep(0.3)  # the engine says what it has with its next step or soon after it
+    places += [_placed(doors[number % 2], prompt) for number in range(1, 7)]
+    assert len({engine for engine, _, _ in places}) == 1
+    assert all(expected >= 100 and expected == found for _, expected, found in places[1:]), places
+    with stack.doors("stranger") as strange:
+        assert {_placed(door, prompt)[1:] for door in strange[:1]} == {(0, 0)}
+
+
+def _placed(door: Door, prompt: str, max_tokens: int = 2, **headers: str) -> tuple[str, int, int]:
+    """Where a request ran, how many tokens the router took for cached there, and how many were."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens}
+    answer = door.http.post("/v1/completions", json=body, headers=headers)
+    route = re.match(r"(\S+); policy=cost; cached=([0-9]+)", answer.headers["x-quire-route"])
+    assert route is not None
+    return route[1], int(route[2]), answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_router_avoids_the_engine_that_another_one_has_filled(stack: Replicas, doors: list[Door]) -> None:
+    filled, *_ = _placed(doors[0], f"{next(_prompts)}", **{"x-session-id": "one"})
+    with ThreadPoolExecutor(3) as pool:
+        bodies = [ask(max_tokens=1900) for _ in range(3)]
+        streams = [pool.submit(whole, doors[0], body, **{"x-session-id": "one"}) for body in bodies]
+        eventually(lambda: stack.running() == 3)
+        sleep(0.3)  # a share is told within 200 ms
+        for _ in range(4): print(doors[1].http.post("/v1/completions", json={"model": MODEL, "prompt": f"{next(_prompts)}", "max_tokens": 100}).headers["x-quire-route"])
+        places = {_placed(doors[1], f"{next(_prompts)}", max_tokens=100)[0] for _ in range(6)}
+        assert stack.running() == 3, "they had ended already"
+        for stream in streams:
+            stream.result(60)
+    assert len(places) == 1
+    assert filled not in places
+
+
+def test_a_request_waits_with_heartbeats_until_there_is_an_engine(stack: Replicas, held: Any) -> None:
+    assert not held.done(), held.result()
+    assert stack.late.metric("quire_parked_requests") == 1
+    stack.late_port.open()
+    lines = held.result(60)
+    assert lines[0].startswith("retry:")
+    assert lines[1] == ": waiting"
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert sum(line.startswith("data: {") for line in lines) >= 8

@@ -1,0 +1,90 @@
+"""Calls of a real model, which knows nothing of tools: what is forced holds by its grammar alone."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from openai import BadRequestError, OpenAI
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
+from tests.support.grammars import encode
+from tests.support.processes import Engine, Router
+from tests.support.tool_models import HERMES_TEMPLATE
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED: Any = {"type": "function", "function": {"name": "weather"}}
+# So that a small model comes to an end.
+ENDINGS = {str(token_id): 25 for mark in '"]}' for token_id in encode(mark)}
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is the weather in Rome?"}],
+    "tools": TOOLS,
+    "max_tokens": 200,
+    "logit_bias": ENDINGS,
+}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """The demo model with a template that knows tools."""
+    folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("tools") / DEMO.name))
+    template = HERMES_TEMPLATE.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
+    (folder / "chat_template.jinja").write_text(template)
+    engine = Engine(folder, folder.parent, *SMALL_POOLS)
+    router = Router(folder, [engine.address], folder.parent)
+    try:
+        for process in (engine, router):
+            process.wait_ready()
+        yield OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60)
+    finally:
+        router.stop()
+        engine.stop()
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", {"weather", "now"}), (NAMED, {"weather"})])
+def test_forced_calls_follow_their_schemas(client: OpenAI, choice: Any, names: set[str]) -> None:
+    for seed in range(3):
+        answer = client.chat.completions.create(**ASKED, tool_choice=choice, parallel_tool_calls=False, seed=seed)
+        (chosen,) = answer.choices
+        (call,) = chosen.message.tool_calls or ()
+        assert call.type == "function"
+        assert call.function.name in names
+        assert chosen.message.content is None
+        assert chosen.finish_reason == "tool_calls"
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "weather" else {})
+
+
+def test_a_stream_says_the_same(client: OpenAI) -> None:
+    fields = {**ASKED, "tool_choice": NAMED, "seed": 5}
+    whole = client.chat.completions.create(**fields)
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        state.handle_chunk(chunk)
+    streamed = state.get_final_completion()
+    calls = [
+        [(call.function.name, call.function.arguments) for call in answer.choices[0].message.tool_calls or ()]
+        for answer in (whole, streamed)
+    ]
+    assert calls[0] == calls[1] != []
+    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+
+
+def test_a_schema_that_cannot_be_used_is_refused(client: OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "bad", "parameters": {"not": {}}}}]
+    with pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(**{**ASKED, "tools": tools}, tool_choice="required")
+    assert caught.value.param == "tools"

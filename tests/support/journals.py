@@ -1,0 +1,77 @@
+"""What tests of journals write, and how they compare what is read."""
+
+from dataclasses import dataclass, field, replace
+
+from quire_proto.sampling import FinishReason
+from quire_router.generation import Generation
+from quire_router.journal.base import Delivered, Journal, Lease, Record, Told
+
+
+def tell(
+    journal: Journal,
+    lease: Lease,
+    position: int,
+    token_ids: list[int],
+    index: int = 0,
+    reason: FinishReason | None = None,
+) -> None:
+    """Appends a piece without log-probabilities."""
+    journal.append(lease, position, Told(index, token_ids, reason))
+
+
+@dataclass
+class Seen:
+    """A record, with what was told by choice."""
+
+    generation: Generation
+    owner: str
+    epoch: int
+    choices: list[Delivered]
+    finish_reason: FinishReason | None = None
+    error: str = ""
+
+
+def seen(record: Record | None) -> Seen | None:
+    """The record as ``Seen``."""
+    if record is None:
+        return None
+    generation, choices = record.generation, record.choices
+    return Seen(generation, record.owner, record.epoch, choices, record.finish_reason, record.error)
+
+
+def is_plain(piece: Told) -> bool:
+    """Whether it has tokens and an end at most."""
+    return not piece.logprobs and not piece.prompt_logprobs and piece.score is None
+
+
+def canonical(pieces: list[Told]) -> list[Told]:
+    """The same pieces, cut in the one way that says only their order: where plain pieces of one choice are cut is not
+    kept.
+    """
+    cut: list[Told] = []
+    for piece in pieces:
+        if not is_plain(piece):
+            cut.append(piece)
+            continue
+        last = cut[-1] if cut else None
+        if piece.token_ids and last and last.index == piece.index and is_plain(last) and last.finish_reason is None:
+            cut[-1] = replace(last, token_ids=last.token_ids + piece.token_ids)
+        elif piece.token_ids:
+            cut.append(Told(piece.index, piece.token_ids))
+        if piece.finish_reason is not None:
+            cut.append(Told(piece.index, [], piece.finish_reason))
+    return cut
+
+
+@dataclass
+class Heard:
+    """Notes what ``Owners`` are told."""
+
+    cancelled: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
+
+    def on_cancelled(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def on_taken(self, request_id: str) -> None:
+        self.taken.append(request_id)

@@ -1,0 +1,180 @@
+"""What clients of both APIs see of tenants and their limits: the same, in each one's words."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import grpc
+import openai
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_router.admission.limits import Limits
+from quire_router.admission.reason import Reason
+from quire_router.admission.tenant import Tenant, Tenants
+from quire_router.admission.tenants_file import TenantsFile
+from quire_router.generation import Delta, Generation
+
+from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, open_stage
+
+KEY, OTHER = "a-long-enough-key", "another-long-key"
+
+
+class LimitedRunner(ScriptedRunner):
+    """Takes requests in as the lifecycle does."""
+
+    limits: Limits
+
+    async def run(self, generation: Generation) -> AsyncGenerator[Delta]:
+        tokens = len(generation.prompt_token_ids) + generation.params.max_tokens
+        with await self.limits.enter(generation.tenant, generation.request_id, tokens) as bill:
+            async with aclosing(super().run(generation)) as deltas:
+                async for delta in deltas:
+                    if delta.usage is not None:
+                        bill.used = delta.usage.prompt_tokens + delta.usage.completion_tokens
+                    yield delta
+
+
+@asynccontextmanager
+async def tenant_stage(script=ANSWER, **policy):
+    tenant = Tenant("a", **policy)
+    tenants = Tenants([tenant, Tenant("b")])
+    runner = LimitedRunner(script)
+    runner.limits = Limits(tenants)
+    file = TenantsFile(tenants, {"a": (KEY,), "b": (OTHER,)}, (tenant,))
+    async with open_stage(runner=runner, file=file, tenant_limits=runner.limits) as stage:
+        stage.runner = runner
+        yield stage
+
+
+def post(stage, key=KEY, body=None):
+    return ask(
+        stage.port, "POST", "/v1/chat/completions", body or chat(max_tokens=5), {"authorization": f"Bearer {key}"}
+    )
+
+
+async def call(stage, key=KEY, **fields):
+    """The status and the metadata that come last."""
+    metadata = (("authorization", f"Bearer {key}"),)
+    async with stage.channel() as channel:
+        messages = [pb.ChatMessage(role="user", content="hello")]
+        request = pb.ChatRequest(model=MODEL, messages=messages, **fields)
+        request.sampling.max_tokens = 5
+        answer = InferenceStub(channel).Chat(request, metadata=metadata)
+        with suppress(grpc.aio.AioRpcError):
+            async for _ in answer:
+                pass
+        return await answer.code(), dict(await answer.trailing_metadata())
+
+
+async def test_a_model_that_a_key_does_not_open_is_forbidden_in_both_apis_and_not_listed():
+    async with tenant_stage(models=frozenset({"big"})) as stage:
+        rest, (code, metadata) = await post(stage), await call(stage)
+        headers = {"authorization": f"Bearer {KEY}"}
+        models = await ask(stage.port, "GET", "/v1/models", None, headers)
+        model = await ask(stage.port, "GET", f"/v1/models/{MODEL}", None, headers)
+        async with stage.channel() as channel:
+            listed = await InferenceStub(channel).ListModels(
+                pb.ListModelsRequest(), metadata=(("authorization", f"Bearer {KEY}"),)
+            )
+        others = await post(stage, OTHER)
+
+    assert (rest.status, rest.error["code"], rest.error["param"]) == (403, "model", "model")
+    assert rest.error["type"] == "permission_error"
+    assert (code, metadata["quire-reason"]) == (grpc.StatusCode.PERMISSION_DENIED, "model")
+    assert (models.json["data"], model.status, list(listed.models)) == ([], 403, [])
+    assert others.status == 200
+
+
+async def test_a_limit_that_is_used_up_is_429_and_resource_exhausted_with_the_same_reason_and_wait():
+    async with tenant_stage(requests_per_minute=2) as stage:
+        first, second = await post(stage), await call(stage)
+        rest, (code, metadata) = await post(stage), await call(stage)
+        others = await post(stage, OTHER)
+
+    assert (first.status, second[0]) == (200, grpc.StatusCode.OK)
+    assert (rest.status, rest.error["code"], rest.error["type"]) == (429, "requests_per_minute", "rate_limit_error")
+    assert rest.headers["x-quire-reason"] == metadata["quire-reason"] == "requests_per_minute"
+    assert 1 <= int(rest.headers["retry-after"]) <= 30
+    assert 1 <= int(metadata["retry-after"]) <= 30
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert others.status == 200
+
+
+async def test_answers_tell_how_a_tenant_with_limits_stands():
+    async with tenant_stage(requests_per_minute=10, tokens_per_minute=1000) as stage:
+        whole = await post(stage)
+        stream = await post(stage, body=chat(max_tokens=5, stream=True))
+        _, metadata = await call(stage)
+        others = await post(stage, OTHER)
+        refusal = await post(stage, body=chat(temperature=-1))
+
+    assert whole.headers["x-ratelimit-limit-requests"] == "10"
+    assert whole.headers["x-ratelimit-limit-tokens"] == "1000"
+    assert [each.headers["x-ratelimit-remaining-requests"] for each in (whole, stream)] == ["9", "8"]
+    assert metadata["ratelimit-remaining-requests"] == "7"
+    assert 0 < int(stream.headers["x-ratelimit-remaining-tokens"]) < 1000
+    assert float(whole.headers["x-ratelimit-reset-requests"].removesuffix("s")) > 0
+    assert refusal.headers["x-ratelimit-remaining-requests"] == "7"
+    assert not any("ratelimit" in name for name in others.headers)
+
+
+async def test_too_many_at_once_are_refused_until_one_has_ended():
+    gate = asyncio.Event()
+    async with tenant_stage(["x", gate, FinishReason.STOP], max_concurrent=1) as stage:
+        first = asyncio.create_task(post(stage))
+        await asyncio.wait_for(stage.runner.begun.wait(), 20)
+        assert (await post(stage)).status == 429
+        code, metadata = await call(stage)
+        gate.set()
+        assert (await first).status == 200
+        assert (await post(stage)).status == 200
+
+    assert (code, metadata["quire-reason"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "max_concurrent")
+
+
+async def test_more_tokens_than_a_minute_has_are_a_bad_request_and_not_a_matter_of_waiting():
+    async with tenant_stage(tokens_per_minute=6) as stage:
+        rest, (code, _) = await post(stage), await call(stage)
+    assert (rest.status, rest.error["param"]) == (400, "max_tokens")
+    assert "retry-after" not in rest.headers
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_openai_client_understands():
+    async with tenant_stage(requests_per_minute=1) as stage:
+        client = openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=KEY, max_retries=0)
+        ask_it = client.chat.completions.create
+        await ask_it(model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5)
+        with pytest.raises(openai.RateLimitError) as refusal:
+            await ask_it(model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5)
+        await client.close()
+    assert refusal.value.code == "requests_per_minute"
+
+
+@pytest.mark.parametrize("reason", [None, *Reason])
+async def test_every_reason_looks_the_same_in_both_apis(reason):
+    error = QuireError(ErrorCode.OVERLOADED, "Not now.", retry_after=1.2, reason=reason)
+    async with open_stage([error]) as stage:
+        rest, (code, metadata) = await post(stage), await call(stage)
+    assert rest.status == 429
+    assert rest.error["code"] == (reason or "overloaded")
+    assert rest.headers.get("x-quire-reason") == metadata.get("quire-reason") == reason
+    assert rest.headers["retry-after"] == metadata["retry-after"] == "2"
+    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize(
+    ("base", "allowed", "own", "priority"),
+    [(0, False, 0, 0), (-5, False, 0, -5), (-5, True, 3, -2), (7, False, 3, None)],
+)
+async def test_a_tenants_priority_is_where_its_requests_own_begins(base, allowed, own, priority):
+    async with tenant_stage(priority=base, allow_priority=allowed) as stage:
+        rest, (code, _) = await post(stage, body=chat(max_tokens=5, priority=own)), await call(stage, priority=own)
+
+    if priority is None:
+        assert (rest.status, rest.error["param"], code) == (400, "priority", grpc.StatusCode.INVALID_ARGUMENT)
+    else:
+        assert [each.priority for each in stage.runner.generations] == [priority, priority]

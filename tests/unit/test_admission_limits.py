@@ -1,0 +1,319 @@
+"""Tenants' limits: at one router, at several through a real Redis, and while Redis is away."""
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.admission.bucket import MICROSECONDS, WINDOW
+from quire_router.admission.limits import Charge, Limits
+from quire_router.admission.meter import Meter
+from quire_router.admission.redis_tally import RedisTally
+from quire_router.admission.tenant import Tenant, Tenants
+
+from tests.support.redis_server import redis_server
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+
+def limits_of(clock=None, tally=None, **limits):
+    tenants = Tenants([Tenant("t", **limits)])
+    return Limits(tenants, tally, clock=clock) if clock else Limits(tenants, tally)
+
+
+async def refusal_of(limits, request_id="x", tokens=1):
+    with pytest.raises(QuireError) as refusal, await limits.enter("t", request_id, tokens):
+        pass
+    return refusal.value
+
+
+async def spend(limits, request_id, tokens, used):
+    with await limits.enter("t", request_id, tokens) as bill:
+        bill.used = used
+
+
+# One router
+
+
+async def test_a_tenant_without_limits_is_not_counted():
+    limits = limits_of()
+    for number in range(100):
+        await spend(limits, str(number), 10**9, 10**9)
+    assert limits.standing("t").requests is None
+
+
+async def test_requests_a_minute_end_with_a_wait_that_is_enough():
+    clock = Clock()
+    limits = limits_of(clock, requests_per_minute=3)
+    for number in range(3):
+        await spend(limits, str(number), 5, 5)
+    error = await refusal_of(limits)
+
+    assert (error.code, error.reason) == (ErrorCode.OVERLOADED, "requests_per_minute")
+    assert error.retry_after == 20
+    clock.now += int(error.retry_after * MICROSECONDS)
+    await spend(limits, "y", 5, 5)
+    assert (await refusal_of(limits)).reason == "requests_per_minute"
+
+
+async def test_tokens_are_charged_as_most_and_corrected_to_what_was_used():
+    clock = Clock()
+    limits = limits_of(clock, tokens_per_minute=1000)
+    with await limits.enter("t", "a", 900) as bill:
+        assert limits.standing("t").tokens.remaining == 100
+        error = await refusal_of(limits, tokens=200)
+        assert error.reason == "tokens_per_minute"
+        assert error.retry_after == 6
+        bill.used = 300
+    assert limits.standing("t").tokens.remaining == 700
+    await spend(limits, "b", 700, 700)
+    assert limits.standing("t").tokens.remaining == 0
+
+
+async def test_a_request_that_can_never_be_admitted_is_told_so_and_not_to_wait():
+    error = await refusal_of(limits_of(tokens_per_minute=100), tokens=101)
+    assert (error.code, error.param, error.retry_after) == (ErrorCode.INVALID, "max_tokens", None)
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError, asyncio.CancelledError])
+async def test_a_place_is_free_again_on_every_way_out(failure):
+    limits = limits_of(max_concurrent=1)
+    for _ in range(3):
+        try:
+            with await limits.enter("t", "a", 1):
+                assert (await refusal_of(limits)).reason == "max_concurrent"
+                if failure is not None:
+                    raise failure
+        except (RuntimeError, asyncio.CancelledError):
+            pass
+
+
+async def test_what_is_refused_costs_nothing():
+    limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100, max_concurrent=1)
+    with await limits.enter("t", "a", 10) as bill:
+        bill.used = 10
+        for _ in range(10):
+            await refusal_of(limits)
+    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (4, 90)
+
+
+async def test_refusals_are_counted_by_reason():
+    def count():
+        return REGISTRY.get_sample_value("quire_admission_refusals_total", {"reason": "max_concurrent"}) or 0
+
+    limits, before = limits_of(max_concurrent=1), count()
+    with await limits.enter("t", "a", 1):
+        await refusal_of(limits)
+    assert count() == before + 1
+
+
+# Through Redis
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def routers(server, number, *, lease=30.0, patience=5.0, **limits):
+    async with AsyncExitStack() as stack:
+        tallies = [RedisTally(server.url, lease=lease, timeout=patience) for _ in range(number)]
+        for tally in tallies:
+            stack.push_async_callback(tally.close)
+        await tallies[0]._client.flushall()
+        yield [limits_of(tally=tally, **limits) for tally in tallies]
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def admitted(limits, request_id="probe"):
+    async def holds():
+        try:
+            await spend(limits, request_id, 1, 0)
+        except QuireError:
+            return False
+        return True
+
+    return holds
+
+
+async def test_routers_share_what_a_tenant_may_use(redis):
+    async with routers(redis, 3, requests_per_minute=10, tokens_per_minute=100_000) as three:
+        taken = 0
+        for number in range(30):
+            taken += await admitted(three[number % 3], str(number))()
+        error = await refusal_of(three[0], tokens=100)
+        assert error.reason == "requests_per_minute"
+        assert 0 < error.retry_after <= 6
+        assert 10 <= taken <= 11  # a slow machine may see one more refilled
+        assert three[0].standing("t").tokens.remaining >= 99_990
+
+
+async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis):
+    async with routers(redis, 2, max_concurrent=1) as (one, other):
+        with await one.enter("t", "a", 1):
+            assert (await refusal_of(other)).reason == "max_concurrent"
+        await until(admitted(other))
+
+
+async def test_tokens_that_were_not_used_are_given_back_to_all(redis):
+    async with routers(redis, 2, tokens_per_minute=1000) as (one, other):
+        with await one.enter("t", "a", 1000) as bill:
+            assert (await refusal_of(other, tokens=900)).reason == "tokens_per_minute"
+            bill.used = 10
+        await until(admitted(other))
+        await spend(other, "b", 900, 900)
+
+
+async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_living_one_are_not(redis):
+    async with routers(redis, 3, lease=0.3, max_concurrent=2) as (dead, alive, third):
+        with await dead.enter("t", "dead", 1), await alive.enter("t", "alive", 1):
+            assert (await refusal_of(third)).reason == "max_concurrent"
+            dead._tally._telling.cancel()
+            await until(admitted(third))
+            await asyncio.sleep(0.7)
+            with await third.enter("t", "c", 1):
+                assert (await refusal_of(dead)).reason == "max_concurrent"
+
+
+COSTS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=25)
+
+
+@given(COSTS, st.integers(1, 6))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
+    """The pure meter is the oracle. Limits are so low that what is refilled meanwhile is less than any request."""
+    asyncio.run(compare(redis, costs, most))
+
+
+async def compare(server, costs, most):
+    oracle = Meter(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
+    tally = RedisTally(server.url, timeout=5)
+    try:
+        await tally._client.flushall()
+        for number, (tokens, stays) in enumerate(costs):
+            request_id, costs_of = str(number), oracle.costs(tokens)
+            charged = await tally.charge(Charge("t", request_id, *costs_of, most))
+            refusal = oracle.refusal(tokens, 0)
+            # Redis' time goes on while the oracle's stands still.
+            close = abs(WINDOW - charged.token_debt - costs_of[1]) < MICROSECONDS / 2
+            close |= abs(WINDOW - charged.request_debt - costs_of[0]) < MICROSECONDS / 2
+            if close and charged.admitted != (refusal is None):
+                return
+            assert charged.admitted == (refusal is None)
+            assert charged.running == oracle.running + charged.admitted
+            if charged.admitted:
+                oracle.take(request_id, tokens, 0)
+                if not stays:
+                    oracle.end(request_id, 0)
+                    tally.end("t", request_id, 0)
+                    await told(tally)
+            standing = oracle.standing(0)
+            assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
+            assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
+    finally:
+        await tally.close()
+
+
+async def told(tally):
+    """Until Redis knows of every end."""
+    await until(lambda: _is_told(tally))
+
+
+async def _is_told(tally):
+    tally._telling.cancel()
+    await asyncio.wait([tally._telling])
+    await tally._tell_ends()
+    tally._telling = None
+    return not tally._ends
+
+
+def shared():
+    return REGISTRY.get_sample_value("quire_limits_shared")
+
+
+async def test_while_redis_is_away_each_router_counts_from_where_the_tenant_stood():
+    with redis_server() as server:
+        async with routers(server, 2, requests_per_minute=4) as (one, other):
+            await spend(one, "a", 1, 1)
+            await spend(other, "b", 1, 1)
+            await spend(one, "c", 1, 1)
+            assert shared() == 1
+            server.kill()
+            await spend(one, "d", 1, 1)
+            assert shared() == 0
+            assert (await refusal_of(one)).reason == "requests_per_minute"
+            await spend(other, "e", 1, 1)  # it saw two
+            server.start()
+            await until(lambda: comes_back(one))
+
+
+async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
+    asked = []
+
+    async def fail(**_):
+        asked.append(True)
+        raise ConnectionError
+
+    tally = RedisTally("redis://127.0.0.1:1/0")
+    tally._charge = fail
+    for number in range(5):
+        assert await tally.charge(Charge("t", str(number), 1, 1, None)) is None
+    await tally.close()
+    assert len(asked) == 1
+
+
+async def test_what_was_in_progress_when_redis_went_still_counts_here():
+    with redis_server() as server:
+        async with routers(server, 1, max_concurrent=1) as (one,):
+            with await one.enter("t", "a", 1):
+                server.kill()
+                assert (await refusal_of(one)).reason == "max_concurrent"
+            await spend(one, "b", 1, 1)
+
+
+async def comes_back(limits):
+    await admitted(limits)()
+    return shared() == 1
+
+
+async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
+    with redis_server() as server:
+        async with routers(server, 1, patience=0.3, max_concurrent=1) as (one,):
+            await until(lambda: comes_back(one))
+            await until(lambda: _is_empty(one._tally._client))
+            server.signal(signal.SIGSTOP)
+            with await asyncio.wait_for(one.enter("t", "a", 1), 20):
+                assert shared() == 0
+                assert (await refusal_of(one)).reason == "max_concurrent"
+            server.signal(signal.SIGCONT)
+            await until(lambda: comes_back(one))
+            await until(admitted(one))
+
+
+async def test_nothing_is_left_in_redis_of_who_has_not_asked_for_a_minute(redis):
+    async with routers(redis, 1, lease=0.05, requests_per_minute=6000, tokens_per_minute=600_000, max_concurrent=5) as (
+        one,
+    ):
+        await spend(one, "a", 1, 1)
+        await until(lambda: _is_empty(one._tally._client))
+
+
+async def _is_empty(client):
+    return await client.dbsize() == 0

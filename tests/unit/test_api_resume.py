@@ -1,0 +1,334 @@
+"""Coming back to an answer over both APIs: the rest of it, how far it is, its end; and who may ask."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import quote
+
+import grpc
+import openai
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+
+from tests.support.api_stage import ANSWER, MODEL, ask, chat, completion, open_stage
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BOTH = [(CHAT, chat), (COMPLETIONS, completion)]
+FIELDS = [
+    {},
+    {"n": 3},
+    {"logprobs": True, "n": 2},
+    {"stream_options": {"include_usage": True}, "n": 2},
+]
+
+
+def client(stage) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
+
+
+def fields_for(path: str, fields: dict[str, object]) -> dict[str, object]:
+    return fields | {"logprobs": 2, "echo": True} if path == COMPLETIONS and "logprobs" in fields else fields
+
+
+@asynccontextmanager
+async def reading(stage, path, body) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which a request was sent; it breaks when the block ends."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+    writer.write(head.encode() + payload)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+def events_path(answer_id: object) -> str:
+    return f"/v1/requests/{answer_id}/events"
+
+
+# The rest of an answer
+
+
+@pytest.mark.parametrize(("path", "build"), BOTH)
+@pytest.mark.parametrize("fields", FIELDS)
+async def test_the_events_after_any_event_are_those_that_followed_it(path, build, fields):
+    async with open_stage() as stage:
+        whole = (await ask(stage.port, "POST", path, build(stream=True, **fields_for(path, fields)))).sse
+        answer_id = whole[0][1]["id"]
+        for cut, (event_id, _) in enumerate(whole[:-1], 1):
+            header = await ask(stage.port, "GET", events_path(answer_id), headers={"last-event-id": event_id})
+            address = await ask(stage.port, "GET", f"{events_path(answer_id)}?after={event_id}")
+            assert header.sse == address.sse == whole[cut:]
+        assert (await ask(stage.port, "GET", events_path(answer_id))).sse == whole
+
+
+@pytest.mark.parametrize("fields", [{}, {"echo": True, "logprobs": 1, "n": 2}])
+async def test_several_prompts_go_on_as_one_answer(fields):
+    body = completion(["one", "two", "three"], stream=True, stream_options={"include_usage": True}, **fields)
+    async with open_stage() as stage:
+        whole = (await ask(stage.port, "POST", COMPLETIONS, body)).sse
+        answer_id = whole[0][1]["id"]
+        for cut in range(0, len(whole), 3):
+            rest = await ask(stage.port, "GET", f"{events_path(answer_id)}?after={whole[cut][0] or ''}")
+            assert by_choice(rest.sse) == by_choice(whole[cut + 1 :] if whole[cut][0] else whole)
+
+
+def by_choice(events) -> dict[object, list[object]]:
+    """The order of choices of different prompts among each other is not fixed."""
+    found: dict[object, list[object]] = {}
+    for _, event in events:
+        key = event if event == "[DONE]" else event["choices"][0]["index"] if event["choices"] else "usage"
+        found.setdefault(key, []).append(event)
+    return found
+
+
+@pytest.mark.parametrize(("path", "build"), BOTH)
+async def test_a_stream_that_broke_in_the_middle_goes_on_where_it_stood(path, build):
+    release = asyncio.Event()
+    async with open_stage(["one", "two", release, "three", FinishReason.STOP]) as stage:
+        async with reading(stage, path, build(stream=True)) as reader:
+            had = (await reader.readuntil(b'"two"')).decode()
+        async with asyncio.timeout(10):
+            await stage.runner.abandoned.wait()
+        release.set()
+        answer_id, after = re.findall(r'"id":"([^"]+)"', had)[0], re.findall(r"id: (\S+)", had)[-1]
+        rest = await ask(stage.port, "GET", f"{events_path(answer_id)}?after={after}")
+
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices_of(rest.events)]
+    assert [text for text in texts if text] == ["three"]
+    assert rest.events[-1] == "[DONE]"
+
+
+def choices_of(events) -> list[dict[str, object]]:
+    return [choice for event in events if event != "[DONE]" for choice in event["choices"]]
+
+
+async def test_an_answer_that_was_not_streamed_can_be_read_as_a_stream():
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat())
+        stream = await ask(stage.port, "GET", events_path(answer.json["id"]))
+
+    assert "".join(choice["delta"].get("content", "") for choice in choices_of(stream.events)) == "Hello wörld"
+    assert stream.events[-2]["usage"] == answer.json["usage"]
+
+
+@pytest.mark.parametrize("method", ["Generate", "Chat"])
+async def test_resume_over_grpc_is_what_followed(method):
+    async with open_stage() as stage, stage.channel() as channel:
+        stub = InferenceStub(channel)
+        sampling = types_pb2.SamplingParams(n=2, logprobs=1)
+        request = (
+            pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role="user", content="hi")], sampling=sampling)
+            if method == "Chat"
+            else pb.GenerateRequest(model=MODEL, text="hi", sampling=sampling, echo=True)
+        )
+        whole = [answer async for answer in getattr(stub, method)(request)]
+        for cut in range(len(whole) + 1):
+            after = whole[cut - 1].event_id if cut else ""
+            call = stub.Resume(pb.ResumeRequest(request_id=whole[0].request_id, after=after))
+            rest = [getattr(each, "chat" if method == "Chat" else "generate") async for each in call]
+            assert rest == whole[cut:]
+            assert dict(await call.initial_metadata())["quire-request-id"] == whole[0].request_id
+
+
+async def test_an_error_event_says_whether_to_come_back_and_when():
+    for script, resumable in ((["one"], True), ([], False)):
+        error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
+        release = asyncio.Event()
+        async with open_stage([*script, release, error], heartbeat=0.01) as stage:
+            asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True)))
+            await stage.runner.begun.wait()
+            await asyncio.sleep(0.1)
+            release.set()
+            answer = await asking
+        assert answer.status == 200
+        assert answer.events[-1]["error"]["resumable"] is resumable
+        assert answer.body.rstrip().split(b"\n")[-2].startswith(b"retry: ") == resumable
+
+
+async def test_only_what_another_router_can_mend_is_resumable():
+    async with open_stage(["one", QuireError(ErrorCode.DEADLINE, "Too long.")]) as stage:
+        answer = await ask(stage.port, "POST", CHAT, chat(stream=True))
+
+    assert answer.events[-1]["error"]["resumable"] is False
+
+
+# Heartbeats
+
+
+@pytest.mark.parametrize("before", [[], ["one", "two"]], ids=["before the first piece", "after it"])
+async def test_a_silent_stream_says_that_it_lives_and_the_openai_client_reads_on(before):
+    release = asyncio.Event()
+    async with open_stage([*before, release, *ANSWER], heartbeat=0.01) as stage, client(stage) as api:
+        stream = await api.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        async with stream:
+            asyncio.get_running_loop().call_later(0.1, release.set)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert text == "".join(before) + "Hello wörld"
+
+
+async def test_comments_come_between_events_and_never_inside_one():
+    release = asyncio.Event()
+    async with open_stage(["one", release, *ANSWER], heartbeat=0.01) as stage:
+        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True)))
+        await stage.runner.begun.wait()
+        await asyncio.sleep(0.1)
+        release.set()
+        body = (await asking).body
+
+    assert body.count(b": waiting\n") > 1
+    for line in body.split(b"\n"):
+        assert line == b": waiting" or b": waiting" not in line
+    assert body.startswith(b"retry: 1000\n")
+
+
+async def test_an_error_before_the_first_heartbeat_has_its_own_status():
+    async with open_stage([QuireError(ErrorCode.OVERLOADED, "Full.")], heartbeat=5) as stage:
+        assert (await ask(stage.port, "POST", CHAT, chat(stream=True))).status == 429
+
+
+# How far a request is
+
+
+async def test_a_request_tells_how_far_it_is_and_at_last_its_answer():
+    release = asyncio.Event()
+    async with open_stage(["one", release, *ANSWER]) as stage, stage.channel() as channel:
+        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(n=2)))
+        await until(lambda: len(stage.runner.lives) == 1 and len(next(iter(stage.runner.lives.values())).deltas) == 2)
+        request_id = next(iter(stage.runner.lives))
+        running = await ask(stage.port, "GET", f"/v1/requests/{request_id}")
+        release.set()
+        answer = await asking
+        completed = await ask(stage.port, "GET", f"/v1/requests/{answer.json['id']}")
+        over_grpc = await InferenceStub(channel).GetRequest(pb.GetRequestRequest(request_id=request_id))
+
+    assert (running.json["status"], "response" in running.json) == ("running", False)
+    assert running.json["usage"]["completion_tokens"] == 2
+    assert completed.json["response"] == answer.json
+    assert (completed.json["status"], completed.json["object"], completed.json["id"]) == (
+        "completed",
+        "request",
+        request_id,
+    )
+    assert completed.json["usage"] == answer.json["usage"]
+    assert (over_grpc.status, over_grpc.model) == (pb.REQUEST_STATUS_COMPLETED, MODEL)
+    assert over_grpc.usage.completion_tokens == answer.json["usage"]["completion_tokens"]
+
+
+async def test_a_request_that_failed_tells_its_error():
+    async with open_stage([QuireError(ErrorCode.DEADLINE, "Too long.")]) as stage, stage.channel() as channel:
+        failed = await ask(stage.port, "POST", CHAT, chat())
+        answer = await ask(stage.port, "GET", f"/v1/requests/{failed.headers['x-request-id']}")
+        over_grpc = await InferenceStub(channel).GetRequest(pb.GetRequestRequest(request_id=answer.json["id"]))
+        again = await ask(stage.port, "GET", events_path(answer.json["id"]))
+
+    assert (answer.status, answer.json["status"]) == (200, "failed")
+    assert (answer.json["error"]["code"], answer.json["error"]["message"]) == ("deadline", "Too long.")
+    assert (over_grpc.status, over_grpc.error.message) == (pb.REQUEST_STATUS_FAILED, "Too long.")
+    assert (again.status, again.error["message"]) == (504, "Too long.")
+
+
+@pytest.mark.parametrize("how", ["post", "delete", "grpc"])
+async def test_a_request_can_be_cancelled(how):
+    async with open_stage(["one", asyncio.Event()]) as stage, stage.channel() as channel:
+        asking = asyncio.create_task(ask(stage.port, "POST", COMPLETIONS, completion()))
+        await stage.runner.begun.wait()
+        request_id = next(iter(stage.runner.lives))
+        if how == "grpc":
+            await InferenceStub(channel).Cancel(pb.CancelRequest(request_id=request_id))
+        elif how == "post":
+            assert (await ask(stage.port, "POST", f"/v1/requests/cmpl-{request_id}/cancel")).status == 200
+        else:
+            assert (await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")).status == 200
+        answer = await asking
+        told = await ask(stage.port, "GET", f"/v1/requests/{request_id}")
+        again = await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")
+
+    assert answer.json["choices"][0]["finish_reason"] == "abort"
+    assert told.json["status"] == again.json["status"] == "cancelled"
+
+
+# Who may ask, and for what
+
+HOSTILE_IDS = ["x", "chatcmpl-", "é", "a" * 5000, "..", "%00", "*", "quire:request", "a%2Fb", "-" * 65]
+KEYS = ("key-of-one", "key-of-two")
+
+
+@pytest.mark.parametrize("path", ["", "/events", "/cancel"])
+async def test_somebody_elses_request_is_as_unknown_as_one_that_never_was(path):
+    mine, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    async with open_stage(keys=KEYS) as stage:
+        request_id = (await ask(stage.port, "POST", CHAT, chat(), mine)).headers["x-request-id"]
+        method = "POST" if path == "/cancel" else "GET"
+        answers = [
+            await ask(stage.port, method, f"/v1/requests/{each}{path}?after=999", headers=other)
+            for each in (request_id, "f" * 32)
+        ]
+
+    first, second = ({**answer.error, "request_id": ""} for answer in answers)
+    assert [answer.status for answer in answers] == [404, 404]
+    assert first == second
+
+
+async def test_grpc_does_not_resume_somebody_elses_request():
+    mine, other = ((("authorization", f"Bearer {key}"),) for key in KEYS)
+    async with open_stage(keys=KEYS) as stage, stage.channel() as channel:
+        stub = InferenceStub(channel)
+        message = await stub.Generate(pb.GenerateRequest(model=MODEL, text="x"), metadata=mine).read()
+        for call in (
+            stub.Resume(pb.ResumeRequest(request_id=message.request_id), metadata=other).read(),
+            stub.GetRequest(pb.GetRequestRequest(request_id=message.request_id), metadata=other),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await call
+            assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("request_id", HOSTILE_IDS)
+async def test_ids_that_name_nothing_are_404(request_id):
+    async with open_stage() as stage, stage.channel() as channel:
+        for path in ("", "/events"):
+            answer = await ask(stage.port, "GET", f"/v1/requests/{quote(request_id, safe='%')}{path}")
+            assert answer.status == 404
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await InferenceStub(channel).Resume(pb.ResumeRequest(request_id=request_id)).read()
+
+    assert refusal.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["x", "-1", "1.2", "5", "4.", "999999999", "1" * 5000, "1e", "4E", "u4", "4eu.", "0x4", "1" + "0" * 9, "4 e", "²"],
+)
+async def test_what_is_no_place_in_the_answer_is_refused(after):
+    async with open_stage() as stage, stage.channel() as channel:
+        request_id = (await ask(stage.port, "POST", CHAT, chat(stream=True))).headers["x-request-id"]
+        header = await ask(stage.port, "GET", events_path(request_id), headers={"last-event-id": after})
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await InferenceStub(channel).Resume(pb.ResumeRequest(request_id=request_id, after=after)).read()
+
+    assert (header.status, header.error["param"]) == (400, "after")
+    assert refusal.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("query", ["after=1&after=2", "other=1", "after=1&x=2&y=3", "x", "after=%FF"])
+async def test_an_address_with_anything_else_is_refused(query):
+    async with open_stage() as stage:
+        request_id = (await ask(stage.port, "POST", CHAT, chat(stream=True))).headers["x-request-id"]
+        assert (await ask(stage.port, "GET", f"{events_path(request_id)}?{query}")).status == 400
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.001)

@@ -1,0 +1,61 @@
+"""An engine that drains gets nothing new from the moment that it says so, and its successor does."""
+
+from quire_router.fleet.link import EngineLink
+from quire_router.fleet.settings import LinkSettings
+
+from tests.support.scripted_engine import ScriptedEngine, output
+from tests.support.waiting import until
+from tests.unit.test_fleet_link import linked, rest, submit, submitted
+
+SETTINGS = LinkSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01)
+
+
+async def drained(engine: ScriptedEngine, link: EngineLink) -> None:
+    engine.draining = True
+    engine.send()
+    await until(lambda: not link.ready)
+
+
+async def test_an_empty_batch_is_enough_to_be_told_and_what_runs_goes_on() -> None:
+    changes: list[str] = []
+    async with linked(on_change=lambda: changes.append("told")) as (engine, link):
+        stream = await submitted(engine, link, submit("a", max_tokens=2))
+        changes.clear()
+        await drained(engine, link)
+        assert changes == ["told"]
+        engine.send(output("a", [1, 2], 0, 2))
+        assert (await rest(stream))[0] == [1, 2]
+
+
+async def test_an_engine_still_drains_when_its_session_is_resumed() -> None:
+    async with linked() as (engine, link):
+        await submitted(engine, link, submit("a"))
+        await drained(engine, link)
+        engine.break_stream()
+        await engine.opened.get()
+        engine.send(output("a", [1], 0))
+        await until(lambda: link.session.sequence == engine.sequence)
+        assert not link.ready
+
+
+async def test_a_router_that_comes_late_hears_it_first() -> None:
+    engine = ScriptedEngine()
+    engine.draining = True
+    link = EngineLink(await engine.start(), SETTINGS)
+    link.start()
+    try:
+        await until(lambda: link.description is not None and link.session.generation == 1)
+        assert not link.ready
+    finally:
+        await link.close()
+        await engine.stop()
+
+
+async def test_a_restarted_engine_does_not_drain() -> None:
+    async with linked() as (engine, link):
+        await drained(engine, link)
+        engine.draining = False
+        engine.restart_as(2)
+        engine.break_stream()
+        await until(lambda: link.ready)
+        assert link.session.generation == 2

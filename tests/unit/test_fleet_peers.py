@@ -1,0 +1,202 @@
+"""Routers that tell each other their load through a real Redis: what one dispatches stands in the others' tables."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import sleep
+
+import pytest
+from prometheus_client import REGISTRY
+from quire_router.fleet.ledger import InFlight, Ledger
+from quire_router.fleet.peers import CHANNEL, ROUTERS, Peers, PeerSettings
+from quire_router.fleet.share import Message, Share
+from quire_router.placement.table import EngineTable
+from redis.asyncio import Redis
+
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.waiting import until
+
+QUICK = PeerSettings(beat=0.1, tick=0.02, lease=0.5, timeout=0.3)
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture
+async def server(shared_server: RedisServer) -> RedisServer:
+    async with Redis.from_url(shared_server.url) as client:
+        await client.flushall()
+    return shared_server
+
+
+@dataclass
+class Replica:
+    """One router, as far as its load goes, that knows one engine."""
+
+    peers: Peers
+    ledger: Ledger
+    table: EngineTable
+
+    def begin(self, pending: int = 10) -> InFlight:
+        return self.ledger.begin("e:1", "m", pending_tokens=pending, sequences=2)
+
+    @property
+    def counted(self) -> tuple[float, ...]:
+        row = self.table.row("e:1")
+        return self.table.requests[row], self.table.pending_tokens[row], self.table.decoding[row]
+
+    async def dies(self) -> None:
+        """Without a word."""
+        for task in self.peers._tasks:
+            task.cancel()
+        await asyncio.wait(self.peers._tasks)
+        self.peers.available = False
+
+
+@asynccontextmanager
+async def replica(server: RedisServer, settings: PeerSettings = QUICK) -> AsyncIterator[Replica]:
+    table = EngineTable()
+    ledger = Ledger(table)
+    ledger.add("e:1")
+    peers = Peers(server.url, ledger, settings=settings)
+    peers.start()
+    try:
+        yield Replica(peers, ledger, table)
+    finally:
+        await peers.close()
+
+
+async def test_what_one_router_has_in_flight_the_others_count_too(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second:
+        await until(lambda: len(first.ledger) == len(second.ledger) == 1)
+        entry = first.begin()
+        mine = second.begin(5)
+        await until(lambda: first.counted == second.counted == (2, 15, 0))
+        entry.hear()
+        second.ledger.park("m", 4)
+        await until(lambda: first.counted == second.counted == (2, 5, 2))
+        await until(lambda: first.ledger.demand() == second.ledger.demand() == {"m": (4, 2)})
+        entry.end()
+        mine.end()
+        await until(lambda: first.counted == second.counted == (0, 0, 0))
+
+
+async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisServer) -> None:
+    async with replica(server, PeerSettings(beat=3600, timeout=3600)) as first:
+        first.begin()
+        await until(lambda: first.peers.available)
+        await asyncio.sleep(0.2)  # until it was told: no more will be said
+        async with replica(server) as second:
+            await until(lambda: second.peers.available)
+            assert second.counted == (1, 10, 0)
+
+
+async def test_a_router_that_dies_is_forgotten_with_its_lease_and_one_that_lives_is_not(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second, replica(server) as third:
+        first.begin()
+        third.begin()
+        await until(lambda: second.counted == (2, 20, 0))
+        await first.dies()
+        assert second.counted == (2, 20, 0)
+        await until(lambda: second.counted == third.counted == (1, 10, 0))
+        await asyncio.sleep(2 * QUICK.lease)
+        assert second.counted == third.counted == (1, 10, 0)
+
+
+async def test_a_router_that_closes_is_forgotten_at_once(server: RedisServer) -> None:
+    async with replica(server, PeerSettings(lease=3600)) as first:
+        async with replica(server) as second:
+            second.begin()
+            await until(lambda: first.counted == (1, 10, 0))
+        await until(lambda: first.counted == (0, 0, 0))
+        async with Redis.from_url(server.url) as client:
+            assert await client.smembers(ROUTERS) == {first.peers.router_id.encode()}
+            assert await client.exists(f"quire:load:{second.peers.router_id}") == 0
+
+
+async def test_routers_whose_keys_have_expired_leave_the_set(server: RedisServer) -> None:
+    async with Redis.from_url(server.url) as client:
+        await client.sadd(ROUTERS, "long-gone", b"\xff", "wrong")
+        await client.lpush("quire:load:wrong", "type")
+        async with replica(server) as first:
+            await until(lambda: first.peers.available)
+            assert await client.smembers(ROUTERS) == {first.peers.router_id.encode()}
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff" * 100, b"\x08\x02", b"a" * 2**21])
+async def test_what_is_no_share_is_ignored_and_counted(server: RedisServer, payload: bytes) -> None:
+    async with replica(server) as first, replica(server) as second, Redis.from_url(server.url) as client:
+        await until(lambda: len(first.ledger) == 1 and first.peers.available)
+        before = ignored()
+        await client.publish(CHANNEL, payload)
+        await until(lambda: ignored() == before + 2)
+        second.begin()
+        await until(lambda: first.counted == (1, 10, 0))
+
+
+async def test_a_share_that_arrives_late_is_ignored(server: RedisServer) -> None:
+    async with replica(server) as first, Redis.from_url(server.url) as client:
+        await until(lambda: first.peers.available)
+        for sequence, requests in ((2, 7), (1, 9)):
+            await client.publish(CHANNEL, Message("other", sequence, Share({"e:1": (requests, 0, 0)})).encode())
+        before = ignored()
+        await client.publish(CHANNEL, b"?")
+        await until(lambda: ignored() > before)
+        assert first.counted == (7, 0, 0)
+
+
+async def test_without_redis_each_counts_its_own_and_finds_the_others_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    with redis_server() as server:
+        async with replica(server) as first, replica(server) as second:
+            first.begin()
+            second.begin(5)
+            await until(lambda: first.counted == second.counted == (2, 15, 0))
+            server.kill()
+            await until(lambda: (first.counted, second.counted) == ((1, 10, 0), (1, 5, 0)))
+            assert not first.peers.available
+            first.begin(7)
+            assert first.counted == (2, 17, 0)
+            server.start()
+            await until(lambda: first.counted == second.counted == (3, 22, 0))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "the load cannot be shared with the other routers (ConnectionError); requests go on"
+    ] * 2
+
+
+async def test_a_redis_that_hangs_is_one_that_is_away(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second:
+        second.begin()
+        await until(lambda: first.counted == (1, 10, 0))
+        server.signal(signal.SIGSTOP)
+        try:
+            await until(lambda: first.counted == (0, 0, 0))
+        finally:
+            server.signal(signal.SIGCONT)
+        await until(lambda: first.counted == (1, 10, 0))
+
+
+async def test_a_router_that_was_frozen_does_not_take_the_others_for_dead(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second:
+        second.begin()
+        await until(lambda: first.counted == (1, 10, 0))
+        sleep(2 * QUICK.lease)  # noqa: ASYNC251 - nothing of this process runs
+        for _ in range(20):
+            assert first.counted == (1, 10, 0)
+            await asyncio.sleep(QUICK.interval)
+
+
+async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
+    with pytest.raises(ValueError, match="not of the form") as refusal:
+        Peers("redis://:secret/word@host:x/0", Ledger(EngineTable()))
+    assert "secret" not in str(refusal.value)
+
+
+def ignored() -> float:
+    return REGISTRY.get_sample_value("quire_load_shares_ignored_total") or 0

@@ -1,0 +1,327 @@
+"""The ledger's sums, held against a recount whatever happens, and what it makes of engines' reports."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from quire.v1 import engine_pb2, load_pb2
+from quire_router.fleet.ledger import MAX_PEERS, InFlight, Ledger
+from quire_router.fleet.recent import SETTLE_SECONDS
+from quire_router.fleet.share import MAX_PAYLOAD_BYTES, Counts, DamagedShareError, Message, Share
+from quire_router.placement.table import EngineTable
+
+ENGINES = st.sampled_from(["a:1", "b:1", "c:1"])
+ROUTERS = st.sampled_from(["x", "y", "z"])
+MODELS = st.sampled_from(["m", "n"])
+SMALL = st.integers(0, 50)
+SHARES = st.builds(
+    Share,
+    engines=st.dictionaries(ENGINES, st.tuples(SMALL, SMALL, SMALL)),
+    models=st.dictionaries(MODELS, st.tuples(SMALL, SMALL)),
+)
+
+
+class Recount(RuleBasedStateMachine):
+    """Entries, shares and leases as plain lists, beside the ledger."""
+
+    entries = Bundle("entries")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table = EngineTable()
+        self.ledger = Ledger(self.table, clock=lambda: self.now)
+        self.accounts = {engine_id: self.ledger.add(engine_id) for engine_id in ("a:1", "b:1")}
+        self.own: dict[InFlight, tuple[str, str, Counts, int]] = {}
+        self.peers: dict[str, tuple[int, Share, int]] = {}
+        self.parked: dict[str, int] = {}
+        self.reported = dict.fromkeys(self.accounts, 0)
+
+    @rule(target=entries, engine_id=ENGINES, model=MODELS, pending=SMALL, sequences=st.integers(1, 4))
+    def begin(self, engine_id: str, model: str, pending: int, sequences: int) -> InFlight | None:
+        if engine_id not in self.accounts:
+            with pytest.raises(KeyError):
+                self.ledger.begin(engine_id, model, pending_tokens=pending)
+            return None
+        entry = self.ledger.begin(engine_id, model, pending_tokens=pending, sequences=sequences)
+        self.own[entry] = engine_id, model, (1, pending, 0), sequences
+        return entry
+
+    @rule(entry=entries)
+    def hear_output(self, entry: InFlight | None) -> None:
+        if entry is not None:
+            entry.hear()
+            if entry in self.own:
+                engine_id, model, _, sequences = self.own[entry]
+                self.own[entry] = engine_id, model, (1, 0, sequences), sequences
+
+    @rule(entry=st.one_of(entries, consumes(entries)))
+    def end(self, entry: InFlight | None) -> None:
+        if entry is not None:
+            entry.end()
+            self.own.pop(entry, None)
+
+    @rule(router_id=ROUTERS, sequence=st.integers(1, 20), share=SHARES, ticks=st.integers(1, 3))
+    def hear_share(self, router_id: str, sequence: int, share: Share, ticks: int) -> None:
+        message = Message.decode(Message(router_id, sequence, share).encode())
+        assert self.ledger.hear(message, ticks)
+        if router_id not in self.peers or sequence > self.peers[router_id][0]:
+            self.peers[router_id] = sequence, share, ticks
+
+    @rule()
+    def tick(self) -> None:
+        self.ledger.tick()
+        self.peers = {name: (at, share, left - 1) for name, (at, share, left) in self.peers.items() if left > 1}
+
+    @rule(engine_id=ENGINES, uncomputed=SMALL, running=SMALL, passed=st.sampled_from([0.0, SETTLE_SECONDS]))
+    def report(self, engine_id: str, uncomputed: int, running: int, passed: float) -> None:
+        self.now += passed
+        if engine_id in self.accounts:
+            self.accounts[engine_id].report(engine_pb2.Load(uncomputed_tokens=uncomputed, running=running))
+            self.reported[engine_id] = max(0, uncomputed - running)
+
+    @rule(model=MODELS, requests=SMALL)
+    def park(self, model: str, requests: int) -> None:
+        self.ledger.park(model, requests)
+        self.parked[model] = requests
+
+    @precondition(lambda self: "c:1" not in self.accounts)
+    @rule()
+    def find_engine(self) -> None:
+        self.accounts["c:1"], self.reported["c:1"] = self.ledger.add("c:1"), 0
+
+    @precondition(lambda self: "c:1" in self.accounts and not any(e[0] == "c:1" for e in self.own.values()))
+    @rule()
+    def lose_engine(self) -> None:
+        self.ledger.remove("c:1")
+        account = self.accounts.pop("c:1")
+        account.report(engine_pb2.Load(uncomputed_tokens=99, waiting=99))
+        assert self.table.waiting[account.row] == 0  # too late: the row is nobody's, or another engine's
+
+    @invariant()
+    def sums_are_what_a_recount_finds(self) -> None:
+        assert {name for name, _ in self.table} == set(self.accounts)
+        for engine_id, row in self.table:
+            requests, counted, decoding = self.recount(engine_id)
+            assert (self.table.requests[row], self.table.decoding[row]) == (requests, decoding)
+            # Never less than the engine said, and more only by what was dispatched.
+            pending, reported = self.table.pending_tokens[row], self.reported[engine_id]
+            assert reported <= pending <= max(counted, reported)
+
+    @invariant()
+    def shares_are_what_a_recount_finds(self) -> None:
+        assert self.ledger.share().engines == {
+            engine_id: counts
+            for engine_id in self.accounts
+            if (counts := total(e[2] for e in self.own.values() if e[0] == engine_id))[0]
+        }
+        wanted = {}
+        for model in ("m", "n"):
+            told = [peer[1].models.get(model, (0, 0)) for peer in self.peers.values()]
+            parked = self.parked.get(model, 0) + sum(each[0] for each in told)
+            running = sum(e[1] == model for e in self.own.values()) + sum(each[1] for each in told)
+            if parked or running:
+                wanted[model] = parked, running
+        assert {model: demand for model, demand in self.ledger.demand().items() if any(demand)} == wanted
+
+    def recount(self, engine_id: str) -> Counts:
+        own = [counts for where, _, counts, _ in self.own.values() if where == engine_id]
+        return total([*own, *(share.engines.get(engine_id, (0, 0, 0)) for _, share, _ in self.peers.values())])
+
+    def teardown(self) -> None:
+        for entry in list(self.own):
+            entry.end()
+        for account in self.accounts.values():
+            account.report(engine_pb2.Load())
+        for _ in range(3):
+            self.ledger.tick()
+        assert self.ledger.share().engines == {}
+        assert len(self.ledger) == 0
+        for _, row in self.table:
+            load = self.table.requests[row], self.table.pending_tokens[row], self.table.decoding[row]
+            assert load == (0, 0, 0)
+
+
+def total(counts: object) -> Counts:
+    requests, pending, decoding = 0, 0, 0
+    for each in counts:  # type: ignore[attr-defined]
+        requests, pending, decoding = requests + each[0], pending + each[1], decoding + each[2]
+    return requests, pending, decoding
+
+
+TestRecount = Recount.TestCase
+TestRecount.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+class OneEngine:
+    """A ledger of one engine, and a clock that the test turns."""
+
+    def __init__(self, room_seconds: float = 2.0) -> None:
+        self.now = 0.0
+        self.table = EngineTable()
+        self.rooms = 0
+        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self.count, clock=lambda: self.now)
+        self.account = self.ledger.add("e:1")
+
+    def count(self) -> None:
+        self.rooms += 1
+
+    @property
+    def pending(self) -> float:
+        return self.table.pending_tokens[self.table.row("e:1")]
+
+    def report(self, uncomputed: int, running: int = 0, after: float = 2 * SETTLE_SECONDS) -> None:
+        self.now += after
+        self.account.report(engine_pb2.Load(uncomputed_tokens=uncomputed, running=running))
+
+    def hear(self, sequence: int, pending: int) -> None:
+        self.ledger.hear(Message("peer", sequence, Share({"e:1": (1, pending, 0)})), 5)
+
+
+def test_a_long_prompt_counts_for_less_as_it_is_computed() -> None:
+    place = OneEngine()
+    place.ledger.begin("e:1", pending_tokens=1000)
+    assert place.pending == 1000
+    for left in (900, 800, 700):
+        place.report(left)
+    assert place.pending == 700
+
+
+@pytest.mark.parametrize("by_a_peer", [False, True])
+def test_what_a_report_cannot_know_yet_counts_beside_it(by_a_peer: bool) -> None:
+    place = OneEngine()
+    place.ledger.begin("e:1", pending_tokens=1000)
+    for _ in range(3):
+        place.report(400)
+    if by_a_peer:
+        place.hear(1, 50)
+    else:
+        place.ledger.begin("e:1", pending_tokens=50)
+    assert place.pending == 450
+    place.report(300)  # of a step that began before
+    assert place.pending == 350
+    place.report(200, after=0)
+    assert place.pending == 250
+    place.report(240)  # and of the first that knows
+    assert place.pending == 240
+
+
+def test_what_nobody_dispatched_counts_as_the_engine_says() -> None:
+    place = OneEngine()
+    place.report(500, running=20)
+    assert place.pending == 480
+    place.report(3, running=20)
+    assert place.pending == 0
+
+
+def test_a_request_that_was_heard_leaves_nothing_pending_although_the_report_is_late() -> None:
+    place = OneEngine()
+    entry = place.ledger.begin("e:1", pending_tokens=100)
+    entry.hear()
+    assert place.pending == 0
+    entry.end()
+    entry.hear()
+    assert place.ledger.share() == Share()
+
+
+def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:
+    place = OneEngine()
+    place.account.describe(engine_pb2.DescribeResponse(max_num_seqs=2))
+    place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(token_seconds=1)))
+    place.rooms = 0
+    long = place.ledger.begin("e:1", pending_tokens=2)
+    assert not place.account.has_room
+    assert place.account.waiting_seconds == 2
+    long.hear()
+    assert (place.account.has_room, place.rooms) == (True, 1)
+    place.hear(1, 0)
+    assert not place.account.has_room
+    for _ in range(5):
+        place.ledger.tick()
+    assert (place.account.has_room, place.rooms) == (True, 2)
+    long.end()
+    assert place.rooms == 2
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf"), 1e9])
+def test_a_pace_that_is_none_is_not_taken(wrong: float) -> None:
+    place = OneEngine()
+    before = place.table.token_seconds[0]
+    place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=wrong)))
+    assert place.table.token_seconds[place.table.row("e:1")] == before
+
+
+def test_so_many_routers_are_believed_and_no_more() -> None:
+    place = OneEngine()
+    taken = [place.ledger.hear(Message(f"r{number}", 1, Share({"e:1": (1, 1, 1)})), 1) for number in range(300)]
+    assert sum(taken) == MAX_PEERS == place.table.requests[place.table.row("e:1")]
+
+
+def test_an_engine_with_requests_cannot_be_forgotten() -> None:
+    place = OneEngine()
+    place.ledger.begin("e:1", pending_tokens=1)
+    with pytest.raises(AssertionError):
+        place.ledger.remove("e:1")
+
+
+# On the wire
+
+
+@given(st.dictionaries(st.text(max_size=20), st.tuples(*[st.integers(0, 2**32 - 1)] * 3)), SHARES)
+def test_a_share_arrives_as_it_was_sent(engines: Mapping[str, Counts], share: Share) -> None:
+    message = Message("router-1", 7, Share(engines, share.models))
+    assert Message.decode(message.encode()) == message
+
+
+def test_more_tokens_than_fit_are_told_as_many() -> None:
+    told = Message.decode(Message("r", 1, Share({"e:1": (1, 2**40, 1)})).encode())
+    assert told.share.engines["e:1"] == (1, 2**32 - 1, 1)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_share_are_refused(payload: bytes) -> None:
+    with pytest.raises(DamagedShareError):
+        Message.decode(payload)
+
+
+@given(st.integers(0, 200), st.binary(max_size=8))
+def test_a_share_that_was_damaged_is_refused_or_well_formed(position: int, noise: bytes) -> None:
+    payload = Message("router", 3, Share({"a:1": (1, 2, 3), "b:1": (4, 5, 6)}, {"m": (7, 8)})).encode()
+    damaged = payload[:position] + noise + payload[position + len(noise) :]
+    try:
+        message = Message.decode(damaged)
+    except DamagedShareError:
+        return
+    assert all(len(counts) == 3 and min(counts) >= 0 for counts in message.share.engines.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"router_id": ""},
+        {"router_id": "a b"},
+        {"router_id": "a" * 65},
+        {"requests": [1, 2]},
+        {"models": ["m"]},
+    ],
+)
+def test_a_share_of_another_kind_is_refused(change: dict[str, object]) -> None:
+    fields = {
+        "version": 1,
+        "router_id": "r",
+        "engine_ids": ["e"],
+        "requests": [1],
+        "pending_tokens": [1],
+        "decoding": [1],
+    }
+    assert Message.decode(load_pb2.LoadShare(**fields).SerializeToString())
+    with pytest.raises(DamagedShareError):
+        Message.decode(load_pb2.LoadShare(**{**fields, **change}).SerializeToString())
+
+
+def test_a_share_that_is_too_long_is_refused_unread() -> None:
+    with pytest.raises(DamagedShareError, match="too long"):
+        Message.decode(b"\x12\x01r" * MAX_PAYLOAD_BYTES)

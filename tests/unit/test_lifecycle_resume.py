@@ -1,0 +1,267 @@
+"""A client that comes back, to another router, with whatever it had and whatever was written: it gets what it lacks,
+once, and what it would have got undisturbed.
+"""
+
+import asyncio
+from collections import defaultdict
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.generation import Delta, Generation
+from quire_router.journal.base import Record
+from quire_router.journal.memory import MemoryJournal
+from quire_router.lifecycle import Lifecycle
+from quire_router.mark import Mark
+
+from tests.support.contract_engine import ContractEngine, Script
+from tests.support.house import collect, house, started, told
+from tests.support.letters import tokens
+from tests.support.scripted_engine import LENGTH, STOP, output
+from tests.unit.test_lifecycle_properties import (
+    PROMPT,
+    DirectLink,
+    OneEngine,
+    answers,
+    make_lifecycle,
+    settle,
+    undisturbed,
+)
+
+
+class Place:
+    """One router with an engine that goes on by itself."""
+
+    def __init__(self, script: Script, journal: MemoryJournal) -> None:
+        self.link = DirectLink(ContractEngine(script))
+        self.fleet = OneEngine(self.link)
+        self.lifecycle: Lifecycle = make_lifecycle(self.fleet, journal)
+        self._choices = len(script.choices)
+
+    async def read(self, answer: object, steps: list[int], most: int | None = None) -> list[Delta]:
+        """The pieces of an answer, ``most`` of them, while each step makes so many tokens of each choice."""
+        deltas: list[Delta] = []
+
+        async def follow() -> None:
+            async with aclosing(answer) as pieces:
+                async for delta in pieces:
+                    deltas.append(delta)
+                    if len(deltas) == most:
+                        return
+
+        reading = asyncio.create_task(follow())
+        for number in range(300):
+            await settle()
+            if reading.done():
+                break
+            self.link.deliver_commands()
+            self.link.step(dict.fromkeys(range(self._choices), steps[number % len(steps)]))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(reading, 10)
+        assert self.lifecycle.in_flight == self.fleet.table.requests.sum() == 0
+        return deltas
+
+
+def copied(record: Record, kept: int) -> MemoryJournal:
+    """What another router finds, when only so many pieces were written before the first one died."""
+    journal = MemoryJournal()
+    lease = journal.open(record.generation)
+    positions: dict[int, int] = defaultdict(int)
+    for piece in record.pieces[:kept]:
+        journal.append(lease, positions[piece.index], piece)
+        positions[piece.index] += len(piece.token_ids)
+    if kept >= len(record.pieces) and record.finish_reason is not None:
+        journal.finish(lease, record.finish_reason, record.error, record.usage)
+    else:
+        journal.release(lease)
+    return journal
+
+
+def mark_of(deltas: list[Delta], choices: int) -> Mark:
+    mark = Mark(choices)
+    for delta in deltas:
+        if delta.token_ids or delta.finish_reason:
+            mark.take(delta)
+        mark.usage |= delta.usage is not None
+    return Mark.parse(str(mark), choices)
+
+
+steps = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+
+
+@given(answers(), st.sampled_from(["", "logprobs", "best_of"]), st.integers(0, 12), st.integers(0, 12), steps, steps)
+@settings(max_examples=300, deadline=None)
+def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
+    answer: tuple[list[str], tuple[str, ...], int], kind: str, read: int, kept: int, before: list[int], after: list[int]
+) -> None:
+    made, stop, max_tokens = answer
+    script = Script([tokens(text) for text in made], max_tokens)
+    n = max(1, len(made) - 1) if kind == "best_of" else len(made)
+    best_of = len(made) if kind == "best_of" else 0
+    params = SamplingParams(seed=7, max_tokens=max_tokens, n=n, best_of=best_of, logprobs=0 if kind else None)
+    generation = Generation("r", "m", tokens(PROMPT), params, stop, stream=True, digest="d")
+
+    async def play() -> tuple[list[Delta], list[Delta], list[Delta]]:
+        calm = Place(script, MemoryJournal())
+        whole = await calm.read(calm.lifecycle.run(generation), before)
+        journal = MemoryJournal()
+        first = Place(script, journal)
+        had = await first.read(first.lifecycle.run(generation), before, read) if read else []
+        record = await journal.read("r")
+        if record is None:  # it was never begun
+            lease = journal.open(generation)
+            journal.release(lease)
+            record = await journal.read("r")
+        assert record is not None
+        second = Place(script, copied(record, kept))
+        resumed = await second.read(second.lifecycle.resume(record, mark_of(had, n)), after)
+        return whole, had, resumed
+
+    whole, had, resumed = asyncio.run(play())
+    fresh = [delta for delta in resumed if not delta.told]
+    assert {i: everything(whole, i) for i in range(n)} == {i: everything(had + fresh, i) for i in range(n)}
+    usages = [delta.usage for delta in had + fresh if delta.usage is not None]
+    assert usages == [whole[-1].usage]
+    if not best_of:
+        expected = [undisturbed(text, stop, max_tokens)[0] for text in made]
+        assert [told(had + fresh, index) for index in range(n)] == expected
+        assert [told(resumed, index) for index in range(n)] == expected, "what was told is told again, as told"
+
+
+def everything(deltas: list[Delta], index: int) -> tuple[str, list[int], list[float], list[FinishReason]]:
+    mine = [delta for delta in deltas if delta.index == index]
+    return (
+        told(mine, index),
+        [token_id for delta in mine for token_id in delta.token_ids],
+        [each.logprob for delta in mine for each in delta.logprobs],
+        [delta.finish_reason for delta in mine if delta.finish_reason is not None],
+    )
+
+
+def streamed(**more: object) -> Generation:
+    params = SamplingParams(temperature=0.5, seed=7, max_tokens=50)
+    return replace(Generation("r", "m", tokens("hello"), params, stream=True), **more)
+
+
+async def test_a_second_reader_follows_the_first() -> None:
+    async with house() as place:
+        first, submit = await started(place, place.lifecycle.run(streamed()))
+        place.engine.send(output("r", tokens("one "), 0))
+        await place.delivered("one ")
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        second = asyncio.create_task(collect(place.lifecycle.resume(record, Mark.parse("1", 1))))
+        place.engine.send(output("r", tokens("two"), 4, LENGTH))
+        assert told(await first) == told(await second) == "one two"
+        assert told([delta for delta in await second if not delta.told]) == "ne two"
+        assert submit.request_id == "r"
+        assert place.engine.commands.empty(), "it was run twice"
+
+
+async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None:
+    async with house() as place:
+        answer = place.lifecycle.run(streamed())
+        task = asyncio.create_task(anext(answer))
+        await place.engine.submit()
+        place.engine.send(output("r", tokens("ab"), 0))
+        await task
+        await answer.aclose()
+        assert (await place.engine.cancel()).request_id == "r"
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        assert not record.held
+        again = asyncio.create_task(collect(place.lifecycle.resume(record, Mark.parse("2", 1))))
+        submit = await place.engine.submit()
+        assert submit.request_id != "r", "the engine may still be busy with the first"
+        assert list(submit.output_token_ids) == tokens("ab")
+        place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
+        assert told([delta for delta in await again if not delta.told]) == "c"
+        await place.left_nothing("r", FinishReason.STOP, "abc")
+
+
+async def test_a_client_that_cannot_come_back_leaves_nothing() -> None:
+    async with house() as place:
+        answer = place.lifecycle.run(streamed(stream=False))
+        task = asyncio.create_task(anext(answer))
+        await place.engine.submit()
+        place.engine.send(output("r", tokens("ab"), 0))
+        await task
+        await answer.aclose()
+        await place.left_nothing("r", FinishReason.ABORT, "ab")
+
+
+async def test_a_request_of_one_id_runs_once() -> None:
+    async with house() as place:
+        answer = await place.lifecycle.run_once(streamed(digest="d"))
+        assert answer is not None
+        assert await place.lifecycle.run_once(streamed(digest="d")) is None
+        await answer.aclose()
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        assert not record.held, "it was never begun, and must be let go of all the same"
+
+
+async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_its_router_leaves() -> None:
+    async with house() as place:
+        assert await place.lifecycle.start(streamed(background=True, stream=False))
+        await place.engine.submit()
+        place.engine.send(output("r", tokens("ab"), 0))
+        await place.delivered("ab")
+        await place.lifecycle.drain(0.01)
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        assert not record.held
+        async with house(journal=place.journal) as other:
+            assert await other.lifecycle.adopt() == 1
+            assert await other.lifecycle.adopt() == 0
+            submit = await other.engine.submit()
+            assert list(submit.output_token_ids) == tokens("ab")
+            other.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
+            await other.delivered("abc")
+            async with asyncio.timeout(5):
+                while other.lifecycle.in_flight:  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.002)
+            await other.left_nothing("r", FinishReason.STOP, "abc")
+
+
+async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
+    async with house() as place:
+        task, _ = await started(place, place.lifecycle.run(streamed()))
+        place.engine.send(output("r", tokens("ab"), 0))
+        await place.delivered("ab")
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        following = asyncio.create_task(collect(place.lifecycle.resume(record, Mark(1))))
+        await asyncio.sleep(0.1)
+        await place.lifecycle.drain(0.01)
+        for reading in (task, following):
+            with pytest.raises(QuireError) as caught:
+                await reading
+            assert caught.value.code is ErrorCode.UNAVAILABLE
+        assert await place.journal.claim("r") is not None
+
+
+async def test_what_ended_with_an_error_ends_with_it_again() -> None:
+    async with house() as place:
+        with pytest.raises(QuireError):
+            await collect(place.lifecycle.run(streamed(deadline=0.0)))
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        with pytest.raises(QuireError, match="took longer") as caught:
+            await collect(place.lifecycle.resume(record, Mark(1)))
+        assert caught.value.code is ErrorCode.DEADLINE
+
+
+async def test_a_request_that_another_router_took_is_not_told_any_further() -> None:
+    async with house() as place:
+        task, _ = await started(place, place.lifecycle.run(streamed()))
+        place.engine.send(output("r", tokens("ab"), 0))
+        await place.delivered("ab")
+        place.lifecycle.on_taken("r")
+        with pytest.raises(QuireError, match="Another router"):
+            await task
+        assert place.lifecycle.in_flight == 0
