@@ -6,12 +6,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test soak lint bench bench-simulation bench-fleet peers proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-simulation bench-fleet peers proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
 	@echo "make test                                     every test, real processes included"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
+	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
@@ -35,6 +36,10 @@ test: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak tests/unit $(ARGS)
+
+chaos: $(READY)
+	@scripts/redis.sh
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 lint: $(READY) proto-check
 	$(BIN)/ruff check .

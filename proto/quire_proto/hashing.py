@@ -11,6 +11,7 @@ from hashlib import blake2b
 from sys import byteorder
 
 HASH_BYTES = 16
+TOKEN_BYTES = 4
 ROOT = bytes(HASH_BYTES)
 
 
@@ -24,10 +25,20 @@ def extra_key(model_revision: str, salt: bytes = b"") -> bytes:
 
 def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
     """The 16-byte name of one full block of ``tokens`` (each below 2^31) that follows ``parent``."""
+    return hash_packed(parent, pack(tokens), extra)
+
+
+def hash_packed(parent: bytes, packed: bytes, extra: bytes) -> bytes:
+    """The same of tokens that ``pack`` has packed, each in ``TOKEN_BYTES``."""
+    return blake2b(parent + packed + extra, digest_size=HASH_BYTES).digest()
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    """Little-endian int32."""
     packed = array("i", tokens)
     if byteorder == "big":
         packed.byteswap()
-    return blake2b(parent + packed.tobytes() + extra, digest_size=HASH_BYTES).digest()
+    return packed.tobytes()
 
 
 def hash_blocks(tokens: Sequence[int], block_size: int, extra: bytes) -> list[bytes]:

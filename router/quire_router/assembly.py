@@ -16,6 +16,7 @@ from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
 from quire_router.api.running import Running
 from quire_router.config import Settings
+from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.peers import Peers
@@ -42,6 +43,7 @@ class Parts:
             StaticDiscovery(settings.engine),
             settings.models,
             LinkSettings(slow_client_timeout=settings.slow_client_timeout),
+            assumed=assumed_limits(settings.models),
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
         self.queue = Queue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
@@ -71,6 +73,7 @@ class Parts:
         ending.push_async_callback(self.journal.close)
         if self.tally is not None:
             ending.push_async_callback(self.tally.close)
+            self.tally.start()
         if self.peers is not None:
             ending.push_async_callback(self.peers.close)
             self.peers.start()
@@ -105,7 +108,7 @@ class Parts:
 def _queue_settings(settings: Settings) -> QueueSettings:
     return QueueSettings(
         hold_timeout=settings.hold_timeout,
-        max_seconds=settings.max_queue_seconds,
+        max_seconds=max(settings.max_queue_seconds, settings.hold_timeout),
         bounds=Bounds(requests=settings.max_queued_requests, bytes=settings.max_queued_bytes),
     )
 

@@ -212,7 +212,7 @@ class Lifecycle:
                 raise _shutting_down()
             claimed = None if tail.held else await self._claim(generation.request_id)
             if claimed is not None:
-                async with aclosing(self._take_up(*claimed, retelling, mark, caller, shortcut)) as answer:
+                async with aclosing(self._take_up(*claimed, retelling, mark, caller, shortcut=shortcut)) as answer:
                     async for delta in answer:
                         yield delta
                 return
@@ -220,7 +220,7 @@ class Lifecycle:
         raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
 
     async def _take_up(
-        self, record: Record, lease: Lease, retelling: Retelling, mark: Mark, caller: Context, shortcut: Shortcut
+        self, record: Record, lease: Lease, retelling: Retelling, mark: Mark, caller: Context, *, shortcut: Shortcut
     ) -> AsyncGenerator[Delta]:
         together = Progress.tells_together(record.generation)
         for delta in () if together else retelling.catch_up(record.pieces):

@@ -62,11 +62,16 @@ class Routing:
 
     async def _turn(self, progress: Progress) -> None:
         """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
-        began = time_ns()
-        progress.interrupted.add_done_callback(lambda _: self._turns.leave(progress.id))
+        began, request_id = time_ns(), progress.id
+
+        def leave(_: object) -> None:
+            self._turns.leave(request_id)
+
+        progress.interrupted.add_done_callback(leave)
         try:
             await self._turns.turn(waiting(progress.generation))
         finally:
+            progress.interrupted.remove_done_callback(leave)
             _tell_wait(progress, began, "turn")
 
     async def _hold(self, progress: Progress, seconds: float) -> None:

@@ -1,5 +1,5 @@
-"""Tokens counted in plain numbers, and told to the metrics now and then: for each token that would cost more than most of
-what is done with it.
+"""Tokens counted in plain numbers, and told to the metrics now and then: to tell them of each would cost more than most
+of what is done with it.
 """
 
 from bisect import bisect_left

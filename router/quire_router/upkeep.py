@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 from quire_proto.errors import QuireError
 
+from quire_router import tally
 from quire_router.admission.queue import Queue
 from quire_router.fleet.ledger import Ledger
-from quire_router import tally
 from quire_router.lifecycle import Lifecycle
 from quire_router.placement.index import PrefixIndex
 

@@ -24,7 +24,9 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
         self._generation = random.getrandbits(63)
         self._tokens = [random.randrange(vocabulary // 2, vocabulary - 8) for _ in range(4096)]
 
-    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
+    async def Describe(  # noqa: N802
+        self, request: pb.DescribeRequest, context: object
+    ) -> pb.DescribeResponse:
         return pb.DescribeResponse(
             served_model_names=[MODEL],
             model_revision="steady",
@@ -38,7 +40,7 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
             prefix_caching=True,
         )
 
-    async def Session(
+    async def Session(  # noqa: N802
         self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
         live: dict[str, list[int]] = {}

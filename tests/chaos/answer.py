@@ -9,8 +9,9 @@ from quire.v1 import inference_pb2 as pb
 
 @dataclass
 class Answer:
-    """``error`` is a typed error that trying again did not cure; ``away`` are the times between which no router was at
-    work for this client as far as it knows (by ``time.monotonic``).
+    """``error`` is a typed error that trying again did not cure, ``untyped`` anything else that is no answer.
+    The request is ``known_after_all`` if it was found again although it ended with an error. ``away`` are the times
+    between which no router was at work for this client as far as it knows (by ``time.monotonic``).
     """
 
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
@@ -18,6 +19,7 @@ class Answer:
     ends: dict[int, str] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
     error: str | None = None
+    known_after_all: bool = False
     untyped: str | None = None
     hung: bool = False
     resumed: int = 0

@@ -15,6 +15,7 @@ from tests.chaos.stack import Stack
 from tests.chaos.workload import Request
 
 PAUSE = 0.2
+LATER = 6.0  # seconds
 BUSY = (429, 503)
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
@@ -57,7 +58,9 @@ class Client(ABC):
                 self.answer.hung = True
                 break
             await asyncio.sleep(PAUSE * self._chance.uniform(0.5, 1.5))
-            began = max(began, self._heard if self.answer.texts else began)
+            began = max(began, self._heard)
+        if self.answer.error is not None:
+            self.answer.known_after_all = await self._is_known()
         return self.answer
 
     async def _complete(self, request: Request) -> bool:
@@ -72,6 +75,17 @@ class Client(ABC):
     @abstractmethod
     async def _try(self, request: Request) -> bool:
         """As far as one connection goes. Raises ``Broken`` and what the connection raises."""
+
+    async def _is_known(self) -> bool:
+        """Whether a router knows the request after all, some time later."""
+        await asyncio.sleep(LATER)
+        for url in self._stack.urls if self._id else ():
+            try:
+                if (await self._http.get(f"{url}/v1/requests/{self._id}")).status_code == 200:
+                    return True
+            except httpx.HTTPError:
+                continue
+        return False
 
     def _hear(self) -> None:
         """A router is at work for this client."""

@@ -23,6 +23,7 @@ class Report:
 
     counts: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
+    forgotten_ways: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
 
@@ -40,15 +41,17 @@ class Report:
             verdict = "forgotten"
         if verdict is not None:
             self.counts[verdict] += 1
-        if verdict is not None:
+        if verdict == "forgotten":
+            self.forgotten_ways[request.way] += 1
+        elif verdict is not None:
             self.examples.append(
-                f"{verdict}: {request}\n  wanted {wanted.told()} {wanted.error or wanted.untyped}\n"
-                f"  got    {got.told()} {got.error or got.untyped}, {got.resumed} times resumed"
+                f"{verdict}: {request}\n  wanted {_shown(wanted)}\n  got    {_shown(got)}, {got.resumed} times resumed"
             )
 
     def __str__(self) -> str:
         lines = [f"{name:>12} {self.counts[name]}" for name in COUNTS]
-        lines += [f"{name:>12} {_listed(counter)}" for name, counter in (("ways", self.ways), ("faults", self.faults))]
+        lists = {"ways": self.ways, "of forgotten": self.forgotten_ways, "faults": self.faults}
+        lines += [f"{name:>12} {_listed(counter)}" for name, counter in lists.items() if counter]
         return "\n".join(lines + self.examples[:10])
 
 
@@ -66,16 +69,21 @@ def _verdict(wanted: Answer, got: Answer) -> str | None:
 
 
 def _was_forgotten(request: Request, got: Answer, absences: Sequence[Absence]) -> bool:
-    """Whether Redis was away while no router was at work for the client, as far as it knew. Nobody looks after a
-    background request, so for these it is enough that both were away.
+    """Whether Redis was away while no router was at work for the client, as far as it knew, and nobody ever gave it the
+    record again. Nobody holds a background request that has ended, or whose router has.
     """
-    if not got.error or not ("404" in got.error or "NOT_FOUND" in got.error):
+    if got.known_after_all or not got.error or not ("404" in got.error or "NOT_FOUND" in got.error):
         return False
     losses = [(absence.begin, absence.end) for absence in absences if absence.name == REDIS]
     away = list(got.away)
     if request.way in (BACKGROUND, POLLING):
         away += [(absence.begin, absence.end) for absence in absences if absence.name == ROUTER]
     return any(begin < loss_end and loss_begin < end for begin, end in away for loss_begin, loss_end in losses)
+
+
+def _shown(answer: Answer) -> str:
+    known = " (but it is known)" if answer.known_after_all else ""
+    return f"{str(answer.told())[:2000]} {answer.error or answer.untyped or ''}{known}"
 
 
 def _listed(counter: Counter[str]) -> str:

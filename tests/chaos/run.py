@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from time import monotonic
 
 import httpx
 
@@ -25,10 +26,14 @@ _CLIENTS: dict[str, type[Client]] = {
 }  # fmt: skip
 
 
+def _keep_quiet(_text: str) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Every fault comes ``rounds`` times, in an order of chance. ``pause`` is how many seconds a stopped part is stopped,
-    ``rest`` the longest time between two faults, and ``pairs`` the chance that two come at once. There are
+    """Every fault comes ``rounds`` times, in an order of chance. ``pause`` is how many seconds a stopped part is
+    stopped, ``rest`` the longest time between two faults, and ``pairs`` the chance that two come at once. There are
     ``concurrency`` clients at a time.
     """
 
@@ -41,14 +46,21 @@ class Plan:
     concurrency: int = 48
 
 
-async def chaos(stack: Stack, work: Sequence[Request], faults: Sequence[Fault], plan: Plan) -> Report:
-    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come."""
+async def chaos(
+    stack: Stack,
+    work: Sequence[Request],
+    faults: Sequence[Fault],
+    plan: Plan,
+    tell: Callable[[str], None] = _keep_quiet,
+) -> Report:
+    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come; tells each of them."""
     report, chance = Report(), random.Random(plan.seed)
     async with _http(plan.manners) as http:
         calm = _Crowd(stack, http, work, chance, Manners(silence=plan.manners.silence), "calm")
         await calm.come(plan.concurrency, lambda: False)
+        tell(f"{len(work)} answers undisturbed")
         crowd = _Crowd(stack, http, work, chance, plan.manners, "chaos")
-        trouble = asyncio.create_task(_disturb(stack, faults, plan, chance, report))
+        trouble = asyncio.create_task(_disturb(stack, faults, plan, chance, report, tell))
         await crowd.come(plan.concurrency, lambda: not trouble.done())
         await trouble
     for number, answer in crowd.answers.items():
@@ -56,11 +68,20 @@ async def chaos(stack: Stack, work: Sequence[Request], faults: Sequence[Fault], 
     return report
 
 
-async def _disturb(stack: Stack, faults: Sequence[Fault], plan: Plan, chance: random.Random, report: Report) -> None:
+async def _disturb(
+    stack: Stack,
+    faults: Sequence[Fault],
+    plan: Plan,
+    chance: random.Random,
+    report: Report,
+    tell: Callable[[str], None],
+) -> None:
     left = [fault for _ in range(plan.rounds) for fault in chance.sample(list(faults), len(faults))]
     while left:
         now = [left.pop() for _ in range(1 + (chance.random() < plan.pairs)) if left]
-        report.faults.update(fault.__name__ for fault in now)
+        names = [fault.__name__ for fault in now]
+        report.faults.update(names)
+        tell(" and ".join(names))
         await asyncio.gather(*(fault(stack, chance, plan.pause) for fault in now))
         await asyncio.sleep(chance.uniform(0.2, 1.0) * plan.rest)
 
@@ -102,6 +123,11 @@ def _http(manners: Manners) -> httpx.AsyncClient:
     return httpx.AsyncClient(limits=limits, timeout=httpx.Timeout(manners.silence, connect=5.0))
 
 
+def _teller() -> Callable[[str], None]:
+    began = monotonic()
+    return lambda text: print(f"{monotonic() - began:6.0f} s  {text}", flush=True)
+
+
 async def main(arguments: Sequence[str]) -> int:
     """The long form."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,7 +147,7 @@ async def main(arguments: Sequence[str]) -> int:
     plan = Plan(manners, options.seed, options.rounds, **more)
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         async with running_stack(options.keep or Path(folder)) as stack:
-            report = await chaos(stack, requests(options.streams, options.seed), faults, plan)
+            report = await chaos(stack, requests(options.streams, options.seed), faults, plan, _teller())
     print(report)
     return 0 if report.clean else 1
 

@@ -43,8 +43,8 @@ class Door:
 
     def __init__(self, router: Router, tenant: str = "reader") -> None:
         self.router = router
-        self.openai = OpenAI(base_url=f"{router.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=60)
-        self.http = httpx.Client(base_url=router.url, headers=dict([self._authorization(tenant)]), timeout=60)
+        self.openai = OpenAI(base_url=f"{router.url}/v1", api_key=key_of(tenant), max_retries=0, timeout=90)
+        self.http = httpx.Client(base_url=router.url, headers=dict([self._authorization(tenant)]), timeout=90)
         self.metadata = (self._authorization(tenant),)
         self._channel = grpc.insecure_channel(router.grpc_address)
         self.grpc = InferenceStub(self._channel)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -44,9 +45,14 @@ class RedisTally:
         self._telling: asyncio.Task[None] | None = None
         self._away_until = 0.0
 
+    def start(self) -> None:
+        """Begins to connect, so that the first request need not wait for that; never waits, never fails."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
+
     async def charge(self, charge: Charge) -> Charged | None:
         """See ``Tally``."""
-        self._start()
+        self.start()
         if asyncio.get_running_loop().time() < self._away_until:
             return None
         try:
@@ -94,14 +100,12 @@ class RedisTally:
     def _lease_time(self) -> int:
         return round(self._lease * MICROSECONDS)
 
-    def _start(self) -> None:
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
-
     async def _tell(self) -> None:
         """Tells Redis what has ended as it comes, and three times a lease what goes on."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
+        with suppress(*_FAILURES):
+            await self._client.script_load(_source("charge"))
         while True:
             due = renewed + self._lease / 3
             await self._wait_for_news(due - loop.time())

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -16,6 +16,7 @@ from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.expected import most_sequences
 from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
+from quire_router.fleet.limits import ModelLimits
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.settings import LinkSettings
@@ -33,15 +34,6 @@ class FleetKvListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What a model's engines have in common: the smallest length and vocabulary among them."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Able:
     """The engines that can run a model now, and their rows."""
 
@@ -54,7 +46,8 @@ class Fleet:
 
     An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
     to compute; ``on_room`` is called when that may have come to be so of one. ``table`` has a row for each engine that
-    is known, with the load of all routers that ``ledger`` knows of.
+    is known, with the load of all routers that ``ledger`` knows of. ``assumed`` are limits of models of which no engine
+    has told any.
     """
 
     def __init__(
@@ -67,6 +60,7 @@ class Fleet:
         on_room: Callable[[], None] = lambda: None,
         room_seconds: float = ROOM_SECONDS,
         table: EngineTable | None = None,
+        assumed: Mapping[str, ModelLimits] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_room = on_room
@@ -78,7 +72,7 @@ class Fleet:
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
         self._able: dict[str, _Able] = {}
-        self._limits: dict[str, ModelLimits] = {}
+        self._limits = dict(assumed or {})
         self._changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -128,7 +122,9 @@ class Fleet:
         return self._by_row[row].account.waiting_seconds
 
     def limits(self, model: str) -> ModelLimits | None:
-        """The model's limits as engines told them, also after they went away; None while no engine has told."""
+        """The model's limits as engines told them, also after they went away. While none has told they are those that
+        are ``assumed``, or None.
+        """
         return self._limits.get(model)
 
     async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool

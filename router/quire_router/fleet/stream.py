@@ -157,6 +157,7 @@ class OutputStream:
         self.abort()
         self._ready.clear()
         self._delivered = True
+        self.on_piece = None  # whoever reads holds this stream, and a cycle would wait for the collector
         if self.running:
             self._on_cancel(self.request_id, None)
 

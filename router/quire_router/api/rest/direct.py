@@ -5,8 +5,9 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-EXTENSION: Final = "quire.direct"
-"""Its name among a scope's ``extensions``."""
+EXTENSION: Final = "quire"
+DIRECT: Final = "direct"
+"""Where it is among a scope's ``extensions``."""
 
 
 class Direct:
@@ -33,5 +34,5 @@ class Direct:
 
 def direct_of(scope: Mapping[str, Any]) -> Direct | None:
     """The direct way to a request's connection, where its server gives one."""
-    found = scope.get("extensions", {}).get(EXTENSION)
+    found = scope.get("extensions", {}).get(EXTENSION, {}).get(DIRECT)
     return found if isinstance(found, Direct) else None

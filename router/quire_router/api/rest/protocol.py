@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from quire_router.api.frontend import new_request_id
 from quire_router.api.rest.answers import error_answer
-from quire_router.api.rest.direct import EXTENSION, Direct
+from quire_router.api.rest.direct import DIRECT, EXTENSION, Direct
 from quire_router.api.rest.refusals import HttpError, head_too_large, head_too_slow, not_http
 from quire_router.api.running import RETRY_BUSY
 
@@ -91,7 +91,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_waiting()
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: Direct(self.cycle)}
+            self.scope["extensions"] = {EXTENSION: {DIRECT: Direct(self.cycle)}}
 
     def on_message_complete(self) -> None:
         """The next request's head may come."""
