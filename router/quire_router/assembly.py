@@ -18,6 +18,7 @@ from quire_router.api.running import Running
 from quire_router.config import Settings
 from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
+from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.peers import Peers
 from quire_router.fleet.settings import LinkSettings
@@ -51,7 +52,8 @@ class Parts:
         url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
         self.journal = _journal(url, settings.retention)
         self.tally = None if url is None else RedisTally(url)
-        self.peers = None if url is None else Peers(url, self.fleet.ledger)
+        self.expectations = Expectations(self.fleet.table, self.index)
+        self.peers = None if url is None else Peers(url, self.fleet.ledger, self.expectations)
         limits = Limits(file.tenants, self.tally)
         self.lifecycle = self._lifecycle(settings, texts, limits)
         self.frontend = Frontend(
@@ -73,7 +75,6 @@ class Parts:
         ending.push_async_callback(self.journal.close)
         if self.tally is not None:
             ending.push_async_callback(self.tally.close)
-            self.tally.start()
         if self.peers is not None:
             ending.push_async_callback(self.peers.close)
             self.peers.start()
@@ -85,6 +86,8 @@ class Parts:
     def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> Lifecycle:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        if self.peers is not None:
+            placer.on_expected = self.expectations.note
         routing = Routing(
             self.fleet,
             placer,

@@ -96,7 +96,7 @@ class Settings(BaseSettings):
     max_queued_bytes: Count = Field(default=256 * 2**20, description="Bytes of what waits for one model before 429.")
     placement_policy: PolicyName = Field(default="cost", description="How an engine is chosen for a request.")
     max_affinity_wait: Annotated[float, Field(ge=0)] = Field(
-        default=5.0, description="Seconds that a request may wait longer for the sake of what is cached."
+        default=20, description="Seconds that a request may wait longer for the sake of what is cached."
     )
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")

@@ -36,6 +36,7 @@ from quire_router.spans import attempt_span
 log = logging.getLogger(__name__)
 
 FOLLOW_PERIOD = 0.05  # seconds between two looks at a record that another writes
+MAX_LOOKS = 400  # in a second, of all that follow records here
 _TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 
@@ -79,6 +80,7 @@ class Lifecycle:
         self._idle.set()
         self._draining = False
         self._leaving = False
+        self._pausing = 0
         journal.report_to(self)
 
     @property
@@ -99,6 +101,8 @@ class Lifecycle:
     async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already."""
         self._check_door()
+        if generation.request_id in self._running:
+            return None  # also where the journal had no room for it
         shortcut = Shortcut()
         with ExitStack() as undo:
             bill = undo.enter_context(await self._charge(generation))
@@ -154,11 +158,31 @@ class Lifecycle:
         """Takes up background requests that their routers left; returns how many. Raises ``QuireError``."""
         adopted = 0
         for request_id in () if self._draining else await self._journal.orphans():
-            claimed = await self._journal.claim(request_id)
-            if claimed is not None:
-                self._spawn(self._go_on(*claimed, None, Context(), Shortcut()))
-                adopted += 1
+            try:
+                adopted += await self._adopt(request_id)
+            except QuireError as error:
+                if error.code is not ErrorCode.INTERNAL:
+                    raise
+                log.error("background request %s cannot be taken up", request_id)  # the others can
         return adopted
+
+    async def _adopt(self, request_id: str) -> bool:
+        claimed = await self._journal.claim(request_id) if await self._serves(request_id) else None
+        if claimed is not None:
+            self._spawn(self._go_on(*claimed, None, Context(), Shortcut()))
+        return claimed is not None
+
+    async def _serves(self, request_id: str) -> bool:
+        """Whether a record's request can run here; routers of other models may share the journal. One that is damaged
+        is everybody's: whoever claims it ends it.
+        """
+        try:
+            record = await self._journal.read(request_id)
+        except QuireError as error:
+            if error.code is ErrorCode.INTERNAL:
+                return True
+            raise
+        return record is not None and record.generation.model in self._texts
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Refuses new requests from now on, lets running ones end within ``timeout`` seconds, then ends the rest with
@@ -216,26 +240,36 @@ class Lifecycle:
                     async for delta in answer:
                         yield delta
                 return
-            await asyncio.sleep(FOLLOW_PERIOD)
+            await self._pause()
         raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+
+    async def _pause(self) -> None:
+        """Between two looks at a record: however many follow records here, they look only so often together."""
+        self._pausing += 1
+        try:
+            await asyncio.sleep(max(FOLLOW_PERIOD, self._pausing / MAX_LOOKS))
+        finally:
+            self._pausing -= 1
 
     async def _take_up(
         self, record: Record, lease: Lease, retelling: Retelling, mark: Mark, caller: Context, *, shortcut: Shortcut
     ) -> AsyncGenerator[Delta]:
-        together = Progress.tells_together(record.generation)
-        for delta in () if together else retelling.catch_up(record.pieces):
-            yield delta
         async with aclosing(self._go_on(record, lease, mark, caller, shortcut)) as answer:
+            together = Progress.tells_together(record.generation)
+            for delta in () if together else retelling.catch_up(record.pieces):
+                yield delta
             async for delta in answer:
                 yield delta
 
-    async def _go_on(
-        self, record: Record, lease: Lease, mark: Mark | None, caller: Context, shortcut: Shortcut
-    ) -> AsyncGenerator[Delta]:
-        progress = self._begin(record.generation, lease, caller, record=record, mark=mark, shortcut=shortcut)
-        async with aclosing(self._answer(progress)) as answer:
-            async for delta in answer:
-                yield delta
+    def _go_on(self, record: Record, lease: Lease, mark: Mark | None, caller: Context, shortcut: Shortcut) -> Held:
+        """The rest of a request that was claimed, whose record is let go of or ended whatever becomes of this."""
+        try:
+            progress = self._begin(record.generation, lease, caller, record=record, mark=mark, shortcut=shortcut)
+        except Exception:
+            log.exception("request %s cannot go on", lease.request_id)
+            self._journal.finish(lease, FinishReason.ERROR, write_failure(internal()))
+            raise internal() from None
+        return Held(self._answer(progress), shortcut, progress.leave)
 
     async def _answer(self, progress: Progress) -> AsyncGenerator[Delta]:
         with self._running_as(progress):
@@ -361,7 +395,8 @@ class Lifecycle:
             if deadline is not None:
                 deadline.cancel()
             metrics.IN_FLIGHT.labels(model).dec()
-            del self._running[progress.id]
+            if self._running.get(progress.id) is progress:  # else the same came twice, and the journal held neither
+                del self._running[progress.id]
             if not self._running:
                 self._idle.set()
 

@@ -1,4 +1,6 @@
-"""The router's Prometheus metrics. Labels are configured models and enumerations only, so their number is bounded."""
+"""The router's Prometheus metrics. Labels are configured models and enumerations only, so their number is bounded. Of
+several workers, gauges that count are added up, and of those that tell a state the worst counts.
+"""
 
 from collections.abc import Sequence
 
@@ -28,13 +30,15 @@ REQUESTS = Counter(
     ["model", "operation", "finish_reason"],
 )
 REJECTIONS = Counter(Metric.REJECTIONS, "Requests refused before they reached an engine, by error code.", ["reason"])
-IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"])
-PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"])
+IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"], multiprocess_mode="livesum")
+PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"], multiprocess_mode="livesum")
 QUEUE_SECONDS = Histogram(
     Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=_SECONDS
 )
 ADMISSION_REFUSALS = Counter(Metric.ADMISSION_REFUSALS, "Requests that limits or the queue refused.", ["reason"])
-LIMITS_SHARED = Gauge(Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.")
+LIMITS_SHARED = Gauge(
+    Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.", multiprocess_mode="livemin"
+)
 TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=_SECONDS)
 ITL = CountedHistogram(
     Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS
@@ -42,14 +46,22 @@ ITL = CountedHistogram(
 DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
 PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
-ENGINES_READY = Gauge(Metric.ENGINES_READY, "Engines that can run the model now.", ["model"])
-LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.")
-LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.")
+ENGINES_READY = Gauge(
+    Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
+)
+LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.", multiprocess_mode="livemin")
+LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", multiprocess_mode="livemax")
 LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
 ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["policy", "result"])
-INDEX_BLOCKS = Gauge(Metric.INDEX_BLOCKS, "Blocks in the prefix index, counted for each engine that has them.")
+INDEX_BLOCKS = Gauge(
+    Metric.INDEX_BLOCKS,
+    "Blocks in the prefix index, counted for each engine that has them.",
+    multiprocess_mode="livesum",
+)
 INDEX_DROPPED = Counter(Metric.INDEX_DROPPED, "Blocks that the prefix index did not take.", ["reason"])
-JOURNAL_AVAILABLE = Gauge(Metric.JOURNAL_AVAILABLE, "1 while request state is being kept.")
-JOURNAL_PENDING = Gauge(Metric.JOURNAL_PENDING, "Requests with state that is not written yet.")
+JOURNAL_AVAILABLE = Gauge(Metric.JOURNAL_AVAILABLE, "1 while request state is being kept.", multiprocess_mode="livemin")
+JOURNAL_PENDING = Gauge(
+    Metric.JOURNAL_PENDING, "Requests with state that is not written yet.", multiprocess_mode="livesum"
+)
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")

@@ -13,7 +13,7 @@ from quire_proto.text.errors import ModelTextError
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
-from quire_router.admission.tenants_file import TenantsFileError
+from quire_router.admission.tenants_file import TenantsFileError, read_tenants
 from quire_router.api.rest.app import build_admin, build_api
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
@@ -106,6 +106,7 @@ def run(arguments: Sequence[str]) -> None:
 async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
     server: Router | Supervisor
     if settings.workers > 1 and place is None:
+        _check(settings)
         server = Supervisor(settings, arguments)
     else:
         server = Router(settings, _load_texts(settings.models), place)
@@ -113,12 +114,25 @@ async def _serve(settings: Settings, arguments: Sequence[str], place: Place | No
     # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
     _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
     if place is not None:
-        loop.add_reader(place.parent, server.stop)  # the supervisor is gone
+        loop.add_reader(place.parent, _end_with_parent, loop, place, server)
     _rest_collector()
     try:
         await server.run()
     finally:
         _on_signals(signal.SIG_IGN)
+
+
+def _check(settings: Settings) -> None:
+    """Raises what every worker would end with again and again."""
+    _load_texts(settings.models)
+    if settings.tenants is not None:
+        read_tenants(settings.tenants)
+
+
+def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: Router | Supervisor) -> None:
+    """The supervisor is gone. A pipe that has ended says so for ever, so it is heard once."""
+    loop.remove_reader(place.parent)
+    server.stop()
 
 
 def _rest_collector() -> None:

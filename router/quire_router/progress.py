@@ -234,6 +234,8 @@ class Progress:
         """Ends the request here and leaves its record to whoever goes on with it; the first end counts."""
         if self.finish_reason is None:
             self._journal.release(self._lease)
+            if self._bill is not None:
+                self._bill.keep()
             self._close(FinishReason.ABORT)
 
     def _close(self, reason: FinishReason) -> None:

@@ -43,7 +43,7 @@ class Routing:
 
     async def begin(self, progress: Progress) -> Decision | None:
         """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
-        if progress.restored:
+        if progress.begun:
             return await self.again(progress)
         await self._turn(progress)
         return None if _is_cancelled(progress) else self._place(progress) or await self.again(progress)

@@ -45,6 +45,9 @@ class Upkeep:
                 adopted = await self._lifecycle.adopt()
             except QuireError:
                 continue  # request state cannot be read now, which the journal tells itself
+            except Exception:
+                log.exception("looking for orphans failed")
+                continue
             if adopted:
                 log.info("took up %d background requests that their routers had left", adopted)
 
@@ -56,4 +59,7 @@ class Upkeep:
 async def _every(period: float, work: Callable[[], object]) -> None:
     while True:
         await asyncio.sleep(period)
-        work()
+        try:
+            work()
+        except Exception:  # one part that fails may not end the others
+            log.exception("upkeep failed")

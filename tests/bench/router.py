@@ -209,7 +209,7 @@ async def direct(call: grpc.aio.StreamStreamCall, request_id: str) -> None:
 
 
 async def under_load(engine_port: int, port: int, rounds: int, streams: int) -> list[float]:
-    """The same, while other streams take about half of a core of the router."""
+    """The same, while other streams keep the router busy."""
     others = [asyncio.create_task(stream_one(port, 100_000, [0], 0)) for _ in range(streams)]
     try:
         await asyncio.sleep(0.5)
@@ -248,11 +248,14 @@ def report_streams(folder: Path, options: argparse.Namespace) -> None:
 
 
 def report_latency(folder: Path, options: argparse.Namespace) -> None:
-    """Of one process, idle and under half of its load."""
+    """Of one process, idle and beside other streams."""
     with running(folder, 0.0005) as (engine, router):
-        _tell_latency("idle", asyncio.run(measure_latency(engine.port, router.http_port, 400)))
+        _tell_latency("idle", asyncio.run(measure_latency(engine.port, router.http_port, 200)))
     with running(folder, 0.005) as (engine, router):
-        _tell_latency("half load", asyncio.run(under_load(engine.port, router.http_port, 400, options.others)))
+        _tell_latency(
+            f"beside {options.others} streams",
+            asyncio.run(under_load(engine.port, router.http_port, 200, options.others)),
+        )
 
 
 def _tell_latency(name: str, added: list[float]) -> None:
@@ -279,7 +282,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--others", type=int, default=128, help="streams beside the requests whose latency is taken")
+    parser.add_argument("--others", type=int, default=48, help="streams beside the requests whose latency is taken")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--parts", default="streams,latency,workers")
     options = parser.parse_args()

@@ -9,9 +9,9 @@ from quire.v1 import inference_pb2 as pb
 
 @dataclass
 class Answer:
-    """``error`` is a typed error that trying again did not cure, ``untyped`` anything else that is no answer.
-    The request is ``known_after_all`` if it was found again although it ended with an error. ``away`` are the times
-    between which no router was at work for this client as far as it knows (by ``time.monotonic``).
+    """``error`` is a typed error that trying again did not cure, ``untyped`` anything else that is no answer. The
+    request is ``known_after_all`` if it was found again after the error, which was at ``failed_at``. ``away`` are the
+    times between which no router was at work for this client as far as it knows (by ``time.monotonic``).
     """
 
     texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
@@ -19,6 +19,7 @@ class Answer:
     ends: dict[int, str] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
     error: str | None = None
+    failed_at: float = 0.0
     known_after_all: bool = False
     untyped: str | None = None
     hung: bool = False
@@ -42,7 +43,8 @@ class Answer:
     def take_message(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """One message of a gRPC stream."""
         self.texts[message.index] += message.text
-        logprobs = [logprob.logprob for logprob in message.logprobs] or [None] * len(message.token_ids)
+        asked = bool(message.logprobs)
+        logprobs = [logprob.logprob for logprob in message.logprobs] if asked else [0.0] * len(message.token_ids)
         self.tokens[message.index] += zip(message.token_ids, logprobs, strict=True)
         if message.finish_reason:
             self._end(message.index, str(message.finish_reason))

@@ -5,6 +5,7 @@ import json
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from time import monotonic
 from typing import Any, ClassVar
 
@@ -27,12 +28,13 @@ class Broken(Exception):  # noqa: N818 - the client goes on after it
 @dataclass(frozen=True)
 class Manners:
     """How clients behave; times in seconds. ``cut`` is the chance to hang up after an event. They turn elsewhere after
-    ``silence`` without a byte, and count as hung after ``patience`` without any news.
+    ``silence`` without a byte, and count as hung after ``patience`` without any news, or after ``limit`` in all.
     """
 
     cut: float = 0.0
     silence: float = 7.0
     patience: float = 120.0
+    limit: float = 400.0
 
 
 class Client(ABC):
@@ -51,24 +53,30 @@ class Client(ABC):
 
     async def run(self, request: Request) -> Answer:
         """The whole answer, however often the connection breaks."""
-        self._heard = began = monotonic()
-        while not await self._complete(request):
-            self.answer.resumed += 1
-            if monotonic() > began + self._manners.patience:
-                self.answer.hung = True
-                break
-            await asyncio.sleep(PAUSE * self._chance.uniform(0.5, 1.5))
-            began = max(began, self._heard)
+        self._heard = monotonic()
+        try:
+            async with asyncio.timeout(self._manners.limit):
+                await self._insist(request)
+        except TimeoutError:
+            self.answer.hung = True
         if self.answer.error is not None:
             self.answer.known_after_all = await self._is_known()
         return self.answer
+
+    async def _insist(self, request: Request) -> None:
+        """Returns once the client has its answer, or an error. Raises ``TimeoutError`` when it has lost patience."""
+        while not await self._complete(request):
+            self.answer.resumed += 1
+            if monotonic() > self._heard + self._manners.patience:
+                raise TimeoutError
+            await asyncio.sleep(PAUSE * self._chance.uniform(0.5, 1.5))
 
     async def _complete(self, request: Request) -> bool:
         """One try; whether the client is done."""
         try:
             done = await self._try(request)
         except (httpx.HTTPError, Broken, TimeoutError):
-            self.answer.away.append((self._heard, float("inf")))
+            self._miss()
             return False
         return done
 
@@ -90,12 +98,21 @@ class Client(ABC):
     def _hear(self) -> None:
         """A router is at work for this client."""
         self._heard = monotonic()
-        if self.answer.away and self.answer.away[-1][1] == float("inf"):
+        if self._is_away:
             self.answer.away[-1] = (self.answer.away[-1][0], self._heard)
+
+    def _miss(self) -> None:
+        """From the last word on no router was."""
+        if not self._is_away:
+            self.answer.away.append((self._heard, inf))
+
+    @property
+    def _is_away(self) -> bool:
+        return bool(self.answer.away) and self.answer.away[-1][1] == inf
 
     def _fail(self, error: str, *, typed: bool = True) -> bool:
         if typed:
-            self.answer.error = error
+            self.answer.error, self.answer.failed_at = error, monotonic()
         else:
             self.answer.untyped = error
         return True

@@ -69,15 +69,22 @@ def _verdict(wanted: Answer, got: Answer) -> str | None:
 
 
 def _was_forgotten(request: Request, got: Answer, absences: Sequence[Absence]) -> bool:
-    """Whether Redis was away while no router was at work for the client, as far as it knew, and nobody ever gave it the
-    record again. Nobody holds a background request that has ended, or whose router has.
+    """Whether Redis was away while no router was at work for the client, as far as it knew, and nobody gave it the
+    record again, but for a router that was stopped then. Nobody holds a background request that has ended, or whose
+    router has.
     """
-    if got.known_after_all or not got.error or not ("404" in got.error or "NOT_FOUND" in got.error):
+    routers = [(absence.begin, absence.end) for absence in absences if absence.name == ROUTER]
+    was_stopped = any(begin <= got.failed_at <= end for begin, end in routers)
+    if (
+        (got.known_after_all and not was_stopped)
+        or not got.error
+        or not ("404" in got.error or "NOT_FOUND" in got.error)
+    ):
         return False
     losses = [(absence.begin, absence.end) for absence in absences if absence.name == REDIS]
     away = list(got.away)
     if request.way in (BACKGROUND, POLLING):
-        away += [(absence.begin, absence.end) for absence in absences if absence.name == ROUTER]
+        away += routers
     return any(begin < loss_end and loss_begin < end for begin, end in away for loss_begin, loss_end in losses)
 
 

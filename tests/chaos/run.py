@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -136,13 +137,14 @@ async def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--concurrency", type=int, default=48, help="clients at a time")
     parser.add_argument("--pause", type=float, default=10.0, help="seconds that a stopped part is stopped")
     parser.add_argument("--silence", type=float, default=7.0, help="seconds without a byte after which a client leaves")
+    parser.add_argument("--cut", type=float, default=0.002, help="chance that a client hangs up after an event")
     parser.add_argument("--pairs", type=float, default=0.3, help="chance that two faults come at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="only these; default: all")
     parser.add_argument("--keep", type=Path, help="a folder for the processes' output")
     options = parser.parse_args(arguments)
     faults = named(options.faults) if options.faults else FAULTS
-    manners = Manners(cut=0.002, silence=options.silence)
+    manners = Manners(cut=options.cut, silence=options.silence)
     more = {"pause": options.pause, "pairs": options.pairs, "concurrency": options.concurrency}
     plan = Plan(manners, options.seed, options.rounds, **more)
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
@@ -153,4 +155,5 @@ async def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left behind
     sys.exit(asyncio.run(main(sys.argv[1:])))

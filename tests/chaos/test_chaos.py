@@ -21,9 +21,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SHORT = (
     "kill_engine", "kill_router", "cut_connections", "drain_engine", "drain_router", "kill_redis", "empty_redis",
-    "stop_engine", "stop_router", "stop_redis", "kill_all_engines",
+    "stop_engine", "stop_router", "stop_redis",
 )  # fmt: skip
-STREAMS = 80
+STREAMS = 50
 PAIRS = 8
 
 
@@ -42,10 +42,10 @@ async def test_two_requests_with_one_key_at_two_routers_run_once(stack: Stack) -
     assert _generated(stack) - made == sum(one["usage"]["completion_tokens"] for one, _ in answers)
 
 
+@pytest.mark.timeout(900)
 async def test_every_stream_is_the_undisturbed_one_whatever_dies(stack: Stack) -> None:
-    plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=4.0, rest=0.5, pairs=0.5, concurrency=16)
+    plan = Plan(Manners(cut=0.005, silence=3.0), seed=1, pause=4.5, rest=0.2, pairs=1.0, concurrency=12)
     report = await chaos(stack, requests(STREAMS, seed=1), named(SHORT), plan)
-    print(report)
     assert report.clean, str(report)
     assert report.counts["streams"] >= STREAMS
     assert report.counts["resumed"] > 0

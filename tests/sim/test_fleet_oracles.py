@@ -57,6 +57,18 @@ def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found:
     assert [life.cached_tokens for life in lives[6:]] == [64 * same for same in followed]
 
 
+@pytest.mark.parametrize(("share_age", "together"), [(0.0, True), (None, False)])
+def test_a_new_prefix_goes_where_another_router_sent_it_before_any_engine_tells(
+    share_age: float | None, together: bool
+) -> None:
+    jobs = [unique(name, 0.1 * name + gap, 65) for name in range(12) for gap in (0.0, 0.001)]
+    changes = {"engines": 4, "replicas": 2, "policies": ["prefix_only"], "share_delay": 0, "event_delay": 10.0}
+    lives = run(jobs, **(TINY | changes | {"share_age": share_age})).lives
+    pairs = [pair for pair in zip(lives[::2], lives[1::2], strict=True) if pair[0].router != pair[1].router]
+    assert len(pairs) >= 4
+    assert all(first.engine == second.engine for first, second in pairs) is together
+
+
 def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_turns() -> None:
     room = {**TINY, "room_seconds": 0.1, "engines": 1, "load_age": 0.0}
     warming = [unique(index, 0.2 * index, 100 + 10 * index) for index in range(5)]  # the router learns its pace

@@ -25,7 +25,7 @@ TENANTS: dict[str, dict[str, Any]] = {
     "reader": {},
     "stranger": {},
     "elsewhere": {"models": ["another-model"]},
-    "few": {"requests_per_minute": 3},
+    **{f"few-{number}": {"requests_per_minute": 3} for number in range(4)},
     "short": {"tokens_per_minute": 100},
     "single": {"max_concurrent": 1},
 }

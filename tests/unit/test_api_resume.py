@@ -153,6 +153,20 @@ async def test_an_error_event_says_whether_to_come_back_and_when():
         assert answer.body.rstrip().split(b"\n")[-2].startswith(b"retry: ") == resumable
 
 
+@pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED])
+async def test_what_has_a_key_can_be_come_back_to_before_its_first_piece(code):
+    release = asyncio.Event()
+    async with open_stage([release, QuireError(code, "Not now.")], heartbeat=0.01) as stage:
+        key = {"idempotency-key": "once"}
+        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), key))
+        await stage.runner.begun.wait()
+        await asyncio.sleep(0.1)
+        release.set()
+        answer = await asking
+    assert answer.status == 200
+    assert answer.events[-1]["error"]["resumable"] is True
+
+
 async def test_only_what_another_router_can_mend_is_resumable():
     async with open_stage(["one", QuireError(ErrorCode.DEADLINE, "Too long.")]) as stage:
         answer = await ask(stage.port, "POST", CHAT, chat(stream=True))

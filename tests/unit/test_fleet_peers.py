@@ -10,9 +10,11 @@ from time import sleep
 
 import pytest
 from prometheus_client import REGISTRY
+from quire_router.fleet.expectations import Expectation, Expectations
 from quire_router.fleet.ledger import InFlight, Ledger
 from quire_router.fleet.peers import CHANNEL, ROUTERS, Peers, PeerSettings
 from quire_router.fleet.share import Message, Share
+from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 from redis.asyncio import Redis
 
@@ -20,6 +22,7 @@ from tests.support.redis_server import RedisServer, redis_server
 from tests.support.waiting import until
 
 QUICK = PeerSettings(beat=0.1, tick=0.02, lease=0.5, timeout=0.3)
+PATIENT = PeerSettings(lease=3600, timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,8 @@ class Replica:
     peers: Peers
     ledger: Ledger
     table: EngineTable
+    index: PrefixIndex
+    expectations: Expectations
 
     def begin(self, pending: int = 10) -> InFlight:
         return self.ledger.begin("e:1", "m", pending_tokens=pending, sequences=2)
@@ -50,6 +55,9 @@ class Replica:
     def counted(self) -> tuple[float, ...]:
         row = self.table.row("e:1")
         return self.table.requests[row], self.table.pending_tokens[row], self.table.decoding[row]
+
+    def expects(self, *names: bytes) -> bool:
+        return self.index.match(names, 0.0, 1).device[self.table.row("e:1")] == len(names)
 
     async def dies(self) -> None:
         """Without a word."""
@@ -61,13 +69,14 @@ class Replica:
 
 @asynccontextmanager
 async def replica(server: RedisServer, settings: PeerSettings = QUICK) -> AsyncIterator[Replica]:
-    table = EngineTable()
+    table, index = EngineTable(), PrefixIndex()
     ledger = Ledger(table)
     ledger.add("e:1")
-    peers = Peers(server.url, ledger, settings=settings)
+    expectations = Expectations(table, index, lambda: 0.0)
+    peers = Peers(server.url, ledger, expectations, settings=settings)
     peers.start()
     try:
-        yield Replica(peers, ledger, table)
+        yield Replica(peers, ledger, table, index, expectations)
     finally:
         await peers.close()
 
@@ -97,6 +106,41 @@ async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisSe
             assert second.counted == (1, 10, 0)
 
 
+async def test_what_one_router_expects_the_others_do_too_but_not_those_that_come_later(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second:
+        await until(lambda: len(first.ledger) == len(second.ledger) == 1)
+        first.expectations.note("e:1", [b"a" * 16, b"b" * 16])
+        first.expectations.note("unknown", [b"c" * 16])
+        first.begin()
+        await until(lambda: second.expects(b"a" * 16, b"b" * 16))
+        assert first.expectations.take() == ()
+        async with replica(server) as third:
+            await until(lambda: third.counted == (1, 10, 0))
+            assert not third.expects(b"a" * 16)
+
+
+async def test_what_was_expected_while_redis_was_away_is_not_told_afterwards() -> None:
+    with redis_server() as server:
+        async with replica(server) as first, replica(server) as second:
+            await until(lambda: len(first.ledger) == len(second.ledger) == 1)
+            server.kill()
+            await until(lambda: not first.peers.available)
+            first.expectations.note("e:1", [b"a" * 16])
+            first.begin()
+            server.start()
+            await until(lambda: second.counted == (1, 10, 0))
+            assert not second.expects(b"a" * 16)
+
+
+async def test_a_share_whose_expectations_are_damaged_counts_all_the_same(server: RedisServer) -> None:
+    async with replica(server) as first, Redis.from_url(server.url) as client:
+        await until(lambda: first.peers.available)
+        message = Message("other", 1, Share({"e:1": (7, 0, 0)}), (Expectation("e:1", (b"a" * 15,)),))
+        await client.publish(CHANNEL, message.encode())
+        await until(lambda: first.counted == (7, 0, 0))
+        assert not first.expects(b"a" * 16)
+
+
 async def test_a_router_that_dies_is_forgotten_with_its_lease_and_one_that_lives_is_not(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second, replica(server) as third:
         first.begin()
@@ -110,10 +154,10 @@ async def test_a_router_that_dies_is_forgotten_with_its_lease_and_one_that_lives
 
 
 async def test_a_router_that_closes_is_forgotten_at_once(server: RedisServer) -> None:
-    async with replica(server, PeerSettings(lease=3600)) as first:
-        async with replica(server) as second:
+    async with replica(server, PATIENT) as first:
+        async with replica(server, PATIENT) as second:
             second.begin()
-            await until(lambda: first.counted == (1, 10, 0))
+            await until(lambda: first.counted == (1, 10, 0) and second.peers.available)
         await until(lambda: first.counted == (0, 0, 0))
         async with Redis.from_url(server.url) as client:
             assert await client.smembers(ROUTERS) == {first.peers.router_id.encode()}
@@ -194,7 +238,7 @@ async def test_a_router_that_was_frozen_does_not_take_the_others_for_dead(server
 
 async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
     with pytest.raises(ValueError, match="not of the form") as refusal:
-        Peers("redis://:secret/word@host:x/0", Ledger(EngineTable()))
+        Peers("redis://:secret/word@host:x/0", Ledger(EngineTable()), Expectations(EngineTable(), PrefixIndex()))
     assert "secret" not in str(refusal.value)
 
 

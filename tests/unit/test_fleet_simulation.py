@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_proto.hashing import hash_blocks
+from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
+from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 from quire_router.simulation.flood import flood, spread_over_tenants
 from quire_router.simulation.news import News, Reader
@@ -41,9 +43,9 @@ def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, del
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
 def test_a_share_is_told_when_it_changes_but_not_more_often_than_the_interval(changes, interval) -> None:
     shares: News[Message] = News()
-    ledger = Ledger(EngineTable())
+    ledger, expectations = parts()
     ledger.add("0").describe(engine_pb2.DescribeResponse())
-    publisher = Publisher("a", ledger, shares, interval)
+    publisher = Publisher("a", ledger, expectations, shares, interval)
     for now in changes:
         publisher.flush(now)
         ledger.begin("0", pending_tokens=1)
@@ -59,10 +61,15 @@ def test_a_share_is_told_when_it_changes_but_not_more_often_than_the_interval(ch
 
 def test_a_share_that_is_never_told_stays_untold() -> None:
     shares: News[Message] = News()
-    publisher = Publisher("a", Ledger(EngineTable()), shares, None)
+    publisher = Publisher("a", *parts(), shares, None)
     publisher.change(5)
     publisher.flush(10**12)
     assert shares.told == []
+
+
+def parts() -> tuple[Ledger, Expectations]:
+    table = EngineTable()
+    return Ledger(table), Expectations(table, PrefixIndex())
 
 
 def test_prompts_share_the_blocks_that_the_trace_says_they_share(tmp_path) -> None:

@@ -562,6 +562,20 @@ async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_writ
         assert await follower.look() is None
 
 
+async def test_what_is_not_there_after_redis_hung_is_not_unknown_yet(server: RedisServer) -> None:
+    async with journal_at(server) as journal:
+        journal.start()
+        await until(lambda: journal.available)
+        assert await journal.read("unknown") is None
+        server.signal(signal.SIGSTOP)
+        reading = asyncio.create_task(journal.read("unknown"))
+        await asyncio.sleep(0.6)
+        server.signal(signal.SIGCONT)
+        with pytest.raises(QuireError) as caught:
+            await reading
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
 @pytest.mark.parametrize("other", [[7], [7, 8, 9, 10]], ids=["shorter and ended", "longer"])
 async def test_a_follower_is_never_told_of_another_request(server: RedisServer, other: list[int]) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
@@ -643,10 +657,13 @@ async def test_a_damaged_record_is_our_fault(server: RedisServer) -> None:
     async with journal_at(server) as journal, redis_at(server) as redis:
         journal.open(request())
         await flushed(journal)
-        await redis.hset(keys("r")[0], "request", "{}")
-        with pytest.raises(QuireError) as caught:
-            await journal.read("r")
-        assert caught.value.code is ErrorCode.INTERNAL
+        stored = await redis.hget(keys("r")[0], "request")
+        for damaged in (b"{}", b"[]", b'"x"', b"[" * 100_000, stored.replace(b'"n":1', b'"n":0')):
+            await redis.hset(keys("r")[0], "request", damaged)
+            for call in (journal.read("r"), journal.follow("r").look()):
+                with pytest.raises(QuireError) as caught:
+                    await call
+                assert caught.value.code is ErrorCode.INTERNAL
 
 
 BREAKAGE = {

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Delta, Generation
-from quire_router.journal.base import Record
+from quire_router.generation import NO_USAGE, Delta, Generation
+from quire_router.journal.base import Journal, Record, Tail, Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
 from quire_router.mark import Mark
@@ -265,3 +266,62 @@ async def test_a_request_that_another_router_took_is_not_told_any_further() -> N
         with pytest.raises(QuireError, match="Another router"):
             await task
         assert place.lifecycle.in_flight == 0
+
+
+async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_nothing_held() -> None:
+    async with house() as place:
+        lease = place.journal.open(streamed())
+        place.journal.append(lease, 0, Told(0, tokens("ab")))
+        place.journal.append(lease, 2, Told(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        answer = place.lifecycle.resume(replace(record, pieces=[]), Mark(1))
+        place.journal.release(lease)
+        place.lifecycle._journal = Behind(place.journal)
+        assert told([await anext(answer)]) == "ab", "it is told from what was claimed"
+        await answer.aclose()
+        after = await place.journal.read("r")
+        assert after is not None
+        assert not after.held
+        assert place.lifecycle.in_flight == 0
+
+
+class Behind:
+    """A journal whose followers see nothing yet: all that was written comes with the claim."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._journal, name)
+
+    def follow(self, _request_id: str) -> "Behind":
+        return self
+
+    async def look(self) -> Tail:
+        return Tail([], None, "", NO_USAGE, held=False)
+
+
+async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_to_others() -> None:
+    async with house() as place:
+        for model, name in (("another", "a"), ("m", "b")):
+            place.journal.release(
+                place.journal.open(streamed(request_id=name, model=model, background=True, stream=False))
+            )
+        assert await place.lifecycle.adopt() == 1
+        assert (await place.engine.submit()).prompt_token_ids == tokens("hello")
+        foreign = await place.journal.read("a")
+        assert foreign is not None
+        assert (foreign.held, foreign.epoch, foreign.finish_reason) == (False, 1, None)
+
+
+async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
+    async with house() as place:
+        for name, stop in (("bad", (3,)), ("good", ())):
+            generation = streamed(request_id=name, stop=stop, background=True, stream=False)
+            place.journal.release(place.journal.open(generation))
+        assert await place.lifecycle.adopt() == 1
+        await place.engine.submit()
+        bad = await place.journal.read("bad")
+        assert bad is not None
+        assert (bad.held, bad.finish_reason) == (False, FinishReason.ERROR)

@@ -34,12 +34,17 @@ class LoadShare(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     PARKED_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    EXPECTED_ENGINES_FIELD_NUMBER: _builtins.int
+    EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPECTED_NAMES_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """1; a router ignores versions that it does not know."""
     router_id: _builtins.str
     """Random, new with each start of the router, `[A-Za-z0-9_-]{1,64}`."""
     sequence: _builtins.int
     """Counts the shares of this router, so that an older one that arrives late is ignored."""
+    expected_names: _builtins.bytes
+    """The names, of 16 bytes each, of all prompts, one after the other."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engines (`host:port`) on which it has something in flight."""
@@ -68,6 +73,17 @@ class LoadShare(_message.Message):
     def running(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that engines run for it."""
 
+    @_builtins.property
+    def expected_engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompts that it sent since it last told, newest first: blocks of them that engines will have soon. Only those who hear of it when
+        it is told need to know, so what is kept for routers that come later is without. A router ignores what does not fit together.
+        For each prompt the place of its engine in `engine_ids`.
+        """
+
+    @_builtins.property
+    def expected_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of its blocks are named."""
+
     def __init__(
         self,
         *,
@@ -81,10 +97,13 @@ class LoadShare(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         parked: _abc.Iterable[_builtins.int] | None = ...,
         running: _abc.Iterable[_builtins.int] | None = ...,
+        expected_engines: _abc.Iterable[_builtins.int] | None = ...,
+        expected_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        expected_names: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "engine_ids", b"engine_ids", "models", b"models", "parked", b"parked", "pending_tokens", b"pending_tokens", "requests", b"requests", "router_id", b"router_id", "running", b"running", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "engine_ids", b"engine_ids", "expected_blocks", b"expected_blocks", "expected_engines", b"expected_engines", "expected_names", b"expected_names", "models", b"models", "parked", b"parked", "pending_tokens", b"pending_tokens", "requests", b"requests", "router_id", b"router_id", "running", b"running", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

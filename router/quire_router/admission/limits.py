@@ -66,6 +66,11 @@ class Bill:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
+    def keep(self) -> None:
+        """What is left of the request is paid for, whoever goes on with it and when: nothing is given back."""
+        self.used = self._charged
+        self.close()
+
     def close(self) -> None:
         """The request has ended. Never waits; a second time does nothing."""
         end, self._end = self._end, None

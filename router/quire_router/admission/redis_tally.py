@@ -6,21 +6,19 @@ import asyncio
 import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from quire_router import metrics
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import Charge, Charged
+from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
 _CONNECTIONS = 16
+_PATIENCE = 2.0  # seconds of one exchange; a request waits less
 _AWAY = 1.0  # seconds in which Redis is not asked again after it failed
 _LAST_WORDS = 1.0  # seconds for what is not told yet when closing
 _AT_ONCE = 1000
@@ -35,7 +33,8 @@ class RedisTally:
     """
 
     def __init__(self, url: str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
-        self._client = _client(url)
+        # A connection that died with a former Redis is replaced at once.
+        self._client = redis_client(url, timeout=_PATIENCE, repeats=1, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
         self._charge = self._client.register_script(_source("charge"))
@@ -45,14 +44,9 @@ class RedisTally:
         self._telling: asyncio.Task[None] | None = None
         self._away_until = 0.0
 
-    def start(self) -> None:
-        """Begins to connect, so that the first request need not wait for that; never waits, never fails."""
-        if self._telling is None:
-            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
-
     async def charge(self, charge: Charge) -> Charged | None:
         """See ``Tally``."""
-        self.start()
+        self._start()
         if asyncio.get_running_loop().time() < self._away_until:
             return None
         try:
@@ -83,8 +77,10 @@ class RedisTally:
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
         if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.wait([self._telling])
+            while not self._telling.done():
+                # Again and again: the client swallows a cancellation that comes in the moment it is connected.
+                self._telling.cancel()
+                await asyncio.wait([self._telling], timeout=0.1)
             try:
                 async with asyncio.timeout(_LAST_WORDS):
                     await self._tell_ends()
@@ -100,12 +96,14 @@ class RedisTally:
     def _lease_time(self) -> int:
         return round(self._lease * MICROSECONDS)
 
+    def _start(self) -> None:
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
+
     async def _tell(self) -> None:
         """Tells Redis what has ended as it comes, and three times a lease what goes on."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
-        with suppress(*_FAILURES):
-            await self._client.script_load(_source("charge"))
         while True:
             due = renewed + self._lease / 3
             await self._wait_for_news(due - loop.time())
@@ -162,11 +160,3 @@ def _source(name: str) -> str:
 
 
 _END, _RENEW = _source("end"), _source("renew")
-
-
-def _client(url: str) -> Redis:
-    """A connection that died with a former Redis is replaced at once; what takes longer is not waited for."""
-    pool = BlockingConnectionPool.from_url(
-        url, max_connections=_CONNECTIONS, timeout=1, retry=Retry(NoBackoff(), 1), retry_on_error=[], socket_timeout=2.0
-    )
-    return Redis.from_pool(pool)

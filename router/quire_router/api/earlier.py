@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from quire_proto.errors import ErrorCode, QuireError, internal, invalid
+from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
 
@@ -102,13 +102,16 @@ class Archive:
         return None if record is None else await self._complete(record)
 
     async def whole(self, earlier: Earlier, caller: Caller) -> Earlier:
-        """The request with the records of all its prompts, once they are written. Raises ``QuireError``."""
+        """The request with the records of all its prompts, once they are written. Raises ``QuireError``, NOT_FOUND when
+        they never were: its router died first.
+        """
         for _ in range(_LOOKS):
             if len(earlier.records) == len(earlier.request_ids):
                 return earlier
             await asyncio.sleep(_PAUSE)
             earlier = await self.find(earlier.first.request_id, caller)
-        raise internal()
+        message = "Some prompts of this request were lost before they were written down."
+        raise QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
 
     def admitted(self, earlier: Earlier) -> Admitted:
         """What is needed to write its answer again. Raises ``QuireError``."""

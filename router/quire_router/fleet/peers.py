@@ -1,4 +1,5 @@
-"""The other routers, through Redis: tells them what this one has in flight, and its ledger what they have.
+"""The other routers, through Redis: tells them what this one has in flight, and its ledger what they have; and what
+either expects engines to have soon.
 
 Each share is published to all at once, and kept in a key that expires, for routers that come later. Who is there is in
 a set, because a search for keys would go through every request that Redis remembers. No clock is compared with another
@@ -13,15 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
 
-from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from quire_router import metrics
+from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import MAX_PEERS, Ledger
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
+from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +50,26 @@ class PeerSettings:
 
 
 class Peers:
-    """Of the router whose ``ledger`` it is, in the Redis at ``url``; ``ValueError``, without its password, when that is
-    no URL. While Redis is away, this router's own counts go on and the others' shares expire.
+    """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``url``; ``ValueError``,
+    without its password, when that is no URL. While Redis is away, this router's own counts go on and the others'
+    shares expire.
     """
 
     def __init__(
-        self, url: str, ledger: Ledger, *, router_id: str | None = None, settings: PeerSettings | None = None
+        self,
+        url: str,
+        ledger: Ledger,
+        expectations: Expectations,
+        *,
+        router_id: str | None = None,
+        settings: PeerSettings | None = None,
     ) -> None:
         self.router_id = router_id or uuid4().hex
         self.available = False
         self._ledger = ledger
+        self._expectations = expectations
         self._settings = settings or PeerSettings()
-        self._client = _client(url, self._settings.timeout)
+        self._client = redis_client(url, timeout=self._settings.timeout)  # what is told next replaces what was not
         self._closing = False
         self._speaking = False
         self._sequence = 0
@@ -110,6 +118,7 @@ class Peers:
         async with self._client.pubsub() as channel:
             # What is said after the subscription is heard after what was said before it, so nothing is missed.
             await channel.subscribe(CHANNEL)
+            self._expectations.take()  # what was noted while Redis was away may be long true, or never
             await self._publish()
             await self._read_all()
             self._found_redis()
@@ -151,11 +160,12 @@ class Peers:
         """Tells this router's share; returns how many engines are in it."""
         self._changed.clear()
         share = self._ledger.share()
-        payload = self._payload(share)
+        message = self._message(share)
+        kept = message.encode_share()
         pipeline = self._client.pipeline(transaction=False)
-        pipeline.set(self._key(self.router_id), payload, px=round(self._settings.lease * 1000))
+        pipeline.set(self._key(self.router_id), kept, px=round(self._settings.lease * 1000))
         pipeline.sadd(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, payload)
+        pipeline.publish(CHANNEL, kept + message.encode_expected())
         await pipeline.execute()
         return len(share.engines)
 
@@ -163,12 +173,12 @@ class Peers:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.delete(self._key(self.router_id))
         pipeline.srem(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, self._payload(Share()))
+        pipeline.publish(CHANNEL, self._message(Share()).encode())
         await pipeline.execute()
 
-    def _payload(self, share: Share) -> bytes:
+    def _message(self, share: Share) -> Message:
         self._sequence += 1
-        return Message(self.router_id, self._sequence, share).encode()
+        return Message(self.router_id, self._sequence, share, self._expectations.take())
 
     # Hearing
 
@@ -211,7 +221,9 @@ class Peers:
             return
         if message.router_id == self.router_id:
             return
-        if not self._ledger.hear(message, max(1, round(seconds / self._settings.tick))):
+        if self._ledger.hear(message, max(1, round(seconds / self._settings.tick))):
+            self._expectations.hear(message.expected)
+        else:
             metrics.LOAD_SHARES_IGNORED.inc()
         metrics.LOAD_ROUTERS.set(len(self._ledger))
 
@@ -228,16 +240,3 @@ class Peers:
 
 def _first(error: BaseException) -> BaseException:
     return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
-def _client(url: str, timeout: float) -> Redis:
-    try:
-        return Redis.from_url(
-            url,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),  # what is told next replaces what could not be told
-        )
-    except ValueError:
-        # The library's text can quote a part of a password that holds a slash or a colon.
-        raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None

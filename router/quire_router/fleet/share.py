@@ -1,12 +1,16 @@
 """What one router has in flight, and the form in which it tells the others. Does no I/O."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Self
 
 from google.protobuf.message import DecodeError
 from quire.v1 import load_pb2
+from quire_proto.hashing import HASH_BYTES
+
+from quire_router.fleet.expectations import MAX_NAMES, Expectation
 
 Counts = tuple[int, int, int]
 """Of one engine: requests in flight, tokens of their prompts that are pending, sequences that are decoding."""
@@ -34,14 +38,21 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A share on its way: whose it is, and its number among that router's."""
+    """A share on its way: whose it is, and its number among that router's. What is ``expected`` of engines that are not
+    in the share is not told.
+    """
 
     router_id: str
     sequence: int
     share: Share
+    expected: tuple[Expectation, ...] = ()
 
     def encode(self) -> bytes:
         """The payload; numbers that do not fit are told as the largest that does."""
+        return self.encode_share() + self.encode_expected()
+
+    def encode_share(self) -> bytes:
+        """The payload without what is expected."""
         engines, models = self.share.engines, self.share.models
         requests, pending_tokens, decoding = _columns(engines.values(), 3)
         parked, running = _columns(models.values(), 2)
@@ -56,6 +67,18 @@ class Message:
             models=models,
             parked=parked,
             running=running,
+        ).SerializeToString()
+
+    def encode_expected(self) -> bytes:
+        """What follows ``encode_share`` in the payload: messages that follow each other are one."""
+        if not self.expected:
+            return b""
+        places = {engine_id: place for place, engine_id in enumerate(self.share.engines)}
+        told = [each for each in self.expected if each.engine_id in places]
+        return load_pb2.LoadShare(
+            expected_engines=[places[each.engine_id] for each in told],
+            expected_blocks=[len(each.names) for each in told],
+            expected_names=b"".join(name for each in told for name in each.names),
         ).SerializeToString()
 
     @classmethod
@@ -76,7 +99,24 @@ class Message:
             models = dict(zip(told.models, zip(told.parked, told.running, strict=True), strict=True))
         except ValueError:
             raise DamagedShareError("its columns differ in length") from None
-        return cls(told.router_id, told.sequence, Share(engines, models))
+        return cls(told.router_id, told.sequence, Share(engines, models), tuple(_expected(told)))
+
+
+def _expected(told: load_pb2.LoadShare) -> Iterator[Expectation]:
+    """Prompts whose engine is in the share; none where the columns or the names do not fit together, or are too many.
+    The share itself is good without.
+    """
+    engines, blocks, names = told.expected_engines, told.expected_blocks, told.expected_names
+    most = min(len(names) // HASH_BYTES, MAX_NAMES)
+    if len(engines) != len(blocks) or len(blocks) > most or sum(blocks) * HASH_BYTES != len(names):
+        return
+    if sum(blocks) > most:
+        return
+    each = (names[start : start + HASH_BYTES] for start in range(0, len(names), HASH_BYTES))
+    for engine, count in zip(engines, blocks, strict=True):
+        expected = tuple(islice(each, count))
+        if engine < len(told.engine_ids):
+            yield Expectation(told.engine_ids[engine], expected)
 
 
 def _columns(rows: Iterable[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, astuple
 from sys import byteorder
 from typing import Any
 
+from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 
@@ -15,6 +16,8 @@ from quire_router.journal.base import Record, Tail
 from quire_router.journal.deliveries import RowReader
 
 TOKEN_BYTES = 4
+# What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
+_DAMAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
 
 
 class DamagedRecordError(ValueError):
@@ -80,7 +83,7 @@ def decode_record(fields: Mapping[bytes, bytes], row: bytes, now: int = 0) -> Re
             usage=end.usage,
             held=end.held,
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
@@ -114,7 +117,7 @@ def decode_choices(request: bytes) -> int:
     """How many choices the client of a stored request gets. Raises ``DamagedRecordError``."""
     try:
         return _decode_params(json.loads(request)["params"]).n
-    except (KeyError, TypeError, ValueError) as error:
+    except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 

@@ -10,9 +10,6 @@ from uuid import uuid4
 
 from quire_proto.errors import internal
 from quire_proto.sampling import FinishReason
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from quire_router import metrics
@@ -22,13 +19,13 @@ from quire_router.journal.codec import DamagedRecordError, decode_record, unpack
 from quire_router.journal.deliveries import Deliveries
 from quire_router.journal.follower import RedisFollower
 from quire_router.journal.pending import End, Entry, Pending
-from quire_router.journal.server import RedisServer
+from quire_router.journal.server import PATIENCE, RedisServer
 from quire_router.journal.store import RedisStore, unavailable
 from quire_router.journal.writer import RedisWriter, WriterSettings
+from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
 LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
-PATIENCE = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
@@ -54,7 +51,7 @@ class RedisJournal:
     ) -> None:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
-        self._client = _client(url, timeout)
+        self._client = redis_client(url, timeout=timeout)  # the writer tries again by itself, with all that came since
         settings = settings or WriterSettings()
         self._owners: Owners | None = None
         self._pending = Pending(max_requests, max_tokens)
@@ -142,9 +139,10 @@ class RedisJournal:
 
     async def read(self, request_id: str) -> Record | None:
         """See ``Journal``: what Redis has, which may be a moment behind what was written. Just after Redis was
-        restarted UNAVAILABLE instead of None.
+        away UNAVAILABLE instead of None.
         """
-        record = await self._store.ask(request_id, lambda: self._store.read(request_id))
+        with self._server.exchange():
+            record = await self._store.ask(request_id, lambda: self._store.read(request_id))
         if record is None and await self._may_come_back(request_id):
             raise unavailable()
         return record
@@ -184,13 +182,14 @@ class RedisJournal:
         await self._client.aclose()
 
     async def _look(self, request_id: str, follower: RedisFollower) -> Tail | None:
-        tail = await self._store.ask(request_id, follower.look)
+        with self._server.exchange():
+            tail = await self._store.ask(request_id, follower.look)
         if tail is None and await self._may_come_back(request_id):
             return Tail([], None, "", NO_USAGE, held=True)
         return tail
 
     async def _may_come_back(self, request_id: str) -> bool:
-        """Whether a record that Redis does not have may be one that it lost, and that its router is about to write."""
+        """Whether a record that Redis does not have may be one that its router is about to write, maybe again."""
         await self._store.ask(request_id, self._server.look)
         return self._server.is_settling
 
@@ -253,16 +252,3 @@ class _Follower:
     async def look(self) -> Tail | None:
         """See ``Follower``."""
         return await self._look()
-
-
-def _client(url: str, timeout: float) -> Redis:
-    try:
-        return Redis.from_url(
-            url,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 0),  # the writer tries again by itself, with all that came in the meantime
-        )
-    except ValueError:
-        # The library's text can quote a part of a password that holds a slash or a colon.
-        raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None

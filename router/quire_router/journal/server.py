@@ -1,14 +1,19 @@
-"""Which life of Redis this router is talking to. Knows nothing of records."""
+"""Whether Redis was there all the time, and still is the one that it was. Knows nothing of records."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
+PATIENCE = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
+
 
 class RedisServer:
-    """Tells that Redis was restarted, and maybe lost its data: for ``settle`` seconds from then on routers may still
-    have to write again what they hold, so that what is not there need not be unknown.
+    """What this router has seen of Redis. While it was away, or when it lost its data, routers went on without: for
+    ``settle`` seconds from then on they may still have to write what they hold, so that what is not there need not be
+    unknown.
     """
 
     def __init__(self, client: Redis, settle: float) -> None:
@@ -19,15 +24,29 @@ class RedisServer:
 
     @property
     def is_settling(self) -> bool:
-        """Whether a record that is not there may yet be written again, as of the last look."""
+        """Whether a record that is not there may yet be written."""
         return monotonic() < self._settled
 
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around an exchange with it: one that takes longer than requests wait means that it was away."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            if monotonic() - began > PATIENCE:
+                self.was_away()
+
+    def was_away(self) -> None:
+        """It cannot be written to, or could not until now."""
+        self._settled = monotonic() + self._settle
+
     async def look(self) -> None:
-        """Finds out whether it is the one that it was. Raises what the client raises."""
+        """Finds out whether it was restarted. Raises what the client raises."""
         try:
             run_id = str((await self._client.info("server")).get("run_id", ""))
         except ResponseError:
             return  # this user may not ask
         if self._run_id not in ("", run_id):
-            self._settled = monotonic() + self._settle
+            self.was_away()
         self._run_id = run_id

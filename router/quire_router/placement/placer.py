@@ -2,12 +2,14 @@
 policy choose, and remembers what follows from the choice. Does no I/O.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from zlib import crc32
 
 import numpy as np
 
 from quire_router.generation import Generation
+from quire_router.placement.expected import MAX_PROMPT_BLOCKS
 from quire_router.placement.explanation import explain
 from quire_router.placement.groups import Groups
 from quire_router.placement.index import PrefixIndex
@@ -26,7 +28,8 @@ class Placer:
     """Chooses an engine for each request, by the policy that ``settings`` name.
 
     ``namespace_of`` says by which names a row's engine knows blocks; it must not change for the rows of an array that
-    cannot be written to. ``clock`` is the index's, in seconds.
+    cannot be written to. ``clock`` is the index's, in seconds. ``on_expected`` is called with an engine and the names
+    of blocks that it will have soon and did not have, in the order of their prompt.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Placer:
         namespace_of: Callable[[int], Namespace],
         clock: Callable[[], float],
     ) -> None:
+        self.on_expected: Callable[[str, Iterable[bytes]], None] = lambda _engine_id, _names: None
         self._table = table
         self._index = index
         self._settings = settings
@@ -72,6 +76,8 @@ class Placer:
         of its session too.
         """
         self._index.expect(decision.row, decision.block_hashes, self._clock())
+        cached_blocks = decision.cached_tokens // self._namespace_of(decision.row).block_size
+        self.on_expected(decision.engine_id, islice(decision.block_hashes, cached_blocks, MAX_PROMPT_BLOCKS))
         if generation.session:
             self._sessions.note((generation.tenant, generation.session), decision.engine_id)
 

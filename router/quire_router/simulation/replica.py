@@ -13,6 +13,7 @@ import numpy as np
 from quire.v1 import engine_pb2
 from quire_engine.simulation.clock import NANOSECONDS
 
+from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import InFlight, Ledger
 from quire_router.fleet.share import Message
 from quire_router.generation import Generation
@@ -96,10 +97,12 @@ class Replica:
         self._rows = np.array([account.row for account in self._accounts], dtype=np.intp)
         self._index = PrefixIndex()
         self._placer = Placer(table, self._index, placement, lambda _: namespace, self._seconds)
+        self._expectations = Expectations(table, self._index, self._seconds)
+        self._placer.on_expected = self._expectations.note
         self._peers = Reader(shares, delays.share)
         self._loads = [Reader(engine.loads, delays.load) for engine in engines]
         self._changes = [Reader(engine.changes, delays.event) for engine in engines]
-        self.publisher = Publisher(str(number), self._ledger, shares, delays.share_interval)
+        self.publisher = Publisher(str(number), self._ledger, self._expectations, shares, delays.share_interval)
         self._ledger.on_change = lambda: self.publisher.change(self._now)
 
     @property
@@ -129,7 +132,7 @@ class Replica:
         news: list[tuple[int, Callable[[], object]]] = []
         for time, message in self._peers.due(now):
             if message.router_id != str(self.number):
-                news.append((time, partial(self._ledger.hear, message, _FOR_EVER)))
+                news.append((time, partial(self._hear, message)))
         for account, loads, changes in zip(self._accounts, self._loads, self._changes, strict=True):
             news += [(time, partial(account.report, load)) for time, load in loads.due(now)]
             for _, batch in changes.due(now):
@@ -138,6 +141,10 @@ class Replica:
         for self._now, hear in news:
             hear()
         self._now = now
+
+    def _hear(self, message: Message) -> None:
+        if self._ledger.hear(message, _FOR_EVER):
+            self._expectations.hear(message.expected)
 
     def _learn(self, row: int, batch: list[CacheChange]) -> None:
         for change in batch:

@@ -1,5 +1,8 @@
-"""How a simulated router tells the others what it has in flight: as ``fleet.peers`` does, without Redis."""
+"""How a simulated router tells the others what it has in flight and what it expects engines to have soon: as
+``fleet.peers`` does, without Redis.
+"""
 
+from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
 from quire_router.simulation.news import News
@@ -10,9 +13,17 @@ class Publisher:
     then when that is over. With None it never does.
     """
 
-    def __init__(self, router_id: str, ledger: Ledger, shares: News[Message], interval: int | None) -> None:
+    def __init__(
+        self,
+        router_id: str,
+        ledger: Ledger,
+        expectations: Expectations,
+        shares: News[Message],
+        interval: int | None,
+    ) -> None:
         self._router_id = router_id
         self._ledger = ledger
+        self._expectations = expectations
         self._shares = shares
         self._interval = interval
         self._next = 0
@@ -30,5 +41,6 @@ class Publisher:
             return
         time = max(self._next, self._changed)
         self._sequence += 1
-        self._shares.tell(time, Message(self._router_id, self._sequence, self._ledger.share()))
+        message = Message(self._router_id, self._sequence, self._ledger.share(), self._expectations.take())
+        self._shares.tell(time, message)
         self._next, self._changed = time + self._interval, None

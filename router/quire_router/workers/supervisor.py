@@ -75,6 +75,8 @@ class Supervisor:
             began = loop.time()
             worker = await self._start(place, folder)
             self._workers[number] = worker
+            if self._stopping.is_set():  # while it was being started, so that nobody has told it
+                _signal([worker], signal.SIGTERM)
             status = await worker.wait()
             del self._workers[number]
             mark_process_dead(worker.pid, folder)  # type: ignore[no-untyped-call]
@@ -106,6 +108,7 @@ def reserve(host: str, port: int) -> socket.socket:
     listen(host, port).close()  # without sharing: another program's port is an error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     held.bind((host, port))
     return held

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
 Handler = Callable[[Exchange], Awaitable[None]]
+_PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
+"""After these a request that somebody may come back to was let go of, and not ended (see ``Lifecycle``)."""
 
 
 class RestApp:
@@ -137,7 +139,7 @@ async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
     if not exchange.reply.started:
         await exchange.reply.whole(*error_answer(error, exchange.request_id))
     elif not exchange.reply.ended and isinstance(error, QuireError):
-        resumable = exchange.begun and error.code is ErrorCode.UNAVAILABLE
+        resumable = (exchange.begun or exchange.lasting) and error.code in _PASSING
         await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable))
 
 

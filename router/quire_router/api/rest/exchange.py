@@ -14,13 +14,16 @@ _STATE = "quire.exchange"
 
 @dataclass
 class Exchange:
-    """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came."""
+    """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came. The request
+    of a ``lasting`` one can be come back to even before that.
+    """
 
     scope: Scope
     receive: Receive
     reply: Reply
     caller: Caller = ANYONE
     begun: bool = False
+    lasting: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":

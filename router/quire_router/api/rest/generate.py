@@ -54,6 +54,7 @@ class Generate:
             await self._start(exchange, admitted)
             return
         answer = await self._frontend.answer(admitted, caller)
+        exchange.lasting = bool(admitted.first.digest)
         notes = self._frontend.notes(replayed=answer.replayed)
         if admitted.first.stream:
             await stream(exchange, self._style, answer, notes, self._heartbeat)

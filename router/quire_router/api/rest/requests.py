@@ -59,6 +59,8 @@ class Requests:
             earlier = await self._frontend.find(_id(exchange), exchange.caller)
             exchange.request_id = earlier.first.request_id
             answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller)
+        first = earlier.first
+        exchange.lasting = first.stream or first.background or bool(first.digest)
         await stream(exchange, style_of(earlier.first), answer, {}, self._heartbeat)
 
 

@@ -1,0 +1,148 @@
+"""Several router processes on one port: they share the work, are started again, end with their supervisor, and are told
+of together.
+"""
+
+import json
+import socket
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.bench.router import SteadyEngineProcess, body
+from tests.service.conftest import DEMO, MODEL
+from tests.support.processes import Process, Router, eventually, fetch, free_port
+from tests.support.redis_server import redis_server
+
+WORKERS = 2
+
+
+@contextmanager
+def workers(folder: Path) -> Iterator[Router]:
+    """A router of two workers that are ready, before a steady engine."""
+    with redis_server() as redis, ExitStack() as ending:
+        engine = SteadyEngineProcess(folder, 0.002)
+        ending.callback(engine.kill)
+        flags = ("--workers", str(WORKERS), "--redis-url", redis.url, "--shutdown-timeout", "1")
+        router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, *flags)
+        ending.callback(lambda: router.popen.poll() is None and router.stop())
+        router.wait_ready()
+        eventually(lambda: both_serve(router), 60, "one of the workers does not serve")
+        yield router
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    with workers(tmp_path_factory.mktemp("workers")) as router:
+        yield router
+
+
+def processes(router: Router) -> list[psutil.Process]:
+    return [each for each in psutil.Process(router.popen.pid).children() if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def connections(worker: psutil.Process, port: int) -> int:
+    try:
+        found = worker.net_connections(kind="tcp")
+    except psutil.NoSuchProcess:
+        return 0
+    return sum(each.laddr.port == port and each.status == psutil.CONN_ESTABLISHED for each in found)
+
+
+def both_serve(router: Router) -> bool:
+    """Whether the kernel gives connections to each of them: of 64, none gets no one by chance."""
+    found = processes(router)
+    with ExitStack() as opened:
+        for _ in range(64):
+            opened.enter_context(socket.create_connection(("127.0.0.1", router.http_port)))
+        return len(found) == WORKERS and all(connections(each, router.http_port) for each in found)
+
+
+def complete(router: Router, tokens: int = 3) -> int:
+    """How many tokens the answer to a new request on a new connection has."""
+    data = body(tokens, stream=False).partition(b"\r\n\r\n")[2]
+    url = f"{router.url}/v1/completions"
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["usage"]["completion_tokens"])
+
+
+def run(folder: Path, *flags: str) -> tuple[int, list[str]]:
+    """The exit status of a router that cannot start, and what it says."""
+    command = [sys.executable, "-m", "quire_router.main", "--model", f"{MODEL}={DEMO}", *flags]
+    process = Process(command, folder / "refused.log")
+    status = process.wait()
+    return status, process.text.splitlines()
+
+
+def test_metrics_are_those_of_all_workers(router: Router) -> None:
+    before = router.metric("quire_requests_total", model=MODEL)
+    tokens = router.metric("quire_generation_tokens_total", model=MODEL)
+    assert [complete(router) for _ in range(24)] == [3] * 24
+    assert router.metric("quire_requests_total", model=MODEL) == before + 24
+    assert router.metric("quire_generation_tokens_total", model=MODEL) == tokens + 72
+    assert router.metric("quire_engines_ready", model=MODEL) == 1
+
+
+def test_a_worker_that_is_killed_is_started_again_and_the_other_serves_meanwhile(router: Router) -> None:
+    served = router.metric("quire_requests_total", model=MODEL)
+    victim, other = processes(router)
+    victim.kill()
+    victim.wait(10)
+    assert [complete(router) for _ in range(4)] == [3] * 4
+    assert fetch(router.metrics_port, "/health")[0] == fetch(router.metrics_port, "/live")[0] == 200
+    eventually(lambda: both_serve(router), 60, "it was not started again")
+    assert other in processes(router)
+    assert router.metric("quire_requests_total", model=MODEL) == served + 4, "what a dead worker counted is kept"
+
+
+def test_the_metrics_port_says_nothing_else(router: Router) -> None:
+    assert fetch(router.metrics_port, "/v1/models")[0] == 404
+
+
+def test_the_ports_of_workers_are_in_use_for_others(router: Router, tmp_path: Path) -> None:
+    others = {"--http-port": router.http_port, "--grpc-port": router.grpc_port, "--metrics-port": router.metrics_port}
+    for taken, port in others.items():
+        flags = {flag: free_port() for flag in others} | {taken: port}
+        arguments = [str(part) for pair in flags.items() for part in pair]
+        shared = ("--workers", "2", "--redis-url", "redis://127.0.0.1:1")
+        for more in (shared, ()) if taken == "--http-port" else (shared,):
+            status, said = run(tmp_path, *arguments, *more)
+            assert status == 1
+            assert str(port) in said[-1], said
+            assert not any("Traceback" in line for line in said)
+
+
+def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> None:
+    with workers(tmp_path) as router:
+        left = processes(router)
+        router.popen.kill()
+        router.popen.wait(10)
+        _, alive = psutil.wait_procs(left, timeout=20)
+        assert not alive
+
+
+def test_workers_and_supervisor_end_in_order(tmp_path: Path) -> None:
+    with workers(tmp_path) as router:
+        left = processes(router)
+        assert router.stop() == 0, router.text
+        assert not any(each.is_running() for each in left)
+        assert "Traceback" not in router.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--workers", "2"), "quire-router: --workers needs --redis-url"),
+        (("--workers", "0", "--redis-url", "redis://127.0.0.1"), "quire-router: --workers:"),
+        (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), "quire-router: "),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    status, lines = run(tmp_path, *flags)
+    assert (status, len(lines)) == (1, 1), lines
+    assert lines[0].startswith(said)

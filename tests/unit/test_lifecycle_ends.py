@@ -1,0 +1,84 @@
+"""What is left of a request that has ended, or that its client left: no memory, and nothing to be had for free."""
+
+import asyncio
+import gc
+from collections.abc import Iterator
+
+import pytest
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import SamplingParams
+from quire_router.admission.limits import Limits
+from quire_router.admission.queue import Queue
+from quire_router.admission.tenant import Tenant, Tenants
+from quire_router.admission.turn import Waiting
+from quire_router.fleet.stream import OutputStream
+from quire_router.generation import Generation
+from quire_router.mark import Mark
+from quire_router.progress import Progress
+
+from tests.support.house import house, started
+from tests.support.letters import tokens
+from tests.support.scripted_engine import LENGTH, output
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Memory is given back only by who lets go of it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def request(request_id: str = "r", digest: str = "") -> Generation:
+    params = SamplingParams(max_tokens=3)
+    return Generation(request_id, "m", tokens("hello"), params, stream=True, tenant="t", digest=digest)
+
+
+@pytest.mark.usefixtures("uncollected")
+async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
+    async with house() as place:
+        task, submit = await started(place, place.lifecycle.run(request()))
+        place.engine.send(output(submit.request_id, tokens("abc"), 0, LENGTH))
+        await task
+        del task
+        await until(lambda: not any(isinstance(each, Progress | OutputStream) for each in gc.get_objects()))
+
+
+async def test_leaving_and_coming_back_gives_no_tokens_for_free():
+    limits = Limits(Tenants([Tenant("t", tokens_per_minute=14)]))
+    async with house(limits=limits) as place:
+        answer = await place.lifecycle.run_once(request(digest="d"))
+        assert answer is not None
+        await answer.aclose()
+        with pytest.raises(QuireError) as refused:
+            await place.lifecycle.run_once(request("another", digest="e"))
+        assert refused.value.code is ErrorCode.OVERLOADED
+
+
+async def test_who_comes_back_waits_for_a_turn_until_the_first_piece_was_told(monkeypatch: pytest.MonkeyPatch):
+    turns: list[str] = []
+    turn = Queue.turn
+
+    async def noted(self: Queue, waiting: Waiting) -> None:
+        turns.append(waiting.request_id)
+        await turn(self, waiting)
+
+    monkeypatch.setattr(Queue, "turn", noted)
+    async with house() as place:
+        answer = await place.lifecycle.run_once(request(digest="d"))
+        assert answer is not None
+        await answer.aclose()
+        for told in range(2):
+            record = await place.lifecycle.record("r")
+            assert record is not None
+            resumed = place.lifecycle.resume(record, Mark(1))
+            for _ in range(told):
+                await anext(resumed)
+            reading = asyncio.ensure_future(anext(resumed))
+            submit = await place.engine.submit()
+            place.engine.send(output(submit.request_id, tokens("abc")[told : told + 1], told))
+            await reading
+            await resumed.aclose()
+            assert turns == ["r"]
