@@ -22,6 +22,9 @@ from quire_router.mark import Mark
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
 _MARK_CHARACTERS = 11  # of one choice
+# A client may be here before the router that it comes from has written its request down. Requests of others take as
+# long as those that never were.
+_UNTIL_WRITTEN = (0.05, 0.1, 0.0)
 _LOOKS, _PAUSE = 20, 0.05  # seconds between looks for what is just being written
 
 
@@ -91,10 +94,12 @@ class Archive:
         others.
         """
         match = _ID.fullmatch(request_id[:128])
-        record = await self._runner.record(match[1]) if match else None
-        if record is None or record.generation.tenant != caller.tenant:
-            raise QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
-        return await self._complete(record)
+        for pause in _UNTIL_WRITTEN:
+            record = await self._runner.record(match[1]) if match else None
+            if record is not None and record.generation.tenant == caller.tenant:
+                return await self._complete(record)
+            await asyncio.sleep(pause)
+        raise QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
 
     async def look(self, request_id: str) -> Earlier | None:
         """The request of this very id, if there is one. Raises ``QuireError``."""

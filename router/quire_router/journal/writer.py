@@ -23,7 +23,7 @@ from quire_router.journal.server import RedisServer
 log = logging.getLogger(__name__)
 
 MAX_WRITES = 128  # a flush of so many holds the loop for two milliseconds or so
-PAUSE_A_WRITE = 0.0004  # seconds; a write takes the twentieth part of that here, and as much again in Redis
+PAUSE_A_WRITE = 0.0004  # seconds; a write takes about the twentieth part of that here
 FIRST_DELAY, LAST_DELAY = 0.05, 1.0
 BEATS_A_LEASE = 4
 BACKGROUND = "quire:background"
