@@ -35,6 +35,7 @@ from quire_router.spans import attempt_span
 
 log = logging.getLogger(__name__)
 
+MAX_BACKGROUND = 256  # requests without a listener beyond which this router takes up no more of them
 FOLLOW_PERIOD = 0.05  # seconds between two looks at a record that another writes
 MAX_LOOKS = 400  # in a second, of all that follow records here
 _TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
@@ -155,9 +156,11 @@ class Lifecycle:
     # The router's life
 
     async def adopt(self) -> int:
-        """Takes up background requests that their routers left; returns how many. Raises ``QuireError``."""
-        adopted = 0
-        for request_id in () if self._draining else await self._journal.orphans():
+        """Takes up background requests that their routers left, some at a time, unless there are many here already;
+        returns how many. Raises ``QuireError``.
+        """
+        adopted, full = 0, len(self._background) >= MAX_BACKGROUND
+        for request_id in () if self._draining or full else await self._journal.orphans():
             try:
                 adopted += await self._adopt(request_id)
             except QuireError as error:

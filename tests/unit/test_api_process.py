@@ -82,7 +82,8 @@ def test_a_router_without_engines_tells_its_models_and_stays_small(tmp_path):
 
 
 def test_heavy_libraries_are_never_imported(tmp_path):
-    code = "import sys, quire_router.process; print(sorted({'torch', 'transformers', 'quire_engine'} & set(sys.modules)))"
+    heavy = {"torch", "transformers", "quire_engine"}
+    code = f"import sys, quire_router.process; print(sorted({heavy} & set(sys.modules)))"
     answer = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
 
     assert answer.stdout.strip() == "[]"

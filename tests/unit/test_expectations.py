@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from quire.v1 import load_pb2
 from quire_router.fleet.expectations import MAX_NAMES, MAX_PROMPT_NAMES, Expectation, Expectations
@@ -41,6 +41,7 @@ def message(*expected: Expectation, engines: Sequence[str] = ENGINES) -> Message
 
 
 @given(PROMPTS)
+@example([("a:1", MAX_PROMPT_NAMES), ("b:1", 3)] * 75)
 def test_what_is_noted_arrives_the_newest_first_and_bounded(prompts: list[tuple[str, int]]) -> None:
     teller, hearer = Router(), Router()
     for number, (engine_id, count) in enumerate(prompts):

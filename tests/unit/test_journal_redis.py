@@ -539,7 +539,7 @@ async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(serve
 async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_write_it_again(server: RedisServer) -> None:
     async with (
         journal_at(server) as journal,
-        journal_at(server, owner="you", settings=WriterSettings(lease=1.0)) as yours,
+        journal_at(server, owner="you", settings=WriterSettings(lease=1.0, settle=1.0)) as yours,
     ):
         lease = journal.open(request())
         yours.start()

@@ -115,6 +115,9 @@ class RedisTally:
             except _FAILURES as error:
                 self._lose(error)
                 await asyncio.sleep(_AWAY)
+            except Exception:  # whatever went wrong with one of them, the others have to be renewed
+                log.exception("limits cannot be told to Redis")
+                await asyncio.sleep(_AWAY)
 
     async def _wait_for_news(self, seconds: float) -> None:
         try:

@@ -30,13 +30,6 @@ class Expected:
         )
 
 
-def most_tokens(message: engine_pb2.Submit) -> int:
-    """How many tokens the request may come to at the engine: its prompt, and all outputs that are made."""
-    sampling = message.sampling
-    drawn = sampling.beam_width or sampling.best_of or max(1, sampling.n)
-    return len(message.prompt_token_ids) + sampling.max_tokens * drawn
-
-
 def most_sequences(message: engine_pb2.Submit) -> int:
     """How many sequences the engine decodes for the request at once."""
     return message.sampling.beam_width or len(_positions(message))

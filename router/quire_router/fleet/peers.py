@@ -41,7 +41,7 @@ class PeerSettings:
     waiting again (``docs/fleet-simulator.md``).
     """
 
-    interval: float = 0.02
+    interval: float = 0.01
     engine_interval: float = 1e-4
     tick: float = 0.1
     beat: float = 1.0

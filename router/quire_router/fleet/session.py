@@ -53,6 +53,7 @@ class Session:
         self._streams: dict[str, OutputStream] = {}
         self._unheard: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
         self._repeated: set[str] = set()
+        self._run_twice: dict[str, None] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # and how many choices the engine has not ended
 
     @property
@@ -95,6 +96,7 @@ class Session:
             self._repeat_cancels()
         else:
             self._cancelled.clear()
+            self._run_twice.clear()
         self.generation, self.draining = snapshot.generation, snapshot.draining
         self._take_load(snapshot.load)
 
@@ -179,6 +181,7 @@ class Session:
         if request_id in self._repeated:
             self._repeated.discard(request_id)
             if not self.outbox.withdraw(request_id):
+                self._run_twice[request_id] = None
                 self.outbox.cancel(request_id)
 
     def _note_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
@@ -223,14 +226,18 @@ class Session:
         self._repeated.discard(stream.request_id)
         if self.outbox.withdraw(stream.request_id) and not repeated:
             return False
+        if repeated:
+            self._run_twice[stream.request_id] = None
         self._cancelled[stream.request_id] = stream.running
         if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
             self._cancelled.popitem(last=False)
         return True
 
     def _repeat_cancels(self) -> None:
-        for request_id in self._cancelled:
+        for request_id in (*self._cancelled, *self._run_twice):
             self.outbox.cancel(request_id)
+        # Most of them the engine never ran twice, so that it will say of none that it has ended: once again is enough.
+        self._run_twice.clear()
         for stream in self._streams.values():
             if stream.cancelled:
                 self.outbox.cancel(stream.request_id, *stream.cancelled)

@@ -25,6 +25,7 @@ from quire_router.journal.writer import RedisWriter, WriterSettings
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
+READERS = 32  # connections
 LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
 
 REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
@@ -52,11 +53,13 @@ class RedisJournal:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
         self._client = redis_client(url, timeout=timeout)  # the writer tries again by itself, with all that came since
+        # Readers may come by the hundred, and must not hold up what is written.
+        self._reading = redis_client(url, timeout=timeout, connections=READERS)
         settings = settings or WriterSettings()
         self._owners: Owners | None = None
         self._pending = Pending(max_requests, max_tokens)
-        self._server = RedisServer(self._client, settings.lease)
-        self._store = RedisStore(self._client, settings)
+        self._server = RedisServer(self._client, settings.settle)
+        self._store = RedisStore(self._reading, settings)
         self._writer = RedisWriter(self._client, self._server, self._pending, settings)
         self._task: asyncio.Task[None] | None = None
 
@@ -180,6 +183,7 @@ class RedisJournal:
         if self._task is not None:
             await self._end_writer(self._task)
         await self._client.aclose()
+        await self._reading.aclose()
 
     async def _look(self, request_id: str, follower: RedisFollower) -> Tail | None:
         with self._server.exchange():

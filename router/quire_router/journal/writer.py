@@ -38,10 +38,11 @@ class WriterSettings:
     lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
     ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams run,
     the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens, which
-    are generated again.
+    are generated again. For ``settle`` after Redis was away, routers may still have to write what they hold.
     """
 
     lease: float = 4.0
+    settle: float = 4.0
     retention: float = 3600.0
     running_ttl: float = 86_400.0
     pause: float = 0.02
