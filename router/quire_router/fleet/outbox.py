@@ -51,6 +51,10 @@ class Outbox:
             waiting.update(dict.fromkeys(indexes))
         self._news.set()
 
+    def cancels(self, request_id: str) -> bool:
+        """Whether a Cancel of the request waits for the writer."""
+        return request_id in self._cancels
+
     def ack(self, sequence: int) -> None:
         """Every batch up to ``sequence`` was processed."""
         self._ack = sequence

@@ -115,6 +115,8 @@ class Session:
         self._report_kv_events(batch)
         for output in batch.outputs:
             self._receive(output)
+        if self._run_twice:
+            self._forget_run_twice()
 
     def lose(self, reason: str) -> None:
         """Gives every request back with ``EngineLost``. The next stream asks for a new session, and so for a whole
@@ -184,6 +186,12 @@ class Session:
                 self._run_twice[request_id] = None
                 self.outbox.cancel(request_id)
 
+    def _forget_run_twice(self) -> None:
+        """Most of them the engine never ran twice, so that it says of none that it has ended. A batch that comes once
+        their Cancel is on its way says that the stream held: that is enough.
+        """
+        self._run_twice = {name: None for name in self._run_twice if self.outbox.cancels(name)}
+
     def _note_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
         left = self._cancelled.get(request_id, 0) - 1
         if left > 0 and reason is not FinishReason.ERROR:
@@ -236,8 +244,6 @@ class Session:
     def _repeat_cancels(self) -> None:
         for request_id in (*self._cancelled, *self._run_twice):
             self.outbox.cancel(request_id)
-        # Most of them the engine never ran twice, so that it will say of none that it has ended: once again is enough.
-        self._run_twice.clear()
         for stream in self._streams.values():
             if stream.cancelled:
                 self.outbox.cancel(stream.request_id, *stream.cancelled)
