@@ -30,9 +30,15 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 up: $(READY)
 	@MODEL="$(MODEL)" NAME="$(NAME)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
 
+# What needs no process of its own runs in two workers; with ARGS just those tests run, one after the other.
 test: $(READY)
 	@scripts/redis.sh
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/sim
+endif
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak tests/unit $(ARGS)

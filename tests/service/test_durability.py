@@ -182,7 +182,7 @@ def test_a_tenant_knows_nothing_of_anothers_request(stack: Replicas, doors: list
             assert caught.value.code() is grpc.StatusCode.NOT_FOUND
         same_key = whole(strange[0], ask(prompt="mine", max_tokens=4), **{"Idempotency-Key": "once"})
         assert same_key["usage"]["completion_tokens"] == 4
-        assert doors[1].http.get(f"/v1/requests/{request_id}").json()["status"] == "running"
+        assert doors[1].http.get(f"/v1/requests/{request_id}").json()["status"] in ("running", "completed")
 
 
 def _without_ids(answer: httpx.Response) -> str:

@@ -81,8 +81,9 @@ def test_cancel_ends_a_running_request(client: ReflectedClient) -> None:
     list(client.call(INFERENCE, "Cancel", request_id=first.request_id))
     last = list(stream)[-1]
     assert last.finish_reason == 3, "the finish reason is not ABORT"
+    list(client.call(INFERENCE, "Cancel", request_id=first.request_id))  # what has ended need not be ended again
     with pytest.raises(grpc.RpcError) as refused:
-        list(client.call(INFERENCE, "Cancel", request_id=first.request_id))
+        list(client.call(INFERENCE, "Cancel", request_id="unknown"))
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 

@@ -55,8 +55,8 @@ def test_the_printed_command_streams_an_answer_and_ctrl_c_ends_everything(tmp_pa
         assert command is not None, up.text
         if shutil.which("curl") is None:
             pytest.skip("the printed command is curl, which is not installed")
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n\n")
-        data = [line.removeprefix("data: ") for line in lines if line]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert data[-1] == "[DONE]"
         answer = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in data[:-1])
         assert "12" in answer

@@ -68,9 +68,9 @@ def test_both_engines_take_part(stack: Stack) -> None:
         return [engine.metric("quire_generation_tokens_total") for engine in stack.engines]
 
     before = generated()
-    # Long enough that the first still runs when the second comes, and nothing in common that would keep them together.
+    # Long enough that the first still run when the last come, and nothing in common that would keep them together.
     settings = {"model": MODEL, "max_tokens": 1500, "extra_body": {"ignore_eos": True}, "stream": True}
-    streams = [stack.openai.completions.create(**settings, prompt=f"{word} " * 40) for word in ("a", "b", "c", "d")]
+    streams = [stack.openai.completions.create(**settings, prompt=f"{word} " * 40) for word in "abcdefgh"]
     for stream in streams:
         list(stream)
     assert all(after > start for after, start in zip(generated(), before, strict=True))

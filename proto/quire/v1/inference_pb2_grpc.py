@@ -111,7 +111,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND.
+        """Ends a running request of either API, wherever it runs; one that has ended stays as it is. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,7 @@ class InferenceStub:
     GetRequest: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]
     """How far a request has come. Errors: NOT_FOUND."""
     Cancel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+    """Ends a running request of either API, wherever it runs; one that has ended stays as it is. Errors: NOT_FOUND."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -79,7 +79,7 @@ class InferenceAsyncStub(InferenceStub):
     GetRequest: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetRequestRequest, _inference_pb2.GetRequestResponse]  # type: ignore[assignment]
     """How far a request has come. Errors: NOT_FOUND."""
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]  # type: ignore[assignment]
-    """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+    """Ends a running request of either API, wherever it runs; one that has ended stays as it is. Errors: NOT_FOUND."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """The tokens of a text or of a conversation, as Generate and Chat would make them. Errors: INVALID_ARGUMENT, NOT_FOUND (model)."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -131,7 +131,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.CancelResponse, _abc.Awaitable[_inference_pb2.CancelResponse]]:
-        """Ends a running request of either API, wherever it runs. Errors: NOT_FOUND."""
+        """Ends a running request of either API, wherever it runs; one that has ended stays as it is. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def Tokenize(
