@@ -187,5 +187,6 @@ def test_block_copies_and_pauses_between_steps_do_not_count_and_failed_steps_tel
 
 
 def test_what_the_first_steps_of_a_kind_pay_once_is_not_their_pace() -> None:
-    warm = fed((4, lambda _: (100, 1, 5.0)), (20, lambda _: (100, 1, 0.1)))
-    assert warm.predict(100, 1) == pytest.approx(0.1, rel=0.05)
+    """Else an engine whose first prompts were slow would look slow for as long as it gets no others."""
+    warm = fed((3, lambda _: (100, 1, 5.0)), (20, lambda _: (0, 4, 0.01)))
+    assert warm.predict(100, 1) < 0.2
