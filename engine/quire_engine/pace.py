@@ -18,7 +18,6 @@ _SHORTEST = 1e-6  # seconds; no step is shorter
 _REFIT = 16
 _WORST = 4.0  # a step that took so many times as long, than expected and than the last, was held up by something else
 _PRIOR_STEP_TOKENS = 32
-_WARM_UP = 4  # first steps of a kind, which pay for what is built or read once: tapes, graphs, pages
 
 Three = tuple[float, float, float]
 _SUBSETS = [kept for size in (3, 2, 1) for kept in combinations(range(3), size)]
@@ -59,7 +58,7 @@ class PaceMeter:
 
     @property
     def pace(self) -> Pace | None:
-        """What the last steps tell; None before the first ones."""
+        """What the last steps tell; None before the first one."""
         return self._pace if self._steps else None
 
     def on_step(self, trace: StepTrace) -> None:
@@ -78,9 +77,6 @@ class PaceMeter:
         moments = self._mixed if prompt_tokens else self._decoding
         expected = max(moments.last, self._pace.predict(prompt_tokens, sequences))
         moments.last = max(_SHORTEST, seconds)
-        moments.steps += 1
-        if moments.steps <= _WARM_UP:
-            return
         seconds = min(moments.last, _WORST * expected)
         moments.add((1 / seconds, prompt_tokens / seconds, sequences / seconds))
         self._steps += 1
@@ -100,14 +96,13 @@ class PaceMeter:
 
 class _Moments:
     """Sums over steps, the older the less: of the products of what a step had (each divided by its seconds), and of
-    that itself. ``last`` are the seconds of the last step and ``steps`` how many there were, whatever came of them.
+    that itself. ``last`` are the seconds of the last step, whatever came of them.
     """
 
-    __slots__ = ("last", "products", "steps", "sums")
+    __slots__ = ("last", "products", "sums")
 
     def __init__(self) -> None:
         self.last = float("inf")
-        self.steps = 0
         self.sums = [0.0] * 3
         self.products = [0.0] * 9
 

@@ -110,8 +110,7 @@ def test_whatever_the_steps_were_nothing_is_negative_or_beyond_all_bounds(
         meter.observe(*step)
     pace = meter.pace
     if pace is None:
-        steps = [tokens > 0 for tokens, sequences, seconds in seen if seconds > 0 and (tokens or sequences)]
-        assert max(steps.count(True), steps.count(False)) <= 4, "it is warm, and tells nothing"
+        assert all(seconds <= 0 or not (tokens or sequences) for tokens, sequences, seconds in seen)
         return
     costs = (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds)
     assert all(0 <= cost < float("inf") for cost in costs)
@@ -184,9 +183,3 @@ def test_block_copies_and_pauses_between_steps_do_not_count_and_failed_steps_tel
         meter.on_step(trace(number + 0.5, 0.4, failed=True))
     assert meter.pace is not None
     assert meter.pace.predict(0, 4) == pytest.approx(0.01, rel=0.01)
-
-
-def test_what_the_first_steps_of_a_kind_pay_once_is_not_their_pace() -> None:
-    """Else an engine whose first prompts were slow would look slow for as long as it gets no others."""
-    warm = fed((3, lambda _: (100, 1, 5.0)), (20, lambda _: (0, 4, 0.01)))
-    assert warm.predict(100, 1) < 0.2
