@@ -210,16 +210,18 @@ async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> Non
 # Pace and drain
 
 
-async def test_the_load_says_how_fast_the_engine_is_once_it_has_made_a_step() -> None:
+async def test_the_load_says_how_fast_the_engine_is_once_it_is_warm() -> None:
     engine = Engine()
     session, number, snapshot = await engine.open("s")
     assert not snapshot.load.HasField("pace")
-    engine.submit(session, "r")
-    engine.step(3)
-    first, second, _ = await received(session, number, 3)
-    assert not first.load.HasField("pace")
-    assert second.load.pace.step_seconds + second.load.pace.sequence_seconds > 0
-    assert second.load.pace.host_block_seconds == 1 / UNMEASURED.bytes_per_second
+    for name in "abcdefg":
+        engine.submit(session, name, max_tokens=2)
+        engine.step(2)
+    batches = await received(session, number, 14)
+    assert not any(batch.load.HasField("pace") for batch in batches[:8]), "the first prompts cost more than later ones"
+    pace = batches[-1].load.pace
+    assert pace.step_seconds + pace.token_seconds + pace.sequence_seconds > 0
+    assert pace.host_block_seconds == 1 / UNMEASURED.bytes_per_second
     _, _, later = await engine.open("later")
     assert later.load.HasField("pace")
 
