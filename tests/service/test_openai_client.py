@@ -69,8 +69,10 @@ def test_both_engines_take_part(stack: Stack) -> None:
 
     before = generated()
     # Long enough that the first still run when the last come, and nothing in common that would keep them together.
-    settings = {"model": MODEL, "max_tokens": 1500, "extra_body": {"ignore_eos": True}, "stream": True}
-    streams = [stack.openai.completions.create(**settings, prompt=f"{word} " * 40) for word in "abcdefgh"]
+    settings = {"model": MODEL, "max_tokens": 600, "extra_body": {"ignore_eos": True}, "stream": True}
+    streams = [
+        stack.openai.completions.create(**settings, prompt=f"{word} " * 10) for word in "abcdefghijklmnopqrstuvwx"
+    ]
     for stream in streams:
         list(stream)
     assert all(after > start for after, start in zip(generated(), before, strict=True))
