@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test soak chaos lint bench bench-simulation bench-fleet peers proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
+	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make proto                                    the stubs of proto/quire/v1"
@@ -59,6 +60,14 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.memory
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.structured
+
+bench-router: $(READY)
+	$(BIN)/python -m tests.bench.router $(ARGS)
+	$(BIN)/python -m tests.bench.placement
+	$(BIN)/python -m tests.bench.index
+	$(BIN)/python -m tests.bench.ledger
+	$(BIN)/python -m tests.bench.slow_clients
+	$(BIN)/python -m tests.bench.prefix_timing
 
 # Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
 peers:
