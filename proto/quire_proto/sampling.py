@@ -185,7 +185,8 @@ def check_length(prompt_tokens: int, max_tokens: int, max_model_len: int) -> Non
     if prompt_tokens + max_tokens > max_model_len:
         raise QuireError(
             ErrorCode.INVALID,
-            f"The prompt has {prompt_tokens} tokens and max_tokens is {max_tokens}, "
+            f"The prompt has {prompt_tokens} {'token' if prompt_tokens == 1 else 'tokens'} "
+            f"and max_tokens is {max_tokens}, "
             f"but this model's limit is {max_model_len} tokens for both together.",
             param="prompt" if prompt_tokens >= max_model_len else "max_tokens",
         )

@@ -8,6 +8,8 @@ across tokens.
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
+Alone = Callable[[int], str | None]
+"""The text that a token has behind whole characters, whatever they are; None where that depends on its neighbours."""
 
 REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes of UTF-8, and so the most tokens that one character can take
@@ -19,17 +21,24 @@ class Detokenizer:
 
     ``decode`` turns tokens into text as the tokenizer does, special tokens already removed from both by the caller.
     All pieces together are ``decode(prompt + output)`` without ``decode(prompt)``; where the prompt ends inside a
-    character, the output begins with that character.
+    character, the output begins with that character. ``alone`` only saves decoding: it says the same where it says
+    anything.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
+    __slots__ = ("_alone", "_decode", "_prefix", "_settled", "_window")
+
+    def __init__(self, decode: Decode, prompt: Sequence[int], alone: Alone = lambda _: None) -> None:
         self._decode = decode
+        self._alone = alone
         self._window = _context(decode, prompt)
         self._settled = len(self._window)
         self._prefix = decode(self._window) if self._window else ""
 
     def push(self, token_id: int) -> str:
         """The text that this token makes certain: never a part of a character."""
+        if len(self._window) == self._settled and (text := self._alone(token_id)) is not None:
+            self._window, self._settled, self._prefix = [token_id], 1, text
+            return text
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):

@@ -2,20 +2,22 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 
 from quire_proto.errors import invalid
 from quire_proto.text.chat_template import ChatTemplate
+from quire_proto.text.detokenizer import REPLACEMENT
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.output import OutputText
 from quire_proto.text.reasoning import BEGIN, END, is_opened
 from quire_proto.text.stop import StopMatcher
 from quire_proto.text.tokens import TokenBytes
 from quire_proto.text.tools.formats import MARKS, ToolFormat
+from quire_proto.text.vocabulary import vocabulary_digest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -37,14 +39,18 @@ class ModelText:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._template = template
-        self._decode_alone = lru_cache(_REMEMBERED)(self._decode_one)  # asked for with every token of every output
-        self._known = lru_cache(_REMEMBERED)(self._is_known)
+        # Both are asked for with every token of every output.
+        self._decode_alone = lru_cache(_REMEMBERED)(self._decode_one)
+        self._alone = lru_cache(_REMEMBERED)(self._text_alone)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         self._marks = {mark: added[mark] for mark in _marks_of(template) if mark in added}
-        self._hidden = self._special - frozenset(self._marks.values())
+        hidden = self._special - frozenset(self._marks.values())
+        self._visible = self._visible_beside(self._special)
+        self._visible_with_marks = self._visible_beside(hidden)
+        self._known = self._visible_beside(frozenset())
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.token_bytes = TokenBytes(self._decode, tokenizer.id_to_token, self.vocab_size)
 
@@ -81,6 +87,11 @@ class ModelText:
     def name_of(self, token_id: int) -> str:
         """What the tokenizer calls a token; empty for one that it does not have."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+    @cached_property
+    def vocabulary_digest(self) -> bytes:
+        """See ``vocabulary_digest``. Looks through the whole vocabulary the first time."""
+        return vocabulary_digest(self._tokenizer)
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -148,10 +159,11 @@ class ModelText:
         part of the text only with ``include_stop``. Special tokens have no text unless ``skip_special_tokens`` is off;
         with ``keep_marks`` those have that mark calls and thoughts.
         """
-        hidden = self._hidden if keep_marks else self._special
-        visible = self._visible_beside(hidden) if skip_special_tokens else self._known
+        visible = self._visible_with_marks if keep_marks else self._visible
+        if not skip_special_tokens:
+            visible = self._known
         matcher = StopMatcher(stop, include=include_stop) if stop else None
-        return OutputText(self._decode, visible, prompt_token_ids, matcher)
+        return OutputText(self._decode, self._alone, visible, prompt_token_ids, matcher)
 
     def _refuse_far_too_long(self, text: str, limit: int | None) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: tokens cost a hundred bytes and
@@ -175,13 +187,20 @@ class ModelText:
     def _decode_one(self, token_id: int) -> str:
         return self._tokenizer.decode((token_id,), skip_special_tokens=False)
 
+    def _text_alone(self, token_id: int) -> str | None:
+        """See ``detokenizer.Alone``. Byte-level decoders join the tokens' bytes: where these are whole characters, so
+        is their text. Others may look at what is beside a token, such as the beginning.
+        """
+        text = self._decode_alone(token_id) if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else REPLACEMENT
+        return None if REPLACEMENT in text else text
+
     def _visible_beside(self, hidden: frozenset[int]) -> Callable[[int], bool]:
         """Whether a token has text where ``hidden`` ones have none."""
-        return lambda token_id: token_id not in hidden and self._known(token_id)
+        return lru_cache(_REMEMBERED)(partial(self._is_visible, hidden))
 
-    def _is_known(self, token_id: int) -> bool:
-        """Whether the tokenizer has this token: models may name more."""
-        return self._tokenizer.id_to_token(token_id) is not None
+    def _is_visible(self, hidden: frozenset[int], token_id: int) -> bool:
+        """Not what the tokenizer does not have either: models may name more."""
+        return token_id not in hidden and self._tokenizer.id_to_token(token_id) is not None
 
 
 def _marks_of(template: ChatTemplate | None) -> Iterator[str]:

@@ -2,22 +2,29 @@
 
 from collections.abc import Callable, Sequence
 
-from quire_proto.text.detokenizer import Decode, Detokenizer
+from quire_proto.text.detokenizer import Alone, Decode, Detokenizer
 from quire_proto.text.stop import StopMatcher
 
 
 class OutputText:
     """Takes an output's tokens as they come and gives its text.
 
-    ``decode`` is the tokenizer's, ``visible`` tells which token ids have text at all, ``prompt`` is what the output
-    continues, and ``matcher`` finds where it stops.
+    ``decode`` is the tokenizer's, ``alone`` what it makes of single tokens (see ``Detokenizer``), ``visible`` tells
+    which token ids have text at all, ``prompt`` is what the output continues, and ``matcher`` finds where it stops.
     """
 
+    __slots__ = ("_detokenizer", "_matcher", "_pushed", "_visible")
+
     def __init__(
-        self, decode: Decode, visible: Callable[[int], bool], prompt: Sequence[int], matcher: StopMatcher | None
+        self,
+        decode: Decode,
+        alone: Alone,
+        visible: Callable[[int], bool],
+        prompt: Sequence[int],
+        matcher: StopMatcher | None,
     ) -> None:
         self._visible = visible
-        self._detokenizer = Detokenizer(decode, _last_visible(prompt, visible))
+        self._detokenizer = Detokenizer(decode, _last_visible(prompt, visible), alone)
         self._matcher = matcher
         self._pushed = 0
 
@@ -50,11 +57,12 @@ class OutputText:
         return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.finish()
 
     def _push(self, token_id: int) -> str:
-        if self.stopped:
+        matcher = self._matcher
+        if matcher is not None and matcher.stopped:
             return ""
         self._pushed += 1
         text = self._detokenizer.push(token_id) if self._visible(token_id) else ""
-        return text if self._matcher is None else self._matcher.push(text)
+        return text if matcher is None else matcher.push(text)
 
 
 _READ_BACK = 64  # prompt tokens that are looked at for those with text

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-SPACE = " \t\r\n"  # what JSON calls white space, and all that formats put around their marks
+from itertools import groupby
 
 
 @dataclass(slots=True)
@@ -40,21 +39,9 @@ Piece = Content | Reasoning | CallStart | Arguments
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same with neighbours of one kind in one piece."""
     result: list[Piece] = []
-    for piece in pieces:
-        last = result[-1] if result else None
-        if last is None or isinstance(piece, CallStart) or isinstance(last, CallStart) or type(piece) is not type(last):
-            result.append(piece)
+    for kind, group in groupby(pieces, type):
+        if kind is CallStart:
+            result += group
         else:
-            result[-1] = type(piece)(last.text + piece.text)
+            result.append(kind("".join(piece.text for piece in group if not isinstance(piece, CallStart))))
     return result
-
-
-def held_back(text: str, mark: str) -> int:
-    """How many characters at the end of ``text``, which does not hold ``mark``, may belong to it: the longest beginning
-    of the mark, and the space before.
-    """
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0 and not mark.startswith(text[at:]):
-        at = text.find(mark[0], at + 1)
-    certain = text if at < 0 else text[:at]
-    return len(text) - len(certain.rstrip(SPACE))

@@ -2,7 +2,8 @@
 tokens.
 """
 
-from quire_proto.text.pieces import SPACE, Content, Piece, Reasoning, held_back
+from quire_proto.text.held import LONGEST_GAP, SPACE, Expected, Gap, Held, Search, Source
+from quire_proto.text.pieces import Content, Piece, Reasoning, joined
 
 BEGIN, END = "<think>", "</think>"
 
@@ -17,76 +18,82 @@ class ReasoningParser:
 
     Thoughts stand at the beginning of an output: behind the mark, or at once where the prompt has ``opened`` them. What
     follows their end is content as it is, so that an answer may speak of these marks. Space around thoughts belongs to
-    the marks. Thoughts that never end are thoughts.
+    the marks, as far as it is no longer than ``LONGEST_GAP`` characters where it is held back for that. Thoughts that
+    never end are thoughts.
     """
 
     def __init__(self, *, opened: bool) -> None:
-        self._text = ""
-        self._thought = opened
-        self._step = self._enter if opened else self._begin
+        self._source = Source()
+        self._pieces: list[Piece] = []
+        self._thought = opened  # so that space before the next thought or the answer belongs to a mark
+        self._thinks = opened  # what comes is a thought, also where the mark is not repeated
+        self._space = Held()
+        self._begin_mark = Expected(BEGIN)
+        self._end_mark = Search(END)
+        self._gap = Gap()
+        self._step = self._begin
 
     def push(self, text: str) -> list[Piece]:
         """What is certain now."""
         if self._step == self._answer:
             return [Content(text)] if text else []
-        self._text += text
-        return self._run(ended=False)
+        self._source.push(text)
+        while self._source.more():
+            self._step()
+        return self._told()
 
     def finish(self) -> list[Piece]:
         """What was held back."""
-        return self._run(ended=True)
+        self._tell(self._space.take() + self._begin_mark.take() + self._gap.take() + self._end_mark.take())
+        return self._told()
 
-    def _run(self, *, ended: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        while self._step(pieces, ended):
-            pass
-        return pieces
+    def _begin(self) -> None:
+        """Thoughts or the answer. Some models mark the first thought although the prompt did."""
+        if not self._begin_mark.held:
+            self._take_space()
+        begun = None
+        if len(self._space) > LONGEST_GAP:
+            begun = False
+        elif self._source.more():
+            begun = self._begin_mark.read(self._source)
+        if begun:
+            self._space.take()
+            self._thought = self._thinks = True
+            self._step = self._settle
+        elif begun is False:
+            self._go_on()
 
-    def _enter(self, pieces: list[Piece], ended: bool) -> bool:
-        """The first thought, which some models mark although the prompt did."""
-        del pieces
-        text = self._text.lstrip(SPACE)
-        if BEGIN.startswith(text) and text != BEGIN and not ended:
-            return False
-        self._text, self._step = text.removeprefix(BEGIN), self._settle
-        return True
+    def _take_space(self) -> None:
+        """Space before an answer without thoughts is a part of it."""
+        space = self._source.take(self._source.space())
+        if not self._thought:
+            self._space.push(space)
 
-    def _settle(self, pieces: list[Piece], ended: bool) -> bool:
-        """Space between the mark and the first thought."""
-        del pieces, ended
-        self._text = self._text.lstrip(SPACE)
-        if not self._text:
-            return False
-        self._step = self._think
-        return True
+    def _go_on(self) -> None:
+        """No mark is here."""
+        self._step = self._think if self._thinks else self._answer
+        self._tell(self._space.take())
 
-    def _begin(self, pieces: list[Piece], ended: bool) -> bool:
-        """Either thoughts or the answer."""
-        del pieces
-        text = self._text.lstrip(SPACE)
-        if text.startswith(BEGIN):
-            self._text, self._thought, self._step = text[len(BEGIN) :], True, self._settle
-            return True
-        if BEGIN.startswith(text) and not ended:
-            return False
-        self._text, self._step = text if self._thought else self._text, self._answer
-        return True
+    def _settle(self) -> None:
+        """Space between the mark and the thought."""
+        self._source.go(self._source.space())
+        if self._source.more():
+            self._step = self._think
 
-    def _think(self, pieces: list[Piece], ended: bool) -> bool:
-        thought, end, rest = self._text.partition(END)
-        if end:
-            self._text, self._step = rest, self._begin
-            thought = thought.rstrip(SPACE)
-        else:
-            cut = len(thought) if ended else len(thought) - held_back(thought, END)
-            thought, self._text = thought[:cut], thought[cut:]
-        if thought:
-            pieces.append(Reasoning(thought))
-        return bool(end)
+    def _think(self) -> None:
+        thought, ended = self._end_mark.read(self._source)
+        self._tell(self._gap.push(thought))
+        if ended:
+            self._gap.take()
+            self._thinks, self._step = False, self._begin
 
-    def _answer(self, pieces: list[Piece], ended: bool) -> bool:
-        del ended
-        if self._text:
-            pieces.append(Content(self._text))
-            self._text = ""
-        return False
+    def _answer(self) -> None:
+        self._tell(self._source.take(len(self._source.text)))
+
+    def _tell(self, text: str) -> None:
+        if text:
+            self._pieces.append(Reasoning(text) if self._thinks else Content(text))
+
+    def _told(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return joined(pieces) if len(pieces) > 1 else pieces

@@ -1,6 +1,8 @@
 """Calls as Hermes and Qwen write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
-from quire_proto.text.pieces import SPACE
+from collections.abc import Collection
+
+from quire_proto.text.held import Expected, Search
 from quire_proto.text.tools.body import LONGEST_BODY
 from quire_proto.text.tools.parser import ToolParser
 
@@ -12,18 +14,32 @@ class HermesParser(ToolParser):
 
     mark = BEGIN
 
-    def _read_whole(self, ended: bool) -> bool:
-        end = self._text.find(END, self._offset, self._offset + LONGEST_BODY)
-        if end >= 0:
-            return self._tell_whole(end, end + len(END))
-        length = len(self._text)
-        if length - self._offset >= LONGEST_BODY:
-            return self._refuse()
-        return self._tell_whole(length, length) if ended else False
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__(names)
+        self._end_search = Search(END)
+        self._end_mark = Expected(END)
+        self._braced = False  # the bracket that ends the call was read
 
-    def _close(self, ended: bool) -> bool:
-        rest = self._text.lstrip(SPACE).removeprefix("}").lstrip(SPACE)
-        if END.startswith(rest) and rest != END:
-            return False  # what of the mark is missing at the end is not missed
-        self._text = rest.removeprefix(END)
-        return self._go_outside(ended)
+    def _read_whole(self) -> None:
+        body, ended = self._end_search.read(self._source, self._room())
+        self._body.push(body)
+        if ended:
+            self._tell_whole(END)
+        elif self._source.position - self._start == LONGEST_BODY:
+            self._refuse_whole(self._body.take() + self._end_search.take())
+
+    def _finish_whole(self) -> None:
+        self._body.push(self._end_search.take())
+        self._tell_whole()
+
+    def _close(self) -> None:
+        """What of the mark is missing at the end of an output is not missed."""
+        source = self._source
+        if not self._end_mark.held:
+            source.go(source.space())
+            if source.more() and source.text[source.at] == "}" and not self._braced:
+                self._braced = True
+                source.go(source.at + 1)
+                return
+        if source.more() and self._end_mark.read(source) is not None:
+            self._braced, self._step = False, self._outside

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from quire_proto.text.pieces import SPACE
+from quire_proto.text.held import LONGEST_GAP, Expected, Held
 from quire_proto.text.tools.body import LONGEST_BODY
 from quire_proto.text.tools.parser import ToolParser
 
@@ -16,40 +16,70 @@ class LlamaParser(ToolParser):
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
-        self._looked = 0
-        self._step = self._next
+        self._between = Held()  # what stands before the next call
+        self._separated = False  # it has a semicolon
+        self._next_mark = Expected(MARK)
+        self._step = self._read_between
 
-    def _open(self, offset: int) -> None:
-        super()._open(offset)
-        self._looked = offset
-
-    def _read_whole(self, ended: bool) -> bool:
-        body = self._text[self._offset :].lstrip(SPACE)
-        if not body:
-            return self._refuse() if ended else False
-        limit = self._offset + LONGEST_BODY
-        end = self._end.find(self._text[:limit], self._looked)
-        self._looked = min(len(self._text), limit)
+    def _read_whole(self) -> None:
+        source, stop = self._source, self._room()
+        end = self._end.find(source.text, source.at, stop)
+        self._body.push(source.take(stop if end is None else end))
         if end is not None:
-            return self._tell_whole(end, end)
-        return self._refuse() if ended or self._looked == limit else False
+            self._tell_whole()
+        elif source.position - self._start == LONGEST_BODY:
+            self._finish_whole()
 
-    def _close(self, ended: bool) -> bool:
-        rest = self._text.lstrip(SPACE)
-        if not rest and not ended:
-            return False
-        self._text = rest.removeprefix("}")
-        self._step = self._next
-        return True
+    def _finish_whole(self) -> None:
+        self._refuse_whole(self._body.take())
 
-    def _next(self, ended: bool) -> bool:
+    def _close(self) -> None:
+        source = self._source
+        source.go(source.space())
+        if source.more():
+            if source.text[source.at] == "}":
+                source.go(source.at + 1)
+            self._next()
+
+    def _next(self) -> None:
+        self._separated, self._step = False, self._read_between
+
+    def _finish_step(self) -> bool:
+        if self._step == self._read_between:
+            self._between.push(self._next_mark.take())
+            self._go_outside()
+        return super()._finish_step()
+
+    def _read_between(self) -> None:
         """Another call, or the first."""
-        rest = self._text.lstrip(SPACE)
-        if self._called:
-            rest = rest.removeprefix(";").lstrip(SPACE)
-        if rest.startswith(("{", MARK)):
-            self._open(len(self._text) - len(rest.removeprefix(MARK)))
-            return True
-        if MARK.startswith(rest) and not ended:
-            return False
-        return self._go_outside(ended)
+        if self._next_mark.held:
+            self._read_mark()
+            return
+        source = self._source
+        self._between.push(source.take(source.space()))
+        if len(self._between) > LONGEST_GAP:
+            self._go_outside()
+        elif source.more():
+            self._read_next(source.text[source.at])
+
+    def _read_next(self, character: str) -> None:
+        """What stands behind space."""
+        if character == ";" and self._called and not self._separated:
+            self._separated = True
+            self._between.push(self._source.take(self._source.at + 1))
+        elif character == "{":
+            self._open(self._between.take())
+        else:
+            self._read_mark()
+
+    def _read_mark(self) -> None:
+        is_here = self._next_mark.read(self._source)
+        if is_here:
+            self._open(self._between.take() + MARK)
+        elif is_here is False:
+            self._go_outside()
+
+    def _go_outside(self) -> None:
+        """What follows is no call."""
+        self._source.put_back(self._between.take())
+        self._step = self._outside

@@ -1,0 +1,85 @@
+"""The beginning of one call as JSON, ``{"name": ..., "arguments": {``, read as it comes."""
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+from quire_proto.text.held import Held, Source
+
+LONGEST_HEAD = 512  # characters up to the arguments of a call that is told while it comes
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "function", "id", *_ARGUMENTS)
+_SHAPE = '{":",":{'  # what stands there but for space and for what the strings say
+_KEY, _NAME = 2, 4  # how much of the shape is read inside of that string
+
+
+class Verdict(Enum):
+    """What a beginning says of a body."""
+
+    EARLY = auto()  # nothing yet
+    NO_CALL = auto()
+    CALL = auto()  # whose arguments begin
+    WHOLE = auto()  # it says what a call says, but not in this order: only the whole of it tells
+
+
+class HeadReader:
+    """Reads the head of a call of one of ``names``, which is ``name`` then: ``LONGEST_HEAD`` characters at most.
+    ``taken`` is what was read.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.name = ""
+        self.taken = Held()
+        self._names = names
+        self._read = 0  # of the shape
+        self._string: str | None = None  # what is read of the string that goes on
+
+    def read(self, source: Source) -> Verdict:
+        """What is known now. Reads no more than it needs for that, and not the bracket that begins the arguments."""
+        verdict = Verdict.EARLY
+        while verdict is Verdict.EARLY and source.at < len(source.text) and len(self.taken) < LONGEST_HEAD:
+            end = min(len(source.text), source.at + LONGEST_HEAD - len(self.taken))
+            verdict = self._read_mark(source, end) if self._string is None else self._read_string(source, end)
+        is_long = verdict is Verdict.EARLY and len(self.taken) >= LONGEST_HEAD
+        return Verdict.WHOLE if is_long else verdict
+
+    def _read_mark(self, source: Source, end: int) -> Verdict:
+        self.taken.push(source.take(source.space(end)))
+        if source.at == end:
+            return Verdict.EARLY
+        mark = source.text[source.at]
+        if mark != _SHAPE[self._read]:
+            return Verdict.NO_CALL if self._read < _KEY else Verdict.WHOLE
+        self._read += 1
+        if self._read == len(_SHAPE):
+            return Verdict.CALL
+        self.taken.push(source.take(source.at + 1))
+        self._string = "" if mark == '"' else None
+        return Verdict.EARLY
+
+    def _read_string(self, source: Source, end: int) -> Verdict:
+        at = source.text.find('"', source.at, end)
+        string = (self._string or "") + source.text[source.at : end if at < 0 else at]
+        self.taken.push(source.take(end if at < 0 else at + 1))
+        self._string = string if at < 0 else None
+        if self._read == _KEY:
+            return self._read_key(string, ended=at >= 0)
+        if self._read == _NAME:
+            return self._read_name(string, ended=at >= 0)
+        return Verdict.EARLY if _begins(string, _ARGUMENTS, ended=at >= 0) else Verdict.WHOLE
+
+    def _read_key(self, key: str, *, ended: bool) -> Verdict:
+        if not _begins(key, _KEYS, ended=ended):
+            return Verdict.NO_CALL
+        return Verdict.WHOLE if ended and key != "name" else Verdict.EARLY
+
+    def _read_name(self, name: str, *, ended: bool) -> Verdict:
+        self.name, escape, _ = name.partition("\\")
+        if not _begins(self.name, self._names, ended=ended and not escape):
+            return Verdict.NO_CALL
+        return Verdict.WHOLE if escape else Verdict.EARLY
+
+
+def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:
+    """Whether a string that has ``ended`` or goes on is one of those that are known."""
+    return string in known if ended else any(each.startswith(string) for each in known)
