@@ -63,6 +63,12 @@ def canonical(pieces: list[Told]) -> list[Told]:
     return cut
 
 
+def by_choice(pieces: list[Told]) -> dict[int, list[Told]]:
+    """The pieces of each choice, as ``canonical`` cuts them: which choice was told before which is not kept."""
+    told = {index: canonical([each for each in pieces if each.index == index]) for index in {p.index for p in pieces}}
+    return {index: cut for index, cut in told.items() if cut}
+
+
 @dataclass
 class Heard:
     """Notes what ``Owners`` are told."""

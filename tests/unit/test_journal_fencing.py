@@ -19,15 +19,16 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import Generation
 from quire_router.journal.base import Follower, Lease
 from quire_router.journal.codec import unpack_tokens
+from quire_router.journal.keys import keys
 from quire_router.journal.redis import RedisJournal
-from quire_router.journal.writer import WriterSettings, keys
+from quire_router.journal.settings import JournalSettings
 
 from tests.support.journals import Heard, tell
 from tests.support.redis_server import RedisServer, redis_server
 
 ROUTERS = 3
 NAMES = ["a", "b"]
-SETTINGS = WriterSettings(lease=60, settle=0, pause=0.001)  # leases expire when the test says so
+SETTINGS = JournalSettings(lease=60, settle=0, pause=0.001)  # leases expire when the test says so
 routers = st.integers(0, ROUTERS - 1)
 names = st.sampled_from(NAMES)
 numbers = count()

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from itertools import chain
 from uuid import uuid4
 
 import pytest
@@ -10,11 +11,11 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import Generation, Usage
 from quire_router.journal.base import Record, Told
+from quire_router.journal.bounds import MAX_PARTS, MAX_SHAPE
 from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.pending import MAX_PARTS, MAX_SHAPE
 from quire_router.journal.redis import RedisJournal
 
-from tests.support.journals import Heard, canonical, tell
+from tests.support.journals import Heard, by_choice, tell
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.waiting import until
 
@@ -201,7 +202,7 @@ async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJourna
     assert (seen.pieces, seen.error, seen.usage, seen.held) == ([Told(0, [9])], "Why.", Usage(3, 1, 16), False)
     late = await journal.follow(generation.request_id).look()
     assert late is not None
-    assert late.pieces == canonical([*told, Told(0, [9])])
+    assert by_choice(late.pieces) == by_choice([*told, Told(0, [9])])
 
 
 # Orphans
@@ -227,17 +228,19 @@ async def test_background_requests_that_nobody_holds_are_orphans(journal: AnyJou
     assert await journal.orphans() == []
 
 
-async def test_only_some_orphans_are_named_at_once(journal: AnyJournal) -> None:
-    leases = [journal.open(request(background=True)) for _ in range(20)]
+async def test_some_orphans_are_named_at_once_and_then_the_others(journal: AnyJournal) -> None:
+    """Whether or not anybody takes up the first ones: they may be of models that run elsewhere."""
+    leases = [journal.open(request(background=True)) for _ in range(40)]
     for lease in leases:
         journal.release(lease)
     await journal.flush()
-    names = await journal.orphans()
-    assert len(names) == 16
-    assert {lease.request_id for lease in leases}.issuperset(names)
+    for _ in range(2):
+        rounds = [await journal.orphans() for _ in range(3)]
+        assert [len(names) for names in rounds] == [16, 16, 8]
+        assert sorted(chain(*rounds)) == sorted(lease.request_id for lease in leases)
     for lease in leases:
         await journal.cancel(lease.request_id)
-    assert await journal.orphans() == []
+    assert [await journal.orphans() for _ in range(3)] == [[], [], []]
 
 
 # Bounds

@@ -14,7 +14,7 @@ from quire_router.generation import Generation
 from quire_router.journal.base import Delivered, Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
-from quire_router.journal.writer import WriterSettings
+from quire_router.journal.settings import JournalSettings
 
 from tests.support.journals import Seen, seen, tell
 from tests.support.redis_server import RedisServer, redis_server
@@ -130,7 +130,7 @@ def test_redis_holds_what_the_model_holds_however_often_it_is_killed(
     persistent: RedisServer, script: list[tuple[object, ...]]
 ) -> None:
     async def run() -> None:
-        settings = WriterSettings(settle=0)  # nobody else has anything to write after an outage
+        settings = JournalSettings(settle=0)  # nobody else has anything to write after an outage
         await play(RedisJournal(persistent.url, owner="me", settings=settings), persistent, script)
 
     asyncio.run(run())

@@ -1,5 +1,6 @@
 -- Writes deliveries (tokens and marks) at a place in their row, which ends with them, and renews the lease; without any
--- it only renews. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed deliveries.
+-- it only renews. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed deliveries, the checksum of
+-- the row with them.
 local record = stored()
 local refused = refusal(record, ARGV[1], tonumber(ARGV[2]))
 if refused then
@@ -17,5 +18,6 @@ elseif length > offset + #ARGV[6] then
 elseif #ARGV[6] > 0 then
   redis.call('SETRANGE', TOKENS, offset, ARGV[6])
 end
+redis.call('HSET', RECORD, 'sum', ARGV[7])
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
 return record.cancelled and CANCELLED or DONE

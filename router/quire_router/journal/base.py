@@ -20,6 +20,10 @@ class Lease:
     epoch: int
 
 
+REFUSED_EPOCH = 0
+"""No record ever has it, so whatever is written with it is refused."""
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """One piece of an answer as its client got it, but for the text, which follows from the tokens. Its tokens begin
@@ -77,7 +81,7 @@ class Record:
 @dataclass(frozen=True, slots=True)
 class Tail:
     """What was told of a request since somebody looked last, and how it is with its record now. Fields as in
-    ``Record``.
+    ``Record``. Where there is ``more``, which the next look gives at once, the record counts as held and not ended.
     """
 
     pieces: list[Told]
@@ -85,14 +89,21 @@ class Tail:
     error: str
     usage: Usage
     held: bool
+    more: bool = False
+
+
+def part_of_more(pieces: list[Told]) -> Tail:
+    """A part of what was told that is not its last."""
+    return Tail(pieces, None, "", NO_USAGE, held=True, more=True)
 
 
 class Follower(Protocol):
     """Looks after one record that another reader of it, or another router, is writing."""
 
     async def look(self) -> Tail | None:
-        """What is new, from the beginning when it is the first look; None when there is no such record, or no longer.
-        Raises ``QuireError`` UNAVAILABLE when it cannot be read, INTERNAL when it is damaged.
+        """What is new, from the beginning when it is the first look, but a bounded part of it at a time; None when
+        there is no such record, or no longer. Raises ``QuireError`` UNAVAILABLE when it cannot be read, INTERNAL when
+        it is damaged.
         """
         ...
 
@@ -153,8 +164,10 @@ class Journal(Protocol):
         """
         ...
 
-    async def read(self, request_id: str) -> Record | None:
-        """The record as it is stored; None when unknown or forgotten. Raises as ``Follower.look``."""
+    async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
+        """The record as it is stored; None when unknown or forgotten. Of a ``brief`` one the pieces are without
+        log-probabilities and scores. Raises as ``Follower.look``.
+        """
         ...
 
     def follow(self, request_id: str) -> Follower:
@@ -168,7 +181,9 @@ class Journal(Protocol):
         ...
 
     async def orphans(self) -> list[str]:
-        """Background requests that have not ended and that nobody holds, some of them. Raises as ``Follower.look``."""
+        """Background requests that have not ended and that nobody holds: at most 16 of them, and with the next call
+        those that follow, so that one that nobody takes up holds up no other. Raises as ``Follower.look``.
+        """
         ...
 
     async def close(self) -> None:

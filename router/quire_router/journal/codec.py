@@ -3,19 +3,21 @@
 import json
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, fields
 from sys import byteorder
-from typing import Any
+from zlib import crc32
 
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.structured import Structured, StructuredKind
 
 from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import Record, Tail
-from quire_router.journal.deliveries import RowReader
+from quire_router.journal.request import decode_params, decode_request
 
 TOKEN_BYTES = 4
+MAX_EPOCH_DIGITS = 15
+MAX_LEASE = 3_600_000  # ms; what says that it is held for longer is not to be believed
+_PARAMS = tuple(each.name for each in fields(SamplingParams))
 # What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
 
@@ -26,8 +28,9 @@ class DamagedRecordError(ValueError):
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
     """Four bytes for each token, or other value of ``Deliveries``."""
-    packed = array("i", token_ids)
+    packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
     if byteorder == "big":
+        packed = packed[:]
         packed.byteswap()
     return packed.tobytes()
 
@@ -44,10 +47,10 @@ def unpack_tokens(packed: bytes) -> "array[int]":
 
 def encode_request(generation: Generation) -> bytes:
     """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
-    fields = {
+    stored = {
         "request_id": generation.request_id,
         "model": generation.model,
-        "params": asdict(generation.params),
+        "params": {name: getattr(generation.params, name) for name in _PARAMS},
         "stop": generation.stop,
         "include_stop": generation.include_stop,
         "skip_special_tokens": generation.skip_special_tokens,
@@ -65,19 +68,44 @@ def encode_request(generation: Generation) -> bytes:
         "session": generation.session,
         "deadline": generation.deadline,
     }
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
-def decode_record(fields: Mapping[bytes, bytes], row: bytes, now: int = 0) -> Record:
-    """The record from its hash and its row, ``now`` being the database's time in ms. Raises ``DamagedRecordError``."""
+def encode_opening(generation: Generation) -> tuple[bytes, bytes, int]:
+    """What never changes in a record: the request, its prompt and their seal."""
+    request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
+    return request, prompt, seal(request, prompt)
+
+
+def seal(request: bytes, prompt: bytes) -> int:
+    """The checksum of what never changes in a record."""
+    return crc32(prompt, crc32(request))
+
+
+def check_sum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
+    """Raises ``DamagedRecordError`` unless a row of so many bytes and this checksum is the record's."""
+    if fields.get(b"sum", b"" if length else b"0") != b"%d" % checksum:
+        raise DamagedRecordError("the row is not the one that was written")
+
+
+def decode_record(request_id: str, fields: Mapping[bytes, bytes], length: int, checksum: int, now: int = 0) -> Record:
+    """The record without its pieces, from its hash; its row has so many bytes and this checksum, and ``now`` is the
+    database's time in ms. Raises ``DamagedRecordError``.
+    """
     try:
-        generation = _decode_request(json.loads(fields[b"request"]), unpack_tokens(fields[b"prompt"]))
-        end = decode_end(fields, len(row), now)
+        request, prompt = fields[b"request"], fields[b"prompt"]
+        if fields[b"seal"] != b"%d" % seal(request, prompt):
+            raise DamagedRecordError("the request is not the one that was written")
+        check_sum(fields, length, checksum)
+        generation = decode_request(json.loads(request), unpack_tokens(prompt))
+        if generation.request_id != request_id:
+            raise DamagedRecordError("the record is another request's")
+        end = decode_end(fields, now)
         return Record(
             generation=generation,
             owner=fields[b"owner"].decode(),
-            epoch=int(fields[b"epoch"]),
-            pieces=RowReader(generation.params.n).read(unpack_tokens(row))[0],
+            epoch=decode_epoch(fields[b"epoch"]),
+            pieces=[],
             finish_reason=end.finish_reason,
             error=end.error,
             usage=end.usage,
@@ -87,17 +115,28 @@ def decode_record(fields: Mapping[bytes, bytes], row: bytes, now: int = 0) -> Re
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
-def decode_end(fields: Mapping[bytes, bytes], length: int, now: int) -> Tail:
-    """How it is with a record whose row has so many bytes, without pieces. Raises ``DamagedRecordError``."""
+def decode_epoch(text: bytes) -> int:
+    """The epoch again. Raises ``DamagedRecordError`` for what the scripts do not take for one."""
+    if not is_epoch(text):
+        raise DamagedRecordError("the epoch is not a number")
+    return int(text)
+
+
+def is_epoch(text: bytes) -> bool:
+    """Whether it is the number that the scripts count in."""
+    return text.isdigit() and len(text) <= MAX_EPOCH_DIGITS
+
+
+def decode_end(fields: Mapping[bytes, bytes], now: int) -> Tail:
+    """How it is with a record, without pieces. Raises ``DamagedRecordError``."""
     try:
-        if int(fields.get(b"length", length)) != length:
-            raise DamagedRecordError("some of the tokens of a record that ended are not there")
+        remains = int(fields.get(b"lease_expires", now)) - now
         return Tail(
             pieces=[],
             finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
             error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
             usage=decode_usage(fields.get(b"usage", b"")),
-            held=b"reason" not in fields and float(fields.get(b"lease_expires", 0)) > now,
+            held=b"reason" not in fields and 0 < remains <= MAX_LEASE,
         )
     except (TypeError, ValueError) as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
@@ -110,35 +149,15 @@ def encode_usage(usage: Usage) -> str:
 
 def decode_usage(text: bytes) -> Usage:
     """The usage again. Raises ``ValueError``."""
-    return Usage(*map(int, text.split())) if text else NO_USAGE
+    counts = [int(count) for count in text.split()]
+    if not all(0 <= count < 2**31 for count in counts):
+        raise ValueError("nobody uses so many tokens")
+    return Usage(*counts) if counts else NO_USAGE
 
 
 def decode_choices(request: bytes) -> int:
     """How many choices the client of a stored request gets. Raises ``DamagedRecordError``."""
     try:
-        return _decode_params(json.loads(request)["params"]).n
+        return decode_params(json.loads(request)["params"]).n
     except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
-
-
-def _decode_request(fields: dict[str, Any], prompt: "array[int]") -> Generation:
-    return Generation(
-        prompt_token_ids=prompt,
-        params=_decode_params(fields.pop("params")),
-        stop=tuple(fields.pop("stop")),
-        parts=tuple(fields.pop("parts", ())),
-        cache_salt=bytes.fromhex(fields.pop("cache_salt")),
-        **fields,
-    )
-
-
-def _decode_params(fields: dict[str, Any]) -> SamplingParams:
-    structured = fields.pop("structured", None)
-    if structured is not None:
-        structured = Structured(StructuredKind(structured["kind"]), structured["text"])
-    return SamplingParams(**{name: _tuples(value) for name, value in fields.items()}, structured=structured)
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows no tuples, and parameters know no lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,8 +1,11 @@
--- What every script begins with. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
+-- lease_expires (ms); 'sum', the checksum of the row of tokens; claim, the name of the last one; cancelled; and of one
+-- that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
 -- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end.
 local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2
 local RECORD, TOKENS = KEYS[1], KEYS[2]
+local MAX_LEASE = 3600000 -- ms; what says that it is held for longer is not to be believed
 
 local function now() -- ms, by the only clock that leases know
   local time = redis.call('TIME')
@@ -14,11 +17,15 @@ local function stored() -- nil when there is no record
   if not values[1] then
     return nil
   end
+  if #values[1] > 15 or not string.find(values[1], '^%d+$') then
+    error('DAMAGED: the epoch is not a number')
+  end
+  local remains = (tonumber(values[4] or '') or 0) - now()
   return {
-    epoch = tonumber(values[1]) or error('DAMAGED: the epoch is not a number'),
+    epoch = tonumber(values[1]),
     owner = values[2],
     ended = values[3],
-    held = (tonumber(values[4] or '') or 0) > now(),
+    held = remains > 0 and remains <= MAX_LEASE,
     cancelled = values[5],
   }
 end

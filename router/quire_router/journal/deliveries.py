@@ -7,13 +7,12 @@ and these. Any beginning of the row is what was told up to some moment: a frame 
 """
 
 from array import array
-from collections.abc import Sequence
 from typing import Self
 
 from quire_proto.sampling import FinishReason
 
 from quire_router.journal.base import Piece, Told
-from quire_router.journal.frame import pack_piece, unpack_piece
+from quire_router.journal.frame import pack_piece, skim_piece, unpack_piece
 
 FRAME = -(2**31)
 _REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
@@ -33,16 +32,13 @@ class Deliveries:
         self._current = 0
 
     @classmethod
-    def restore(cls, values: "array[int]", choices: int) -> tuple[Self, list[Told]]:
-        """A row that was stored, without what was cut off at its end, and what it says. Raises ``ValueError``."""
-        reader = RowReader(choices)
-        pieces, taken = reader.read(values)
-        deliveries = cls(choices)
-        deliveries.values = values[:taken]
-        deliveries._current = reader.current
-        for piece in pieces:
-            deliveries._note(piece)
-        return deliveries, pieces
+    def restore(cls, values: "array[int]", reader: "RowReader") -> Self:
+        """A row that was stored, without what was cut off at its end, and that ``reader`` has read."""
+        deliveries = cls(len(reader.lengths))
+        deliveries.values = values
+        deliveries._lengths, deliveries._ended = list(reader.lengths), list(reader.ended)
+        deliveries._prompted, deliveries._current = reader.prompted, reader.current
+        return deliveries
 
     def add(self, position: int, piece: Piece) -> int:
         """Adds what is new of a piece whose tokens begin at ``position`` of its choice's output; returns by how much
@@ -95,35 +91,55 @@ class Deliveries:
 
 
 class RowReader:
-    """Reads a row from its beginning, as it grows. ``current`` is the choice that plain tokens belong to."""
+    """Reads a row from its beginning, as it grows. ``current`` is the choice that plain tokens belong to, ``lengths``
+    and ``ended`` say where each choice stands, and ``prompted`` whether log-probabilities of the prompt came. A
+    ``brief`` reader leaves log-probabilities and scores out, which take ten times as long as all the rest.
+    """
 
-    __slots__ = ("_ended", "current")
+    __slots__ = ("_unpack", "current", "ended", "lengths", "prompted")
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self, choices: int, *, brief: bool = False) -> None:
         self.current = 0
-        self._ended = [False] * choices
+        self.lengths = [0] * choices
+        self.ended = [False] * choices
+        self.prompted = False
+        self._unpack = skim_piece if brief else unpack_piece
 
-    def read(self, values: Sequence[int]) -> tuple[list[Told], int]:
-        """The pieces in what follows in the row, and how many values they are: the rest is a piece that is not complete
-        and has to come again with the next call. Raises ``ValueError`` for what is no such row.
+    def read(self, values: "array[int]", start: int = 0, limit: int | None = None) -> tuple[list[Told], int]:
+        """The pieces in what follows in the row from ``start`` on, and how many values they are: the rest is a piece
+        that is not complete and has to come again with the next call. After ``limit`` values no other piece is begun,
+        nor one that is larger than that but the first. Raises ``ValueError`` for what is no such row.
         """
         pieces: list[Told] = []
-        position = 0
-        while position < len(values):
-            length = self._read_piece(values, position, pieces)
+        position, stop = start, len(values) if limit is None else min(len(values), start + limit)
+        while position < stop:
+            if limit is not None and position > start and self.piece_size(values, position) > limit:
+                break
+            length = self._read_piece(values, position, stop, pieces)
             if not length:
                 break
             position += length
-        return pieces, position
+        return pieces, position - start
 
-    def _read_piece(self, values: Sequence[int], start: int, pieces: list[Told]) -> int:
+    def piece_size(self, values: "array[int]", start: int) -> int:
+        """How many values the piece that begins at ``start`` has at least, once it is complete."""
+        is_frame = start + 1 < len(values) and values[start] == FRAME
+        return 2 + values[start + 1] if is_frame else 1
+
+    def has_piece(self, values: "array[int]", start: int) -> bool:
+        """Whether all of the piece that begins at ``start`` is there."""
+        if start >= len(values) or values[start] != FRAME:
+            return start < len(values)
+        return start + 1 < len(values) and start + 2 + values[start + 1] <= len(values)
+
+    def _read_piece(self, values: "array[int]", start: int, stop: int, pieces: list[Told]) -> int:
         """Adds the piece that begins at ``start``; returns how many values it takes, 0 when it is not complete."""
         first = values[start]
         if first == FRAME:
             return self._read_frame(values, start, pieces)
         if first >= 0:
-            end = _end_of_tokens(values, start)
-            self._add(Told(self.current, list(values[start:end])), pieces)
+            end = _end_of_tokens(values, start, stop)
+            self._add(Told(self.current, values[start:end].tolist()), pieces)
             return end - start
         index, code = divmod(-1 - first, _CODES)
         self._check(index)
@@ -133,7 +149,7 @@ class RowReader:
             self.current = index
         return 1
 
-    def _read_frame(self, values: Sequence[int], start: int, pieces: list[Told]) -> int:
+    def _read_frame(self, values: "array[int]", start: int, pieces: list[Told]) -> int:
         if len(values) < start + 2:
             return 0
         end = start + 2 + values[start + 1]
@@ -141,31 +157,33 @@ class RowReader:
             raise ValueError("a frame has no length")
         if end > len(values):
             return 0
-        piece, code = unpack_piece(array("i", values[start + 2 : end]))
+        piece, code, prompted = self._unpack(values[start + 2 : end])
         self._check(piece.index)
         if not 0 <= code < _CODES:
             raise ValueError("a choice ended for no known reason")
         reason = _REASONS[code - 1] if code else None
         whole = Told(piece.index, piece.token_ids, reason, piece.logprobs, piece.prompt_logprobs, piece.score)
         self._add(whole, pieces)
+        self.prompted = self.prompted or prompted
         return end - start
 
     def _add(self, piece: Told, pieces: list[Told]) -> None:
-        if self._ended[piece.index]:
+        if self.ended[piece.index]:
             raise ValueError(f"choice {piece.index} goes on after its end")
-        self._ended[piece.index] = piece.finish_reason is not None
+        self.lengths[piece.index] += len(piece.token_ids)
+        self.ended[piece.index] = piece.finish_reason is not None
         pieces.append(piece)
 
     def _check(self, index: int) -> None:
-        if not 0 <= index < len(self._ended):
+        if not 0 <= index < len(self.ended):
             raise ValueError(f"the request has no choice {index}")
 
 
-def _end_of_tokens(values: Sequence[int], start: int) -> int:
-    for position in range(start + 1, len(values)):
+def _end_of_tokens(values: "array[int]", start: int, stop: int) -> int:
+    for position in range(start + 1, stop):
         if values[position] < 0:
             return position
-    return len(values)
+    return stop
 
 
 def _is_framed(piece: Piece) -> bool:

@@ -8,11 +8,8 @@ elseif record.ended then
   return DONE -- a repeat
 end
 local length = tonumber(ARGV[7])
-if length >= 0 then
-  if redis.call('STRLEN', TOKENS) ~= length then
-    return LOST
-  end
-  redis.call('HSET', RECORD, 'length', ARGV[7])
+if length >= 0 and redis.call('STRLEN', TOKENS) ~= length then
+  return LOST
 end
 finish(ARGV[4], ARGV[5], ARGV[6], ARGV[3])
 return DONE

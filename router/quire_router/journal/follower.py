@@ -1,14 +1,24 @@
 """A look after one record in Redis that somebody else may be writing. Reads only what is new."""
 
+from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
-from quire_router.journal.base import Tail, Told
-from quire_router.journal.codec import TOKEN_BYTES, DamagedRecordError, decode_choices, decode_end, unpack_tokens
+from quire_router.journal.base import Tail, part_of_more
+from quire_router.journal.codec import (
+    TOKEN_BYTES,
+    DamagedRecordError,
+    check_sum,
+    decode_choices,
+    decode_end,
+    decode_epoch,
+    pack_tokens,
+    unpack_tokens,
+)
 from quire_router.journal.deliveries import RowReader
+from quire_router.journal.reading import checksum, read_part
 
-FIELDS = ("epoch", "owner", "reason", "error", "usage", "lease_expires", "length")
+FIELDS = ("epoch", "reason", "error", "usage", "lease_expires", "sum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,55 +32,65 @@ class Glance:
     row: bytes
     now: int
 
-    @property
-    def writer(self) -> tuple[bytes | None, bytes | None]:
-        """Whose row it is."""
-        return self.fields.get(b"epoch"), self.fields.get(b"owner")
-
 
 class RedisFollower:
     """Where one reader of a record stands. ``glance`` takes names of fields and an offset.
 
-    The row may vanish with Redis' data and be written again; then there is no news until it is longer than what was
-    read. As long as the writer is the same, so is what it writes. After another one came the row is read from the
-    beginning, and has to begin with what was read before, or else the record counts as damaged.
+    The row may vanish with Redis' data and be written again, also by another router; then there is no news until it is
+    as long as what was read. The record's checksum is of the whole row, so it tells whether what is there now goes on
+    from what was read; if not, the record counts as damaged.
     """
 
     def __init__(self, glance: Callable[[tuple[str, ...], int], Awaitable[Glance]]) -> None:
         self._glance = glance
         self._reader: RowReader | None = None
-        self._writer: tuple[bytes | None, bytes | None] = (None, None)
-        self._offset = 0
-        self._digest = blake2b()
+        self._offset = 0  # bytes of the row that were read
+        self._checksum = 0  # of these
+        self._news: _News | None = None
 
     async def look(self) -> Tail | None:
         """See ``Follower``."""
+        if self._reader is not None and self._news is not None:
+            return await self._read(self._reader, self._news)
         seen = await self._glance(("request", *FIELDS) if self._reader is None else FIELDS, self._offset)
-        if self._offset and seen.writer != self._writer:
-            seen = await self._glance(FIELDS, 0)
-            seen = replace(seen, row=self._after_the_known(seen))
-        if b"epoch" not in seen.fields:
+        if not seen.fields:
             return None
+        decode_epoch(seen.fields.get(b"epoch", b""))
         if self._reader is None:
             self._reader = RowReader(decode_choices(seen.fields.get(b"request", b"")))
-        end = decode_end(seen.fields, seen.length, seen.now)
+        end = decode_end(seen.fields, seen.now)
         if seen.length >= self._offset:
-            self._writer = seen.writer
-            return replace(end, pieces=self._read(self._reader, seen.row))
+            total = await checksum(seen.row, self._checksum)
+            check_sum(seen.fields, seen.length, total)
+            self._news = _News(unpack_tokens(seen.row), total, end)
+            return await self._read(self._reader, self._news)
         if end.finish_reason is not None:
             raise DamagedRecordError("a record ended shorter than it was")
         return end
 
-    def _after_the_known(self, seen: Glance) -> bytes:
-        if seen.length >= self._offset and blake2b(seen.row[: self._offset]).digest() != self._digest.digest():
-            raise DamagedRecordError("a record does not begin any more as it did")
-        return seen.row[self._offset :]
-
-    def _read(self, reader: RowReader, row: bytes) -> list[Told]:
+    async def _read(self, reader: RowReader, news: "_News") -> Tail:
         try:
-            pieces, taken = reader.read(unpack_tokens(row))
+            pieces, taken = await read_part(reader, news.values, news.position)
         except ValueError:
             raise DamagedRecordError("the row is damaged") from None
-        self._digest.update(row[: taken * TOKEN_BYTES])
-        self._offset += taken * TOKEN_BYTES
-        return pieces
+        news.position += taken
+        if reader.has_piece(news.values, news.position):
+            return part_of_more(pieces)
+        self._news = None
+        self._offset += news.position * TOKEN_BYTES
+        complete = news.position == len(news.values)
+        read = b"" if complete else pack_tokens(news.values[: news.position])
+        self._checksum = news.checksum if complete else await checksum(read, self._checksum)
+        return replace(news.end, pieces=pieces)
+
+
+@dataclass(slots=True)
+class _News:
+    """What was seen of a row and fits its checksum, of which so much as ``position`` says was told, and how it was with
+    the record then.
+    """
+
+    values: "array[int]"
+    checksum: int
+    end: Tail
+    position: int = 0

@@ -8,6 +8,7 @@ listed tokens. Log-probabilities and scores are float32 everywhere, and stand he
 
 from array import array
 from collections.abc import Iterable
+from itertools import islice
 
 from quire_proto.logprobs import TokenLogprobs
 
@@ -25,16 +26,35 @@ def pack_piece(piece: Piece, code: int) -> "array[int]":
     return values
 
 
-def unpack_piece(values: "array[int]") -> tuple[Told, int]:
-    """The piece, but for its finish reason, and the code of that. Raises ``ValueError`` for what is no piece."""
+def unpack_piece(values: "array[int]") -> tuple[Told, int, bool]:
+    """The piece, but for its finish reason, the code of that, and whether it tells of the prompt. Raises
+    ``ValueError`` for what is no piece.
+    """
     cursor = _Cursor(values)
-    index, code, scored, count = cursor.take(4)
-    token_ids = cursor.take(count).tolist()
+    index, code, scored, token_ids = _begin(cursor)
     score = _floats(cursor.take(1))[0] if scored else None
     logprobs, prompt_logprobs = _unpack_block(cursor), _unpack_block(cursor)
-    if cursor.position != len(values) or min(token_ids, default=0) < 0:
-        raise ValueError("a piece has something else in it")
-    return Told(index, token_ids, None, logprobs, prompt_logprobs, score), code
+    cursor.end()
+    return Told(index, token_ids, None, logprobs, prompt_logprobs, score), code, bool(prompt_logprobs)
+
+
+def skim_piece(values: "array[int]") -> tuple[Told, int, bool]:
+    """As ``unpack_piece``, but for log-probabilities and score."""
+    cursor = _Cursor(values)
+    index, code, scored, token_ids = _begin(cursor)
+    cursor.skip(1 if scored else 0)
+    _skip_block(cursor)
+    prompted = _skip_block(cursor)
+    cursor.end()
+    return Told(index, token_ids), code, prompted
+
+
+def _begin(cursor: "_Cursor") -> tuple[int, int, int, list[int]]:
+    index, code, scored, count = cursor.take(4)
+    token_ids = cursor.take(count).tolist()
+    if min(token_ids, default=0) < 0:
+        raise ValueError("a piece has something else than tokens in it")
+    return index, code, scored, token_ids
 
 
 class _Cursor:
@@ -46,12 +66,20 @@ class _Cursor:
 
     def take(self, count: int) -> "array[int]":
         """So many of the values that follow."""
-        end = self.position + count
-        if count < 0 or end > len(self._values):
+        start = self.position
+        self.skip(count)
+        return self._values[start : self.position]
+
+    def skip(self, count: int) -> None:
+        """Passes over so many of the values that follow."""
+        if count < 0 or self.position + count > len(self._values):
             raise ValueError("a piece is shorter than it says")
-        taken = self._values[self.position : end]
-        self.position = end
-        return taken
+        self.position += count
+
+    def end(self) -> None:
+        """There is nothing more."""
+        if self.position != len(self._values):
+            raise ValueError("a piece has something else in it")
 
 
 def _pack_block(values: "array[int]", logprobs: list[TokenLogprobs]) -> None:
@@ -63,17 +91,27 @@ def _pack_block(values: "array[int]", logprobs: list[TokenLogprobs]) -> None:
 
 
 def _unpack_block(cursor: _Cursor) -> list[TokenLogprobs]:
+    counts = _take_counts(cursor)
+    listed_tokens = sum(counts)
+    token_ids = cursor.take(listed_tokens)
+    own, tops = _floats(cursor.take(len(counts))), _floats(cursor.take(listed_tokens))
+    listed = iter(zip(token_ids, tops, strict=True))
+    return [TokenLogprobs(logprob, tuple(islice(listed, count))) for logprob, count in zip(own, counts, strict=True)]
+
+
+def _skip_block(cursor: _Cursor) -> bool:
+    """Whether there was anything in it."""
+    counts = _take_counts(cursor)
+    cursor.skip(len(counts) + 2 * sum(counts))
+    return len(counts) > 0
+
+
+def _take_counts(cursor: _Cursor) -> "array[int]":
     (positions,) = cursor.take(1)
     counts = cursor.take(positions)
     if min(counts, default=0) < 0:
         raise ValueError("a piece lists fewer than no tokens")
-    token_ids = cursor.take(sum(counts))
-    own, tops = _floats(cursor.take(positions)), _floats(cursor.take(sum(counts)))
-    listed = iter(zip(token_ids, tops, strict=True))
-    return [
-        TokenLogprobs(logprob, tuple(next(listed) for _ in range(count)))
-        for logprob, count in zip(own, counts, strict=True)
-    ]
+    return counts
 
 
 def _bits(numbers: Iterable[float]) -> "array[int]":

@@ -3,19 +3,17 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from time import monotonic
 
 from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
 from quire_router.generation import NO_USAGE, Generation, Usage
-from quire_router.journal.base import Lease, Owners, Piece, Record, Tail
+from quire_router.journal.base import REFUSED_EPOCH, Lease, Owners, Piece, Record, Tail, Told, part_of_more
+from quire_router.journal.bounds import MAX_ORPHANS, is_bounded, size
 from quire_router.journal.deliveries import Deliveries, RowReader
-from quire_router.journal.pending import MAX_PARTS, MAX_SHAPE, End
-
-REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
-MAX_ORPHANS = 16
+from quire_router.journal.pending import End
+from quire_router.journal.reading import read_part, read_row
 
 
 @dataclass(slots=True)
@@ -35,34 +33,30 @@ class _Kept:
     @property
     def tokens(self) -> int:
         """What it takes, in tokens of 4 bytes."""
-        generation = self.generation
-        return len(generation.prompt_token_ids) + len(generation.shape) // 4 + len(self.deliveries.values)
+        return size(self.generation) + len(self.deliveries.values)
 
-    @property
-    def is_bounded(self) -> bool:
-        """Whether the request is small enough to be kept."""
-        return len(self.generation.shape) <= MAX_SHAPE and len(self.generation.parts) <= MAX_PARTS
-
-    def unpack(self) -> Record:
+    async def unpack(self, *, brief: bool) -> Record:
         """The record as it is now."""
-        tail = self.tail(RowReader(self.generation.params.n), 0)[0]
-        return Record(
+        state = self.state([])
+        record = Record(
             generation=self.generation,
             owner=self.lease.owner,
             epoch=self.lease.epoch,
-            pieces=tail.pieces,
-            finish_reason=tail.finish_reason,
-            error=tail.error,
-            usage=tail.usage,
-            held=tail.held,
+            pieces=[],
+            finish_reason=state.finish_reason,
+            error=state.error,
+            usage=state.usage,
+            held=state.held,
         )
+        reader = RowReader(self.generation.params.n, brief=brief)
+        record.pieces, _ = await read_row(reader, self.deliveries.values)
+        return record
 
-    def tail(self, reader: RowReader, start: int) -> tuple[Tail, int]:
-        """What is new to a reader who has read so much of the row, and how much that is."""
-        pieces, taken = reader.read(self.deliveries.values[start:])
+    def state(self, pieces: list[Told]) -> Tail:
+        """How it is with it now, and what is new to a reader."""
         if self.end is None:
-            return Tail(pieces, None, "", NO_USAGE, self.held), taken
-        return Tail(pieces, self.end.reason, self.end.error, self.end.usage, held=False), taken
+            return Tail(pieces, None, "", NO_USAGE, self.held)
+        return Tail(pieces, self.end.reason, self.end.error, self.end.usage, held=False)
 
 
 class MemoryJournal:
@@ -91,6 +85,7 @@ class MemoryJournal:
         self._clock = clock
         self._records: dict[str, _Kept] = {}
         self._resting: OrderedDict[str, float] = OrderedDict()  # what nobody holds, and until when it is kept
+        self._named = 0  # orphans, in this round
         metrics.JOURNAL_AVAILABLE.set(1)
 
     @property
@@ -109,7 +104,7 @@ class MemoryJournal:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         record = _Kept(generation, Lease(generation.request_id, self._owner, 1))
-        if record.is_bounded and self._make_room(1, record.tokens):
+        if is_bounded(generation) and self._make_room(1, record.tokens):
             self._records[generation.request_id] = record
             self._tokens += record.tokens
         else:
@@ -151,12 +146,20 @@ class MemoryJournal:
         del self._resting[request_id]
         record.held = True
         record.lease = Lease(request_id, self._owner, record.lease.epoch + 1)
-        return record.unpack(), record.lease
+        try:
+            claimed = await record.unpack(brief=False), record.lease
+        except BaseException:
+            self.release(record.lease)
+            raise
+        if record.cancelled:  # while it was read
+            self.release(record.lease)
+            return None
+        return claimed
 
-    async def read(self, request_id: str) -> Record | None:
+    async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
         """See ``Journal``."""
         record = self._find(request_id)
-        return None if record is None else record.unpack()
+        return None if record is None else await record.unpack(brief=brief)
 
     def follow(self, request_id: str) -> "MemoryFollower":
         """See ``Journal``."""
@@ -181,8 +184,12 @@ class MemoryJournal:
         """See ``Journal``."""
         self._forget_old()
         resting = (self._records[request_id] for request_id in self._resting)
-        orphans = (record for record in resting if record.generation.background and record.end is None)
-        return [record.lease.request_id for record in islice(orphans, MAX_ORPHANS)]
+        orphans = [record for record in resting if record.generation.background and record.end is None]
+        if self._named >= len(orphans):
+            self._named = 0
+        named = orphans[self._named : self._named + MAX_ORPHANS]
+        self._named += len(named)
+        return [record.lease.request_id for record in named]
 
     async def flush(self) -> None:
         """Nothing is ever pending."""
@@ -248,6 +255,9 @@ class MemoryFollower:
             self._record, self._reader = record, RowReader(record.generation.params.n)
         if record is None or record is not self._record:
             return None
-        tail, taken = record.tail(self._reader, self._position)
+        values = record.deliveries.values
+        pieces, taken = (
+            await read_part(self._reader, values, self._position) if self._position < len(values) else ([], 0)
+        )
         self._position += taken
-        return tail
+        return part_of_more(pieces) if self._position < len(values) else record.state(pieces)

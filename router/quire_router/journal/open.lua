@@ -1,5 +1,5 @@
 -- Begins a record, or renews it when the same request was opened before.
--- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt.
+-- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal.
 local record, epoch = stored(), tonumber(ARGV[2])
 if record then
   local same = epoch == record.epoch and ARGV[1] == record.owner
@@ -9,10 +9,11 @@ if record then
     return same and DONE or STALE
   elseif not same then
     redis.call('DEL', TOKENS)
+    redis.call('HDEL', RECORD, 'sum')
   end
 else
   redis.call('DEL', RECORD, TOKENS)
 end
-redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6])
+redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[7])
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
 return DONE

@@ -4,17 +4,17 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import islice
+from zlib import crc32
 
 from quire_proto.sampling import FinishReason
 
 from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import Lease, Piece
+from quire_router.journal.bounds import MAX_ROW, is_bounded, size
+from quire_router.journal.codec import pack_tokens
 from quire_router.journal.deliveries import Deliveries
 
 MAX_TOKENS_A_WRITE = 65_536
-MAX_ROW = 16_777_216  # values of one request's row: 64 MiB
-MAX_SHAPE = 65_536  # characters
-MAX_PARTS = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Entry:
 
     It holds the whole record, not only what is new, so that a database that lost it can be given it again: what was
     told, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
-    there as ``stored`` says. The lease was last renewed at ``renewed``.
+    there as ``stored`` says, and ``checksum`` is of. The lease was last renewed at ``renewed``.
     """
 
     generation: Generation
@@ -40,6 +40,7 @@ class Entry:
     deliveries: Deliveries = field(init=False)
     opened: bool = False
     stored: int = 0
+    checksum: int = 0
     renewed: float = 0.0
     end: End | None = None
     released: bool = False
@@ -61,22 +62,21 @@ class Entry:
     @property
     def unstored(self) -> int:
         """Tokens that wait to be written, the request's with them until the record is opened."""
-        return self.made - self.stored + (0 if self.opened else _size(self.generation))
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether the request is small enough to be kept."""
-        return len(self.generation.shape) <= MAX_SHAPE and len(self.generation.parts) <= MAX_PARTS
+        return self.made - self.stored + (0 if self.opened else size(self.generation))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes longer to make, and there is one for each flush and stream
 class Write:
-    """What one flush writes of an entry, fixed at its start: the entry may grow while the database works."""
+    """What one flush writes of an entry, fixed at its start: the entry may grow while the database works. ``packed`` is
+    its row from ``start`` to ``stop``, with which all of it has that ``checksum``.
+    """
 
     entry: Entry
     opens: bool
     start: int
     stop: int
+    packed: bytes
+    checksum: int
     end: End | None
     releases: bool
 
@@ -111,7 +111,8 @@ class Pending:
 
     def has_room(self, entry: Entry) -> bool:
         """Whether the entry is small enough to be kept, also beside what is here."""
-        return not self.is_full and self._unstored + entry.unstored <= self._max_tokens and entry.is_bounded
+        fits = not self.is_full and self._unstored + entry.unstored <= self._max_tokens
+        return fits and is_bounded(entry.generation)
 
     def add(self, entry: Entry) -> bool:
         """False when there is no room for it, or there is one of its request."""
@@ -172,7 +173,8 @@ class Pending:
         if not self.has(entry):
             return  # it was dropped in the meantime
         self._unstored -= entry.unstored
-        entry.opened, entry.stored, entry.renewed = True, max(entry.stored, write.stop), now
+        entry.opened, entry.renewed = True, now
+        entry.stored, entry.checksum = write.stop, write.checksum
         self._unstored += entry.unstored
         if write.end is not None or (write.releases and entry.end is None):  # else it was cancelled in the meantime
             self.drop(entry)
@@ -185,7 +187,7 @@ class Pending:
         """The database does not have what it had: everything is to be written again."""
         if self.has(entry):
             self._unstored -= entry.unstored
-            entry.opened, entry.stored = False, 0
+            entry.opened, entry.stored, entry.checksum = False, 0, 0
             self._unstored += entry.unstored
             self.touch(entry)
 
@@ -194,9 +196,7 @@ def _write(entry: Entry) -> Write:
     stop = min(entry.made, entry.stored + MAX_TOKENS_A_WRITE)
     whole = stop == entry.made
     end = entry.end if whole else None
-    return Write(entry, not entry.opened, entry.stored, stop, end, whole and entry.released and end is None)
-
-
-def _size(generation: Generation) -> int:
-    """Tokens' worth of what opens a record."""
-    return len(generation.prompt_token_ids) + len(generation.shape) // 4
+    packed = pack_tokens(entry.deliveries.values[entry.stored : stop])
+    checksum = crc32(packed, entry.checksum)
+    releases = whole and entry.released and end is None
+    return Write(entry, not entry.opened, entry.stored, stop, packed, checksum, end, releases)

@@ -14,21 +14,24 @@ from redis.exceptions import RedisError
 
 from quire_router import metrics
 from quire_router.generation import NO_USAGE, Generation, Usage
-from quire_router.journal.base import Follower, Lease, Owners, Piece, Record, Tail
-from quire_router.journal.codec import DamagedRecordError, decode_record, unpack_tokens
+from quire_router.journal.base import REFUSED_EPOCH, Follower, Lease, Owners, Piece, Record, Tail
+from quire_router.journal.codec import TOKEN_BYTES, DamagedRecordError, decode_epoch, unpack_tokens
 from quire_router.journal.deliveries import Deliveries
-from quire_router.journal.follower import RedisFollower
+from quire_router.journal.follower import Glance, RedisFollower
+from quire_router.journal.orphans import Orphans
 from quire_router.journal.pending import End, Entry, Pending
+from quire_router.journal.reading import checksum, read_record
 from quire_router.journal.server import PATIENCE, RedisServer
-from quire_router.journal.store import RedisStore, unavailable
-from quire_router.journal.writer import RedisWriter, WriterSettings
+from quire_router.journal.settings import JournalSettings
+from quire_router.journal.store import RedisStore
+from quire_router.journal.troubles import unavailable
+from quire_router.journal.wire import Wire
+from quire_router.journal.writer import RedisWriter
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
 READERS = 32  # connections
 LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
-
-REFUSED_EPOCH = 0  # no record ever has it, so whatever is written with it is refused
 
 
 class RedisJournal:
@@ -45,7 +48,7 @@ class RedisJournal:
         url: str,
         *,
         owner: str | None = None,
-        settings: WriterSettings | None = None,
+        settings: JournalSettings | None = None,
         max_requests: int = 20_000,
         max_tokens: int = 8_000_000,
         timeout: float = 5.0,
@@ -55,12 +58,14 @@ class RedisJournal:
         self._client = redis_client(url, timeout=timeout)  # the writer tries again by itself, with all that came since
         # Readers may come by the hundred, and must not hold up what is written.
         self._reading = redis_client(url, timeout=timeout, connections=READERS)
-        settings = settings or WriterSettings()
+        settings = settings or JournalSettings()
         self._owners: Owners | None = None
         self._pending = Pending(max_requests, max_tokens)
         self._server = RedisServer(self._client, settings.settle)
         self._store = RedisStore(self._reading, settings)
-        self._writer = RedisWriter(self._client, self._server, self._pending, settings)
+        self._orphans = Orphans(self._reading)
+        self._writer = RedisWriter(self._client, Wire(self._client, timeout), self._server, self._pending, settings)
+        self._openings: set[asyncio.Task[Lease | None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -97,16 +102,14 @@ class RedisJournal:
             return None
         if not self._pending.has_room(entry):
             return self.open(generation)
-        with suppress(RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(PATIENCE):
-                entry.opened = await self._store.surely(lambda: self._store.open(generation, entry.lease))
-            if not entry.opened:
-                return None
-        if self._pending.get(generation.request_id) is not None:
-            return None  # the same came once more while this one waited
-        if not self._pending.add(entry):
-            metrics.JOURNAL_DROPPED.inc()
-        return entry.lease
+        opening = asyncio.create_task(self._open_once(entry), name="journal opening")
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._let_go_of)  # nobody would hold what Redis may have by now
+            raise
 
     def append(self, lease: Lease, position: int, piece: Piece) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
@@ -130,9 +133,11 @@ class RedisJournal:
             self._pending.touch(entry)
 
     async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
-        """See ``Journal``. A record that is damaged is ended with an error."""
+        """See ``Journal``. A record that is damaged is ended with an error. Nothing is claimed just after Redis was
+        away: a router that lives may still have to write what it holds.
+        """
         self.start()
-        if not await self._let_go(request_id):
+        if not await self._let_go(request_id) or await self._may_come_back(request_id):
             return None
         if self._pending.is_full:
             raise unavailable()
@@ -140,19 +145,22 @@ class RedisJournal:
         taken = await self._store.ask(request_id, lambda: self._store.claim(request_id, self._owner, name))
         return None if taken is None else await self._take_over(request_id, *taken)
 
-    async def read(self, request_id: str) -> Record | None:
+    async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
         """See ``Journal``: what Redis has, which may be a moment behind what was written. Just after Redis was
         away UNAVAILABLE instead of None.
         """
         with self._server.exchange():
-            record = await self._store.ask(request_id, lambda: self._store.read(request_id))
-        if record is None and await self._may_come_back(request_id):
+            stored = await self._store.ask(request_id, lambda: self._store.read(request_id))
+        if stored is not None:
+            record, *_ = await self._store.ask(request_id, lambda: read_record(request_id, *stored, brief=brief))
+            return record
+        if await self._may_come_back(request_id):
             raise unavailable()
-        return record
+        return None
 
     def follow(self, request_id: str) -> Follower:
         """See ``Journal``."""
-        return _Follower(partial(self._look, request_id, RedisFollower(partial(self._store.glance, request_id))))
+        return _Follower(partial(self._look, request_id, RedisFollower(partial(self._glance, request_id))))
 
     async def cancel(self, request_id: str) -> bool:
         """See ``Journal``. Another router hears of it with the next write to the record, or when it renews its
@@ -171,8 +179,10 @@ class RedisJournal:
         return True
 
     async def orphans(self) -> list[str]:
-        """See ``Journal``: at most 16 of them."""
-        return await self._store.ask("of the background", self._store.orphans)
+        """See ``Journal``. None just after Redis was away."""
+        if await self._may_come_back("of the background"):
+            return []
+        return await self._store.ask("of the background", self._orphans.find)
 
     async def flush(self) -> None:
         """Waits until everything written so far is in Redis; for as long as that takes."""
@@ -180,21 +190,45 @@ class RedisJournal:
 
     async def close(self) -> None:
         """See ``Journal``."""
+        if self._openings:
+            await asyncio.wait(self._openings)  # each takes half a second at most
         if self._task is not None:
             await self._end_writer(self._task)
         await self._client.aclose()
         await self._reading.aclose()
 
+    async def _open_once(self, entry: Entry) -> Lease | None:
+        generation, lease = entry.generation, entry.lease
+        with suppress(RedisError, OSError, TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                entry.opened = await self._store.surely(lambda: self._store.open(generation, lease))
+            if not entry.opened:
+                return None
+        if self._pending.get(generation.request_id) is not None:
+            return None  # the same came once more while this one waited
+        if not self._pending.add(entry):
+            metrics.JOURNAL_DROPPED.inc()
+        return lease
+
+    def _let_go_of(self, opening: "asyncio.Task[Lease | None]") -> None:
+        lease = None if opening.cancelled() or opening.exception() is not None else opening.result()
+        if lease is not None:
+            self.release(lease)
+
     async def _look(self, request_id: str, follower: RedisFollower) -> Tail | None:
-        with self._server.exchange():
-            tail = await self._store.ask(request_id, follower.look)
+        tail = await self._store.ask(request_id, follower.look)
         if tail is None and await self._may_come_back(request_id):
             return Tail([], None, "", NO_USAGE, held=True)
         return tail
 
+    async def _glance(self, request_id: str, names: tuple[str, ...], offset: int) -> Glance:
+        with self._server.exchange():
+            return await self._store.glance(request_id, names, offset)
+
     async def _may_come_back(self, request_id: str) -> bool:
-        """Whether a record that Redis does not have may be one that its router is about to write, maybe again."""
-        await self._store.ask(request_id, self._server.look)
+        """Whether what Redis has of a record may be older than what its router is about to write, maybe again."""
+        with self._server.exchange():
+            await self._store.ask(request_id, self._server.look)
         return self._server.is_settling
 
     async def _end_writer(self, task: asyncio.Task[None]) -> None:
@@ -208,20 +242,37 @@ class RedisJournal:
             task.cancel()
             await asyncio.wait([task], timeout=0.1)
 
-    async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease]:
-        """Goes on from a record as it was claimed."""
-        lease = Lease(request_id, self._owner, int(fields[b"epoch"]))
+    async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease] | None:
+        """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""
+        lease = Lease(request_id, self._owner, decode_epoch(fields[b"epoch"]))
         try:
-            record = decode_record(fields, row)
+            entry = await self._restore(lease, fields, row)
+            if not self._pending.add(entry):
+                raise unavailable()  # the lease expires by itself
+            record, *_ = await read_record(request_id, fields, row)
         except DamagedRecordError:
-            await self._store.ask(request_id, lambda: self._store.condemn(lease))
+            await self._condemn(lease)
             raise internal() from None
-        entry = Entry(record.generation, lease, opened=True)
-        entry.deliveries, _ = Deliveries.restore(unpack_tokens(row), record.generation.params.n)
-        entry.stored = entry.made
-        if not self._pending.add(entry):
-            raise unavailable()  # the lease expires by itself
+        except asyncio.CancelledError:
+            self.release(lease)
+            raise
+        if entry.cancelled or not self._pending.has(entry):
+            self.release(lease)  # cancelled or lost while it was read
+            return None
         return replace(record, held=True), lease
+
+    async def _restore(self, lease: Lease, fields: dict[bytes, bytes], row: bytes) -> Entry:
+        record, reader, taken = await read_record(lease.request_id, fields, row, brief=True)
+        entry = Entry(record.generation, lease, opened=True)
+        entry.deliveries = Deliveries.restore(unpack_tokens(row[: taken * TOKEN_BYTES]), reader)
+        entry.stored, entry.checksum = taken, await checksum(row[: taken * TOKEN_BYTES])
+        return entry
+
+    async def _condemn(self, lease: Lease) -> None:
+        entry = self._pending.get(lease.request_id)
+        if entry is not None and entry.lease == lease:
+            self._pending.drop(entry)
+        await self._store.ask(lease.request_id, lambda: self._store.condemn(lease))
 
     async def _let_go(self, request_id: str) -> bool:
         """Whether this router does not hold the record; waits until it is written that it was released."""

@@ -50,3 +50,8 @@ class RedisServer:
         if self._run_id not in ("", run_id):
             self.was_away()
         self._run_id = run_id
+
+
+def milliseconds(time: tuple[int, int]) -> int:
+    """What TIME answered, in ms."""
+    return time[0] * 1000 + time[1] // 1000

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.errors import internal
 from quire_proto.sampling import FinishReason
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -12,18 +12,22 @@ from redis.exceptions import NoScriptError, RedisError
 
 from quire_router.generation import Generation
 from quire_router.journal import scripts
-from quire_router.journal.base import Lease, Record
-from quire_router.journal.codec import DamagedRecordError, decode_record, encode_request, pack_tokens
+from quire_router.journal.base import Lease
+from quire_router.journal.codec import DamagedRecordError, encode_opening
 from quire_router.journal.failure import write_failure
 from quire_router.journal.follower import Glance
+from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.scripts import Answer
-from quire_router.journal.writer import BACKGROUND, WriterSettings, is_damage, keys
+from quire_router.journal.server import milliseconds
+from quire_router.journal.settings import JournalSettings
+from quire_router.journal.troubles import damaged, is_damage, unavailable
 
 log = logging.getLogger(__name__)
-MAX_ORPHANS = 16
 T = TypeVar("T")
 Taken = tuple[dict[bytes, bytes], bytes]
 """A record's fields and its row."""
+Stored = tuple[dict[bytes, bytes], bytes, int]
+"""The same, and Redis' time in ms."""
 
 
 class RedisStore:
@@ -31,7 +35,7 @@ class RedisStore:
     twice. They raise what the client raises, or ``DamagedRecordError``; ``ask`` makes a ``QuireError`` of that.
     """
 
-    def __init__(self, client: Redis, settings: WriterSettings) -> None:
+    def __init__(self, client: Redis, settings: JournalSettings) -> None:
         self._client = client
         self._settings = settings
 
@@ -54,10 +58,13 @@ class RedisStore:
             return await call()
 
     async def open(self, generation: Generation, lease: Lease) -> bool:
-        """Whether the record has begun with this lease: not when there is one of another request or owner."""
-        request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
-        terms = self._settings.lease_ms, self._settings.running_s
-        answer = await self._run(scripts.OPEN, lease.request_id, lease.owner, lease.epoch, *terms, request, prompt)
+        """Whether the record has begun with this lease: not when there is one of another request or owner. A background
+        request is in the index before: whatever becomes of this router then, others find it.
+        """
+        terms = lease.owner, lease.epoch, self._settings.lease_ms, self._settings.running_s
+        if generation.background:
+            await self._index(lease.request_id)
+        answer = await self._run(scripts.OPEN, lease.request_id, *terms, *encode_opening(generation))
         return bool(answer == Answer.DONE)
 
     async def claim(self, request_id: str, owner: str, name: str) -> Taken | None:
@@ -81,15 +88,15 @@ class RedisStore:
         """Ends the record, or notes in it that it is to end; False when there is none that has not."""
         return bool(await self._run(scripts.CANCEL, request_id, self._settings.retention_s))
 
-    async def read(self, request_id: str) -> Record | None:
-        """The record; None when there is none."""
+    async def read(self, request_id: str) -> Stored | None:
+        """The record as it is; None when there is none."""
         record, tokens = keys(request_id)
         pipeline = self._client.pipeline(transaction=True)
         pipeline.hgetall(record)
         pipeline.get(tokens)
         pipeline.time()
         fields, row, time = await pipeline.execute()
-        return decode_record(fields, row or b"", _milliseconds(time)) if fields else None
+        return (fields, row or b"", milliseconds(time)) if fields else None
 
     async def glance(self, request_id: str, names: tuple[str, ...], offset: int) -> Glance:
         """What is new in the record."""
@@ -101,52 +108,17 @@ class RedisStore:
         pipeline.time()
         values, length, row, time = await pipeline.execute()
         fields = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
-        return Glance(fields, length, row, _milliseconds(time))
+        return Glance(fields, length, row, milliseconds(time))
 
-    async def orphans(self) -> list[str]:
-        """Background requests that have not ended and that nobody holds, at most 16. Those that have ended are taken
-        from the index, which may be behind.
-        """
-        now = _milliseconds(await self._client.time())
-        found: Any = await self._client.zrangebyscore(BACKGROUND, "-inf", now, start=0, num=4 * MAX_ORPHANS)
-        names = [name.decode() for name in found]
-        pipeline = self._client.pipeline(transaction=False)
-        for name in names:
-            pipeline.hmget(keys(name)[0], "epoch", "reason", "lease_expires")
-        states = dict(zip(names, await pipeline.execute(raise_on_error=False), strict=True))
-        ended = [name for name, state in states.items() if _has_ended(state)]
-        if ended:
-            await self._client.zrem(BACKGROUND, *ended)
-        free = [name for name, state in states.items() if not _has_ended(state) and _expired(state, now)]
-        return free[:MAX_ORPHANS]
+    async def _index(self, request_id: str) -> None:
+        terms = self._settings.lease_ms, self._settings.running_s
+        await self._evaluate(scripts.INDEX, 1, BACKGROUND, request_id, *terms)
 
     async def _run(self, script: scripts.Script, request_id: str, *arguments: str | int | bytes) -> Any:
+        return await self._evaluate(script, 2, *keys(request_id), *arguments)
+
+    async def _evaluate(self, script: scripts.Script, number_of_keys: int, *arguments: str | int | bytes) -> Any:
         try:
-            return await self._client.evalsha(script.sha, 2, *keys(request_id), *arguments)
+            return await self._client.evalsha(script.sha, number_of_keys, *arguments)
         except NoScriptError:
-            return await self._client.eval(script.source, 2, *keys(request_id), *arguments)
-
-
-def unavailable() -> QuireError:
-    """Redis does not answer."""
-    return QuireError(ErrorCode.UNAVAILABLE, "Request state cannot be read now.", retry_after=1.0)
-
-
-def damaged(request_id: str) -> QuireError:
-    """What is stored is no record."""
-    log.error("the record of request %s is damaged", request_id)
-    return internal()
-
-
-def _milliseconds(time: tuple[int, int]) -> int:
-    return time[0] * 1000 + time[1] // 1000
-
-
-def _has_ended(state: Any) -> bool:
-    """Whether a record is gone, damaged or has a reason why it ended."""
-    return isinstance(state, Exception) or state[0] is None or state[1] is not None
-
-
-def _expired(state: list[bytes | None], now: int) -> bool:
-    expires = state[2] or b"0"
-    return not expires.isdigit() or int(expires) <= now
+            return await self._client.eval(script.source, number_of_keys, *arguments)

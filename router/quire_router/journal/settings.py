@@ -1,0 +1,36 @@
+"""The times that a journal in Redis keeps to."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JournalSettings:
+    """Times in seconds.
+
+    A router holds a ``lease`` on each record it writes and renews it four times as often, so that a slow beat does not
+    lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
+    ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams run,
+    the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens, which
+    are generated again. For ``settle`` after Redis was away, routers may still have to write what they hold.
+    """
+
+    lease: float = 4.0
+    settle: float = 4.0
+    retention: float = 3600.0
+    running_ttl: float = 86_400.0
+    pause: float = 0.02
+
+    @property
+    def lease_ms(self) -> int:
+        """As Redis takes it."""
+        return int(self.lease * 1000)
+
+    @property
+    def retention_s(self) -> int:
+        """As Redis takes it."""
+        return max(1, round(self.retention))
+
+    @property
+    def running_s(self) -> int:
+        """As Redis takes it."""
+        return max(1, round(self.running_ttl))

@@ -1,0 +1,76 @@
+"""What writing down costs a router: processor time of the journal for each token and each request, in memory and in a
+real Redis, in turns. Nothing else runs in the process, so it is less than beside a router's other work.
+
+    python -m tests.bench.journal [--streams 256] [--tokens 60] [--pause 0.04] [--rounds 5]
+"""
+
+import argparse
+import asyncio
+import gc
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from uuid import uuid4
+
+import uvloop
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.generation import Generation
+from quire_router.journal.base import Told
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis import RedisJournal
+
+from tests.support.redis_server import redis_server
+
+AnyJournal = MemoryJournal | RedisJournal
+
+
+async def measure(journal: AnyJournal, options: argparse.Namespace) -> tuple[float, float]:
+    """Processor time in µs of a token while all streams run, and of the rest of a request."""
+    requests = [
+        Generation(uuid4().hex, "m", array("i", range(32)), SamplingParams(seed=1)) for _ in range(options.streams)
+    ]
+    gc.collect()
+    began = time.thread_time()
+    leases = [journal.open(request) for request in requests]
+    await journal.flush()
+    opened = time.thread_time()
+    for position in range(options.tokens):
+        for lease in leases:
+            journal.append(lease, position, Told(0, [position]))
+        await asyncio.sleep(options.pause)
+    await journal.flush()
+    streamed = time.thread_time()
+    for lease in leases:
+        journal.finish(lease, FinishReason.STOP)
+    await journal.flush()
+    ended = time.thread_time()
+    await journal.close()
+    others = (ended - streamed + opened - began) / len(leases)
+    return 1e6 * (streamed - opened) / len(leases) / options.tokens, 1e6 * others
+
+
+def main() -> None:
+    """Prints the medians."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--pause", type=float, default=0.04, help="seconds between two tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with redis_server() as server:
+        kinds: dict[str, Callable[[], AnyJournal]] = {
+            "memory": MemoryJournal,
+            "Redis": lambda: RedisJournal(server.url),
+        }
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
+        for _ in range(options.rounds):
+            for name, make in kinds.items():
+                found[name].append(uvloop.run(measure(make(), options)))
+    for name, rounds in found.items():
+        token, others = (statistics.median(values) for values in zip(*rounds, strict=True))
+        print(f"{name:8} {token:6.1f} us a token {others:8.1f} us for the rest of a request")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Journals on a real Redis, and what tests do there behind their backs."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from zlib import crc32
+
+from prometheus_client import REGISTRY
+from quire_proto.sampling import SamplingParams
+from quire_router.generation import Generation
+from quire_router.journal.base import Lease, Record
+from quire_router.journal.keys import keys
+from quire_router.journal.redis import RedisJournal
+from quire_router.journal.settings import JournalSettings
+from quire_router.journal.store import RedisStore
+from redis.asyncio import Redis
+
+from tests.support.redis_server import RedisServer
+
+
+@asynccontextmanager
+async def journal_at(server: RedisServer, owner: str = "me", **options: Any) -> AsyncIterator[RedisJournal]:
+    journal = RedisJournal(server.url, owner=owner, **options)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+@asynccontextmanager
+async def redis_at(server: RedisServer) -> AsyncIterator[Redis]:
+    client = Redis.from_url(server.url)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+def small_request(request_id: str = "r", prompt: list[int] | None = None) -> Generation:
+    return Generation(
+        request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3), created=5.0
+    )
+
+
+async def flushed(journal: RedisJournal) -> None:
+    await asyncio.wait_for(journal.flush(), 15)
+
+
+def counted(name: str) -> float:
+    return REGISTRY.get_sample_value(name) or 0
+
+
+async def taken(journal: RedisJournal, request_id: str) -> tuple[Record, Lease]:
+    """What was claimed."""
+    claimed = await journal.claim(request_id)
+    assert claimed is not None
+    return claimed
+
+
+async def expire(server: RedisServer, request_id: str) -> None:
+    """As if the lease had not been renewed for long."""
+    async with redis_at(server) as redis:
+        assert await redis.hset(keys(request_id)[0], "lease_expires", 1) == 0
+
+
+@asynccontextmanager
+async def store_at(server: RedisServer) -> AsyncIterator[RedisStore]:
+    async with redis_at(server) as client:
+        yield RedisStore(client, JournalSettings())
+
+
+async def store_row(redis: Redis, request_id: str, row: bytes) -> None:
+    """As if a record's writer had written this row."""
+    record, tokens = keys(request_id)
+    await redis.set(tokens, row)
+    await redis.hset(record, "sum", crc32(row))

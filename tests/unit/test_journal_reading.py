@@ -1,0 +1,213 @@
+"""However long a record is, reading it leaves everybody else their turn: another task is counted meanwhile."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.api.shape import AnswerShape
+from quire_router.background import Background
+from quire_router.generation import Delta, Generation, Usage
+from quire_router.in_flight import InFlight
+from quire_router.journal.base import Journal, Record, Told
+from quire_router.journal.deliveries import RowReader
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.pieces import Pieces
+from quire_router.journal.reading import MAX_AT_ONCE, PART, read_part
+from quire_router.mark import Mark
+from quire_router.reader import Reader
+from quire_router.resumption import Resumption
+
+from tests.support.any_records import deliver, pieces, possible
+from tests.support.api_stage import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
+from tests.support.journals import by_choice
+from tests.support.redis_journals import flushed, journal_at
+from tests.support.redis_server import RedisServer, redis_server
+
+T = TypeVar("T")
+CHOICES, TOKENS, TOP = 4, 200, 20
+PARTS = CHOICES * TOKENS * (11 + 2 * TOP) // PART - 1
+TOKENS_A_TURN = 13
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@asynccontextmanager
+async def journal_of(kind: str, server: RedisServer) -> AsyncIterator[Journal]:
+    if kind == "memory":
+        yield MemoryJournal()
+    else:
+        async with journal_at(server) as journal:
+            yield journal
+
+
+async def turns(work: Awaitable[T]) -> tuple[T, int]:
+    """The result, and how many turns another task had meanwhile."""
+    count = 0
+
+    async def beat() -> None:
+        nonlocal count
+        while True:
+            await asyncio.sleep(0)
+            count += 1
+
+    beating = asyncio.create_task(beat())
+    try:
+        return await work, count
+    finally:
+        beating.cancel()
+
+
+def long(request_id: str) -> Generation:
+    params = SamplingParams(seed=1, n=CHOICES, max_tokens=TOKENS, logprobs=TOP)
+    shape = AnswerShape(logprobs=TOP, include_usage=True).to_json()
+    prompt = array("i", [1, 2, 3])
+    return Generation(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
+
+
+async def write(journal: Journal, request_id: str, *, ended: bool) -> list[Told]:
+    """A record of many tokens with their log-probabilities, ended or released."""
+    lease, top = journal.open(long(request_id)), tuple((40 + rank, -0.5 - rank) for rank in range(TOP))
+    told = [
+        Told(index, [65 + (position + index) % 26], None, [TokenLogprobs(-0.25, top)])
+        for position in range(TOKENS)
+        for index in range(CHOICES)
+    ]
+    for number, piece in enumerate(told):
+        journal.append(lease, number // CHOICES, piece)
+    if ended:
+        ends = [Told(index, [], FinishReason.LENGTH) for index in range(CHOICES)]
+        for end in ends:
+            journal.append(lease, TOKENS, end)
+        journal.finish(lease, FinishReason.LENGTH, "", Usage(3, CHOICES * TOKENS))
+        told += ends
+    else:
+        journal.release(lease)
+    await flushed(journal)
+    return told
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_a_long_record_is_read_in_turns(kind: str, server: RedisServer) -> None:
+    async with journal_of(kind, server) as journal:
+        told = await write(journal, kind, ended=False)
+        for brief in (True, False):
+            record, count = await turns(journal.read(kind, brief=brief))
+            assert count >= PARTS
+            assert record is not None
+            assert sum(len(choice.token_ids) for choice in record.choices) == CHOICES * TOKENS
+            assert brief or by_choice(record.pieces) == by_choice(told)
+        follower, seen, looks = journal.follow(kind), list[Told](), 1
+        while (tail := await follower.look()) is not None and tail.more:
+            assert sum(len(piece.token_ids) for piece in tail.pieces) <= PART
+            seen += tail.pieces
+            looks += 1
+        assert looks >= PARTS
+        assert tail is not None
+        assert by_choice(seen + tail.pieces) == by_choice(told)
+        claimed, count = await turns(journal.claim(kind))
+        assert count >= PARTS
+        assert claimed is not None
+        assert by_choice(claimed[0].pieces) == by_choice(told)
+
+
+def holds(journal: Journal, request_id: str) -> bool:
+    if isinstance(journal, MemoryJournal):
+        return journal._records[request_id].held
+    return journal._pending.get(request_id) is not None
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis"])
+async def test_who_leaves_while_a_record_is_claimed_holds_nothing(kind: str, server: RedisServer) -> None:
+    async with journal_of(kind, server) as journal:
+        name = f"{kind}-left"
+        await write(journal, name, ended=False)
+        claiming = asyncio.create_task(journal.claim(name))
+        while not holds(journal, name) and not claiming.done():  # noqa: ASYNC110 - no event
+            await asyncio.sleep(0)
+        assert not claiming.done()
+        claiming.cancel()
+        await asyncio.gather(claiming, return_exceptions=True)
+        await flushed(journal)
+        assert await journal.claim(name) is not None
+
+
+class Archive(ScriptedRunner):
+    """Answers from what a journal has."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(ANSWER)
+        self._journal = journal
+        self._resumption = Resumption(journal, {MODEL: TEXT}, InFlight(), Background(1), None)
+
+    async def record(self, request_id: str) -> Record | None:
+        return await self._journal.read(request_id, brief=True)
+
+    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+        return self._resumption.resume(record.generation, Reader(None, mark=mark), mark)
+
+
+@pytest.mark.parametrize("path", ["", "/events"])
+async def test_a_long_answer_is_told_again_in_turns(path: str) -> None:
+    journal = MemoryJournal()
+    await write(journal, "long", ended=True)
+    async with open_stage(runner=Archive(journal)) as stage:
+        answer, count = await turns(ask(stage.port, "GET", f"/v1/requests/long{path}"))
+    assert answer.status == 200
+    assert answer.body.count(b'"finish_reason":"length"') == CHOICES
+    assert count >= CHOICES * TOKENS // TOKENS_A_TURN
+
+
+async def test_the_usage_of_what_was_cancelled_while_nobody_ran_it_is_what_was_told() -> None:
+    journal = MemoryJournal()
+    await write(journal, "left", ended=False)
+    assert await journal.cancel("left")
+    async with open_stage(runner=Archive(journal)) as stage:
+        shown = await ask(stage.port, "GET", "/v1/requests/left")
+        retold = await ask(stage.port, "GET", "/v1/requests/left/events")
+    assert shown.json["status"] == "cancelled"
+    usages = [
+        shown.json["usage"],
+        *(event["usage"] for event in retold.events if event != "[DONE]" and "usage" in event),
+    ]
+    assert {usage["completion_tokens"] for usage in usages if usage} == {CHOICES * TOKENS}
+    assert {usage["prompt_tokens"] for usage in usages if usage} == {3}
+    assert len([usage for usage in usages if usage]) == 2
+
+
+async def test_a_piece_that_is_larger_than_a_part_is_read_by_itself() -> None:
+    large = Told(0, [5], None, [], [TokenLogprobs(-1.0, ((7, -0.5),))] * MAX_AT_ONCE)
+    told = [Told(0, [1, 2]), large, Told(0, [6], FinishReason.STOP)]
+    row, reader, seen, position = deliver(told, 1).values, RowReader(1), list[list[Told]](), 0
+    while position < len(row):
+        part, taken = await read_part(reader, row, position)
+        seen.append(part)
+        position += taken
+    assert seen[:2] == [told[:1], [large]]
+    assert by_choice([piece for part in seen for piece in part]) == by_choice(told)
+
+
+@given(pieces, st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_parts_of_any_size_are_the_row(pieces: list[Told], limit: int) -> None:
+    told = possible(pieces, 4)
+    row, reader, seen, position = deliver(told, 4).values, RowReader(4), Pieces(), 0
+    while position < len(row):
+        assert reader.has_piece(row, position)
+        part, taken = reader.read(row, position, limit)
+        assert taken
+        for piece in part:
+            seen.add(replace(piece, token_ids=list(piece.token_ids)))
+        position += taken
+    assert by_choice(seen.pieces) == by_choice(told)

@@ -1,0 +1,81 @@
+"""What goes over the journal's wire is what redis-py would send and answer, and nobody waits for Redis for ever."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from quire_router.journal.wire import Wire, pack
+from redis.asyncio import Connection, Redis
+
+from tests.support.redis_journals import redis_at
+from tests.support.redis_server import RedisServer, redis_server
+
+LIBRARY = Connection()  # to nowhere
+words = st.text(max_size=9) | st.binary(max_size=9) | st.integers(-(2**63), 2**63)
+commands = st.sampled_from(
+    [("SET", "k", "5"), ("INCR", "k"), ("GET", "k"), ("LPUSH", "k", "x"), ("STRLEN",), ("DEL", "k")]
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@given(st.sampled_from(["GET", "EVALSHA"]), st.lists(words, max_size=6))
+def test_commands_are_packed_as_the_library_packs_them(name: str, arguments: list[str | bytes | int]) -> None:
+    assert pack(name, *arguments) == b"".join(LIBRARY.pack_command(name, *arguments))
+
+
+@given(st.lists(commands, max_size=20))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+def test_answers_are_those_of_the_librarys_pipeline(server: RedisServer, script: list[tuple[str, ...]]) -> None:
+    async def run() -> None:
+        async with redis_at(server) as redis:
+            await redis.delete("k")
+            mine = await Wire(redis, 5.0).exchange(pack(*command) for command in script)
+            await redis.delete("k")
+            pipeline = redis.pipeline(transaction=False)
+            for command in script:
+                pipeline.execute_command(*command)
+            theirs = await pipeline.execute(raise_on_error=False)
+            assert [plain(answer) for answer in mine] == [plain(answer) for answer in theirs]
+
+    asyncio.run(run())
+
+
+def plain(answer: object) -> str:
+    """The library makes True of OK."""
+    return repr(b"OK" if answer is True else answer)
+
+
+@pytest.mark.parametrize("how", ["in vain", "cancelled"])
+async def test_an_exchange_that_was_given_up_leaves_its_answers_to_nobody(server: RedisServer, how: str) -> None:
+    async with redis_at(server) as redis:
+        wire = Wire(redis, 0.1 if how == "in vain" else 60.0)
+        assert await wire.exchange([pack("ECHO", "first")]) == [b"first"]
+        server.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(20 if how == "in vain" else 0.1):
+                    await wire.exchange([pack("ECHO", "unheard")] * 3)
+        finally:
+            server.signal(signal.SIGCONT)
+        assert await Wire(redis, 20.0).exchange([pack("ECHO", "second")]) == [b"second"]
+
+
+async def test_the_connection_gets_its_own_patience_back(server: RedisServer) -> None:
+    redis = Redis.from_url(server.url, socket_timeout=0.1)
+    await Wire(redis, 60.0).exchange([pack("PING")])
+    server.signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(20):
+            with pytest.raises(Exception, match="Timeout"):
+                await redis.ping()
+    finally:
+        server.signal(signal.SIGCONT)
+        await redis.aclose()
