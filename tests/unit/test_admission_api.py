@@ -73,6 +73,8 @@ async def test_a_model_that_a_key_does_not_open_is_forbidden_in_both_apis_and_no
     async with tenant_stage(models=frozenset({"big"})) as stage:
         rest, (code, metadata) = await post(stage), await call(stage)
         headers = {"authorization": f"Bearer {KEY}"}
+        bodies = {"/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [300]}}
+        texts = [await ask(stage.port, "POST", path, {"model": MODEL, **bodies[path]}, headers) for path in bodies]
         models = await ask(stage.port, "GET", "/v1/models", None, headers)
         model = await ask(stage.port, "GET", f"/v1/models/{MODEL}", None, headers)
         async with stage.channel() as channel:
@@ -85,6 +87,7 @@ async def test_a_model_that_a_key_does_not_open_is_forbidden_in_both_apis_and_no
     assert rest.error["type"] == "permission_error"
     assert (code, metadata["quire-reason"]) == (grpc.StatusCode.PERMISSION_DENIED, "model")
     assert (models.json["data"], model.status, list(listed.models)) == ([], 403, [])
+    assert [text.status for text in texts] == [403, 403]
     assert others.status == 200
 
 

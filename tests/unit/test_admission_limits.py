@@ -12,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import Charge, Limits
 from quire_router.admission.meter import Meter
-from quire_router.admission.redis_tally import RedisTally
+from quire_router.admission.redis_meter import RedisMeter
 from quire_router.admission.tenant import Tenant, Tenants
 
 from tests.support.redis_server import redis_server
@@ -26,9 +26,9 @@ class Clock:
         return self.now
 
 
-def limits_of(clock=None, tally=None, **limits):
+def limits_of(clock=None, shared=None, **limits):
     tenants = Tenants([Tenant("t", **limits)])
-    return Limits(tenants, tally, clock=clock) if clock else Limits(tenants, tally)
+    return Limits(tenants, shared, clock=clock) if clock else Limits(tenants, shared)
 
 
 async def refusal_of(limits, request_id="x", tokens=1):
@@ -117,6 +117,44 @@ async def test_refusals_are_counted_by_reason():
     assert count() == before + 1
 
 
+# What goes on, and what is asked for twice
+
+
+async def test_a_request_that_goes_on_counts_and_is_never_refused_nor_charged():
+    limits = limits_of(Clock(), max_concurrent=1, requests_per_minute=5, tokens_per_minute=100)
+    with limits.hold("t", "a"), limits.hold("t", "b"):
+        assert (await refusal_of(limits)).reason == "max_concurrent"
+        assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (5, 100)
+    await spend(limits, "c", 1, 1)
+    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (4, 99)
+
+
+MOST = 2
+ACTIONS = st.lists(st.tuples(st.sampled_from(["enter", "hold", "close"]), st.integers(0, 3), st.integers(0, 1)))
+
+
+@given(ACTIONS)
+@settings(deadline=None)
+def test_one_router_counts_each_request_once_until_nobody_has_it_any_more(actions):
+    asyncio.run(count_alone(actions))
+
+
+async def count_alone(actions):
+    limits, bills, charged = limits_of(Clock(), max_concurrent=MOST, tokens_per_minute=1000), [], 0
+    for action, number, _ in actions:
+        request_id, open_ids = str(number), {each for each, _ in bills}
+        if action == "close" and bills:
+            bills.pop(number % len(bills))[1].keep()
+        elif action == "hold":
+            bills.append((request_id, limits.hold("t", request_id)))
+        elif action == "enter" and (request_id in open_ids or len(open_ids) < MOST):
+            bills.append((request_id, await limits.enter("t", request_id, 1)))
+            charged += 1
+        elif action == "enter":
+            assert (await refusal_of(limits, request_id)).reason == "max_concurrent"
+        assert limits.standing("t").tokens.remaining == 1000 - charged
+
+
 # Through Redis
 
 
@@ -129,11 +167,11 @@ def redis():
 @asynccontextmanager
 async def routers(server, number, *, lease=30.0, patience=5.0, **limits):
     async with AsyncExitStack() as stack:
-        tallies = [RedisTally(server.url, lease=lease, timeout=patience) for _ in range(number)]
-        for tally in tallies:
-            stack.push_async_callback(tally.close)
-        await tallies[0]._client.flushall()
-        yield [limits_of(tally=tally, **limits) for tally in tallies]
+        meters = [RedisMeter(server.url, lease=lease, timeout=patience) for _ in range(number)]
+        for meter in meters:
+            stack.push_async_callback(meter.close)
+        await meters[0]._client.flushall()
+        yield [limits_of(shared=meter, **limits) for meter in meters]
 
 
 async def until(holds):
@@ -185,14 +223,15 @@ async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_l
     async with routers(redis, 3, lease=0.3, max_concurrent=2) as (dead, alive, third):
         with await dead.enter("t", "dead", 1), await alive.enter("t", "alive", 1):
             assert (await refusal_of(third)).reason == "max_concurrent"
-            dead._tally._telling.cancel()
+            dead._shared._telling.cancel()
             await until(admitted(third))
             await asyncio.sleep(0.7)
             with await third.enter("t", "c", 1):
                 assert (await refusal_of(dead)).reason == "max_concurrent"
 
 
-COSTS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=25)
+# Few ids, so that some are charged while they are in progress, and some again after their end.
+COSTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), st.booleans()), max_size=25)
 
 
 @given(COSTS, st.integers(1, 6))
@@ -204,44 +243,126 @@ def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
 
 async def compare(server, costs, most):
     oracle = Meter(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
-    tally = RedisTally(server.url, timeout=5)
+    meter = RedisMeter(server.url, timeout=5)
     try:
-        await tally._client.flushall()
-        for number, (tokens, stays) in enumerate(costs):
+        await meter._client.flushall()
+        for number, tokens, stays in costs:
             request_id, costs_of = str(number), oracle.costs(tokens)
-            charged = await tally.charge(Charge("t", request_id, *costs_of, most))
-            refusal = oracle.refusal(tokens, 0)
+            running, ahead = oracle.running, oracle.ahead_of(request_id)
+            charged = await meter.charge(Charge("t", request_id, *costs_of, most))
+            refusal = oracle.refusal(tokens, 0, ahead)
             # Redis' time goes on while the oracle's stands still.
             close = abs(WINDOW - charged.token_debt - costs_of[1]) < MICROSECONDS / 2
             close |= abs(WINDOW - charged.request_debt - costs_of[0]) < MICROSECONDS / 2
             if close and charged.admitted != (refusal is None):
                 return
             assert charged.admitted == (refusal is None)
-            assert charged.running == oracle.running + charged.admitted
+            assert charged.placed == (charged.admitted and ahead == running)
             if charged.admitted:
                 oracle.take(request_id, tokens, 0)
-                if not stays:
-                    oracle.end(request_id, 0)
-                    tally.end("t", request_id, 0)
-                    await told(tally)
+            assert charged.running == oracle.running
+            if charged.admitted and not stays:
+                oracle.end(request_id, 0)
+                meter.end("t", request_id, placed=charged.placed, unused=0)
+                await told(meter)
             standing = oracle.standing(0)
             assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
             assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
     finally:
-        await tally.close()
+        await meter.close()
 
 
-async def told(tally):
+@given(ACTIONS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_routers_count_each_request_once_and_none_too_few_that_they_have(redis, actions):
+    asyncio.run(count_together(redis, actions))
+
+
+async def count_together(server, actions):
+    """A place may be left for a lease where the last to close was not who took it."""
+    async with routers(server, 2, max_concurrent=MOST) as two:
+        client, bills, left = two[0]._shared._client, [], set()
+        for action, number, which in actions:
+            request_id, places = str(number), await places_in(client)
+            if action == "close" and bills:
+                left.add(bills[number % len(bills)][0])
+                bills.pop(number % len(bills))[1].close()
+            elif action == "hold":
+                bills.append((request_id, two[which].hold("t", request_id)))
+            elif action == "enter" and (request_id in places or len(places) < MOST):
+                bills.append((request_id, await two[which].enter("t", request_id, 1)))
+            elif action == "enter":
+                assert (await refusal_of(two[which], request_id)).reason == "max_concurrent"
+            for limits in two:
+                await tell_all(limits._shared)
+            open_ids = {each for each, _ in bills}
+            assert open_ids <= await places_in(client) <= open_ids | left
+
+
+async def places_in(client):
+    return {name.decode() for name in await client.zrange("quire:limits:{t:t}:running", 0, -1)}
+
+
+async def tell_all(meter):
+    await meter._tell_ends()
+    await meter._tell_begun()
+    await meter._renew_all()
+
+
+async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redis):
+    async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
+        with await dead.enter("t", "a", 1):
+            dead._shared._telling.cancel()
+            with heir.hold("t", "a"):
+                await until(lambda: is_held_by(heir, "a"))
+                await asyncio.sleep(1)  # the lease of the dead router's place is over
+                assert await places_in(heir._shared._client) == {"a"}
+                assert (await refusal_of(third)).reason == "max_concurrent"
+            await until(admitted(third))
+
+
+async def is_held_by(limits, request_id):
+    return not limits._shared._begun and request_id in await places_in(limits._shared._client)
+
+
+async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_first(redis):
+    async with routers(redis, 2, max_concurrent=1) as (one, other):
+        with await one.enter("t", "a", 1):
+            await spend(other, "a", 1, 0)
+            await spend(one, "a", 1, 0)
+            for limits in (one, other):
+                await limits._shared._tell_ends()
+            assert (await refusal_of(other)).reason == "max_concurrent"
+        await until(admitted(other))
+
+
+async def told(meter):
     """Until Redis knows of every end."""
-    await until(lambda: _is_told(tally))
+    await until(lambda: _is_told(meter))
 
 
-async def _is_told(tally):
-    tally._telling.cancel()
-    await asyncio.wait([tally._telling])
-    await tally._tell_ends()
-    tally._telling = None
-    return not tally._ends
+async def _is_told(meter):
+    meter._telling.cancel()
+    await asyncio.wait([meter._telling])
+    await meter._tell_ends()
+    meter._telling = None
+    return not meter._ends
+
+
+async def test_limits_are_shared_until_redis_could_not_be_asked():
+    with redis_server() as server:
+        async with routers(server, 1, lease=0.1, requests_per_minute=1000) as (one,):
+            assert shared() == 1
+            await spend(one, "a", 1, 1)
+            server.kill()
+            await spend(one, "b", 1, 1)
+            assert shared() == 0
+            server.start()
+            await until(is_shared)  # though nobody asks
+
+
+async def is_shared():
+    return shared() == 1
 
 
 def shared():
@@ -271,11 +392,11 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
         asked.append(True)
         raise ConnectionError
 
-    tally = RedisTally("redis://127.0.0.1:1/0")
-    tally._charge = fail
+    meter = RedisMeter("redis://127.0.0.1:1/0")
+    meter._charge = fail
     for number in range(5):
-        assert await tally.charge(Charge("t", str(number), 1, 1, None)) is None
-    await tally.close()
+        assert await meter.charge(Charge("t", str(number), 1, 1, None)) is None
+    await meter.close()
     assert len(asked) == 1
 
 
@@ -297,7 +418,7 @@ async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
     with redis_server() as server:
         async with routers(server, 1, patience=0.3, max_concurrent=1) as (one,):
             await until(lambda: comes_back(one))
-            await until(lambda: _is_empty(one._tally._client))
+            await until(lambda: _is_empty(one._shared._client))
             server.signal(signal.SIGSTOP)
             with await asyncio.wait_for(one.enter("t", "a", 1), 20):
                 assert shared() == 0
@@ -312,7 +433,7 @@ async def test_nothing_is_left_in_redis_of_who_has_not_asked_for_a_minute(redis)
         one,
     ):
         await spend(one, "a", 1, 1)
-        await until(lambda: _is_empty(one._tally._client))
+        await until(lambda: _is_empty(one._shared._client))
 
 
 async def _is_empty(client):

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.fair import Bounds
+from quire_router.admission.fair import CREDIT, Bounds
 from quire_router.admission.queue import Queue, QueueSettings
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.turn import Waiting
@@ -15,10 +15,11 @@ MODEL = "m"
 
 
 class Fleet:
-    """Engines that take ``room`` requests at once, and tell the queue when one ends."""
+    """Engines that take ``room`` requests at once, ``kept`` of them of none in front, and tell when one ends."""
 
-    def __init__(self, room=1, engines=1):
+    def __init__(self, room=1, engines=1, kept=0):
         self.room = room
+        self.kept = kept
         self.engines = engines
         self.running = []
         self.most = 0
@@ -26,6 +27,9 @@ class Fleet:
 
     def has_room(self, model):
         return self.engines > 0 and len(self.running) < self.room
+
+    def has_spare_room(self, model):
+        return self.engines > 0 and len(self.running) < self.room - self.kept
 
     def ready(self, model):
         return self.engines
@@ -45,7 +49,7 @@ def open_queue(fleet, tenants=(), **settings):
 
 
 def waiting(name, tenant="t", **fields):
-    return Waiting(name, MODEL, tenant, 10, fields.pop("size", 10), **fields)
+    return Waiting(name, MODEL, tenant, fields.pop("tokens", 10), fields.pop("size", 10), **fields)
 
 
 async def run(fleet, one, order=None, steps=1):
@@ -160,6 +164,28 @@ async def test_nobody_overtakes_those_who_wait_though_there_is_room_for_a_moment
     await asyncio.gather(one, other)
 
     assert order == ["one", "other"]
+
+
+async def test_who_is_ahead_leaves_room_to_others_and_who_is_alone_does_not():
+    fleet = Fleet(room=3, kept=2)
+    queue = open_queue(fleet)
+    for number in range(3):
+        await queue.turn(waiting(f"alone{number}", tokens=2 * CREDIT))
+        fleet.dispatch(f"alone{number}")
+    for number in range(3):
+        fleet.end(f"alone{number}")
+
+    await queue.turn(waiting("b", "other"))
+    await queue.turn(waiting("a", tokens=2 * CREDIT))
+    fleet.dispatch("a")
+    ahead = asyncio.create_task(run(fleet, waiting("a2")))
+    await settle()
+    assert queue.parked(MODEL) == 1
+    await asyncio.wait_for(run(fleet, waiting("b2", "other"), steps=0), 20)
+    assert queue.parked(MODEL) == 1
+
+    fleet.end("a")
+    await asyncio.wait_for(ahead, 20)
 
 
 async def test_models_wait_apart():

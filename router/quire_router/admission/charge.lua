@@ -1,7 +1,9 @@
--- Takes in one request of a tenant if every limit allows it. A bucket is the time at which it will be full again.
+-- Takes in one request of a tenant if every limit allows it. A bucket is the time at which it will be full again. A
+-- request that is in progress already has its place.
 -- KEYS: requests, tokens, running. ARGV: request, cost of a request and of its tokens (us; 0: no such limit), a full
 -- bucket (us), most in progress (-1: any number), lease of a request (us).
--- Returns whether it was taken in, both debts (us until full) as they are now, and how many are in progress.
+-- Returns whether it was taken in and whether with a place that it did not have before, both debts (us until full) as
+-- they are now, and how many are in progress.
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local window = tonumber(ARGV[4])
@@ -12,8 +14,9 @@ for i = 1, 2 do
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now))
 local running, most = redis.call('ZCARD', KEYS[3]), tonumber(ARGV[5])
-if not fits or (most >= 0 and running >= most) then
-  return {0, debts[1], debts[2], running}
+local placed = most >= 0 and not redis.call('ZSCORE', KEYS[3], ARGV[1])
+if not fits or (placed and running >= most) then
+  return {0, 0, debts[1], debts[2], running}
 end
 for i = 1, 2 do
   if costs[i] > 0 then
@@ -24,6 +27,5 @@ end
 if most >= 0 then
   redis.call('ZADD', KEYS[3], string.format('%.0f', now + ARGV[6]), ARGV[1])
   redis.call('PEXPIRE', KEYS[3], math.ceil(ARGV[6] / 1000))
-  running = running + 1
 end
-return {1, debts[1], debts[2], running}
+return {1, placed and 1 or 0, debts[1], debts[2], running + (placed and 1 or 0)}

@@ -1,5 +1,5 @@
 -- Ends a request, and gives back what it did not use.
--- KEYS: tokens, running. ARGV: request, unused (us).
+-- KEYS: tokens, running. ARGV: request ('': none has a place to lose), unused (us).
 redis.call('ZREM', KEYS[2], ARGV[1])
 local full = redis.call('GET', KEYS[1])
 if full and tonumber(ARGV[2]) > 0 then

@@ -8,6 +8,9 @@ may begin; the smallest goes first, and pays for it with its tokens divided by i
 Beyond that, a tenant that comes back begins a little before the virtual time, by a bounded credit, as sleepers do in
 K. J. Duda, D. R. Cheriton, "Borrowed-virtual-time (BVT) scheduling", SOSP 1999: without it, the burst of a tenant that
 stays below its share in the long run would queue behind another one's flood, request by request.
+
+The same tags tell who is ahead of the others by more than that credit. What such a tenant sends to the engines lies in
+the way of the others' next requests, and no order here can change that any more.
 """
 
 from dataclasses import dataclass, field
@@ -22,6 +25,8 @@ from quire_router.admission.turn import Waiting
 RETRY_FULL = 1.0  # seconds
 CREDIT = 32_768
 """Tokens, at weight 1, that a tenant which left its share to others may have before them when it comes back."""
+MEMORY = 30.0
+"""Seconds after its last turn in which a tenant is not forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class _Backlog:
 
 
 class FairQueue:
-    """Requests that wait for one model. Every change costs O(log n).
+    """Requests that wait for one model, and whose turn it was lately. Every change costs O(log n). Times are in seconds
+    of any clock, and never go back.
 
     While two tenants wait, the tokens that each was given, divided by its weight, differ by at most the largest request
     of each divided by its weight, and ``credit``. Within a tenant the smaller priority goes first, then who came first.
@@ -56,7 +62,8 @@ class FairQueue:
         self._waiting: dict[str, Waiting] = {}
         self._backlogs: dict[str, _Backlog] = {}
         self._starts: LazyHeap[str] = LazyHeap()
-        self._finishes: dict[str, float] = {}
+        self._last_turns: dict[str, float] = {}  # the oldest first
+        self._finishes: LazyHeap[str] = LazyHeap()  # of the same tenants
         self._most_requests: LazyHeap[str] = LazyHeap()
         self._most_bytes: LazyHeap[str] = LazyHeap()
         self._time = 0.0
@@ -92,17 +99,38 @@ class FairQueue:
             gone.append(self._drop_newest(largest))
         return gone
 
-    def next(self) -> Waiting:
-        """Takes out the request whose turn it is; there must be one."""
-        tenant_id = self._starts.first()
-        start = self._starts.key(tenant_id)
-        self._time = max(self._time, start)
-        backlog = self._backlogs[tenant_id]
-        waiting = backlog.requests[backlog.order.first()]
-        finish = start + waiting.tokens / backlog.tenant.weight
-        self._starts.put(tenant_id, finish)
+    def first(self) -> Waiting:
+        """The request whose turn it is; there must be one that waits."""
+        backlog = self._backlogs[self._starts.first()]
+        return backlog.requests[backlog.order.first()]
+
+    def next(self, now: float) -> Waiting:
+        """Takes out the request whose turn it is, and gives it that; there must be one."""
+        waiting = self.first()
+        self.give(waiting, now)
         self.remove(waiting.request_id)
         return waiting
+
+    def give(self, waiting: Waiting, now: float) -> None:
+        """It is the turn of a request, which need not have waited: its tenant pays for it."""
+        name, start = waiting.tenant, self._start(waiting.tenant)
+        self._time = max(self._time, start)
+        finish = start + waiting.tokens / self._tenants.of(name).weight
+        if name in self._backlogs:
+            self._starts.put(name, finish)
+        self._finishes.put(name, finish)
+        self._last_turns.pop(name, None)
+        self._last_turns[name] = now
+
+    def is_ahead(self, tenant_id: str, now: float) -> bool:
+        """Whether a tenant has had more for its weight than another one that had a turn lately, by more than the credit
+        that this one has when it comes back.
+        """
+        self._forget_before(now - MEMORY)
+        start = self._start(tenant_id)
+        if start <= self._time or not self._finishes:
+            return False
+        return bool(self._finishes.key(self._finishes.first()) < start - self._credit)
 
     def remove(self, request_id: str) -> bool:
         """Takes out one request, wherever it stands; False when it does not wait."""
@@ -113,12 +141,6 @@ class FairQueue:
         del backlog.requests[request_id]
         self._forget(backlog, waiting)
         return True
-
-    def rest(self) -> None:
-        """Nobody waits and there is room for more: what tenants were given before is forgotten."""
-        assert not self._waiting
-        self._time = 0.0
-        self._finishes.clear()
 
     def _check(self, waiting: Waiting) -> None:
         tenant = self._tenants.of(waiting.tenant)
@@ -139,9 +161,16 @@ class FairQueue:
         self._count(backlog, waiting.bytes)
 
     def _start(self, tenant_id: str) -> float:
-        """The tag of a tenant that begins to wait."""
+        """The tag of a tenant: when its next request may begin."""
+        if tenant_id in self._starts:
+            return float(self._starts.key(tenant_id))
         earliest = self._time - self._credit
-        return max(earliest, self._finishes.pop(tenant_id, earliest))
+        return max(earliest, self._finishes.key(tenant_id)) if tenant_id in self._finishes else earliest
+
+    def _forget_before(self, then: float) -> None:
+        while self._last_turns and self._last_turns[oldest := next(iter(self._last_turns))] < then:
+            del self._last_turns[oldest]
+            self._finishes.discard(oldest)
 
     def _forget(self, backlog: _Backlog, waiting: Waiting) -> None:
         del self._waiting[waiting.request_id]
@@ -149,7 +178,7 @@ class FairQueue:
         self._count(backlog, -waiting.bytes)
 
     def _count(self, backlog: _Backlog, more: int) -> None:
-        """Notes that the backlog changed, by ``more`` bytes; one that is empty leaves only its tag."""
+        """Notes that the backlog changed, by ``more`` bytes, and drops it when it is empty."""
         tenant, name = backlog.tenant, backlog.tenant.id
         backlog.bytes += more
         self._bytes += more
@@ -157,7 +186,6 @@ class FairQueue:
             self._most_requests.put(name, -len(backlog.requests) / tenant.weight)
             self._most_bytes.put(name, -backlog.bytes / tenant.weight)
             return
-        self._finishes[name] = self._starts.key(name)
         del self._backlogs[name]
         for heap in (self._starts, self._most_requests, self._most_bytes):
             heap.discard(name)

@@ -1,4 +1,4 @@
-"""The limits of all tenants: what they may use, counted for the whole fleet where there is a tally of it."""
+"""The limits of all tenants: what they may use, counted for the whole fleet where routers share a meter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,24 +29,33 @@ class Charge:
 @dataclass(frozen=True, slots=True)
 class Charged:
     """How a tenant stands after a charge, or where it ``admitted`` nothing, as before: microseconds until its buckets
-    are full, and its requests in progress.
+    are full, and its requests in progress. ``placed`` is whether the request was not among these before.
     """
 
     admitted: bool
+    placed: bool
     request_debt: int
     token_debt: int
     running: int
 
 
-class Tally(Protocol):
-    """What all routers count together."""
+class SharedMeter(Protocol):
+    """What tenants have used and have in progress, as all routers count it together. A request has one place among
+    those in progress, whoever counts it.
+    """
 
     async def charge(self, charge: Charge) -> Charged | None:
         """Takes a request in if all limits allow it, in one step; None when it cannot be asked in time."""
         ...
 
-    def end(self, tenant: str, request_id: str, unused: int) -> None:
-        """Ends a request that was taken in; ``unused`` microseconds of refilling are given back. Never waits."""
+    def hold(self, tenant: str, request_id: str) -> None:
+        """Counts a request among those in progress, without a charge. Never waits."""
+        ...
+
+    def end(self, tenant: str, request_id: str, *, placed: bool, unused: int) -> None:
+        """Ends what was charged or held, once for each time; with ``placed`` the request has no place any more.
+        ``unused`` microseconds of refilling are given back. Never waits.
+        """
         ...
 
 
@@ -79,19 +88,22 @@ class Bill:
 
 
 class Limits:
-    """Takes requests in. Without a ``tally``, and while it cannot be asked, this router counts by itself, beginning
-    with how each tenant stood last.
+    """Takes requests in. Without a ``shared`` meter, and while it cannot be asked, this router counts by itself,
+    beginning with how each tenant stood last.
+
+    A request has one place among those in progress: what is charged again while it has one, such as a request that is
+    repeated under its idempotency key, takes no other, and leaves it that place when it ends.
     """
 
     def __init__(
         self,
         tenants: Tenants,
-        tally: Tally | None = None,
+        shared: SharedMeter | None = None,
         *,
         clock: Callable[[], int] = lambda: monotonic_ns() // 1000,
     ) -> None:
         self._tenants = tenants
-        self._tally = tally
+        self._shared = shared
         self._clock = clock
         self._meters: dict[str, Meter] = {}
 
@@ -104,8 +116,23 @@ class Limits:
             return Bill(tokens, _nothing)
         meter.check_size(tokens)
         with counting_refusals():
-            shared = await self._take(meter, request_id, tokens)
-        return Bill(tokens, partial(self._end, meter, request_id, shared))
+            charged = await self._take(meter, request_id, tokens)
+        if charged is None:
+            return Bill(tokens, partial(meter.end, request_id))
+        return Bill(tokens, partial(self._end, meter, request_id, charged.placed))
+
+    def hold(self, tenant_id: str, request_id: str) -> Bill:
+        """Counts a request that was charged before and goes on here among those in progress, until its bill is closed.
+        It is charged nothing and never refused. Never waits.
+        """
+        meter = self._meter(tenant_id)
+        if meter.tenant.max_concurrent is None:
+            return Bill(0, _nothing)
+        meter.hold(request_id)
+        if self._shared is None:
+            return Bill(0, partial(meter.end, request_id))
+        self._shared.hold(tenant_id, request_id)
+        return Bill(0, partial(self._end, meter, request_id, True))
 
     def standing(self, tenant_id: str) -> Standing:
         """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
@@ -119,32 +146,32 @@ class Limits:
             meter = self._meters[tenant_id] = Meter(self._tenants.of(tenant_id))
         return meter
 
-    async def _take(self, meter: Meter, request_id: str, tokens: int) -> bool:
-        """Takes a request in, or raises why not; whether it is in the tally."""
+    async def _take(self, meter: Meter, request_id: str, tokens: int) -> Charged | None:
+        """Takes a request in, or raises why not; None when only this router knows."""
         charged = await self._ask(meter, request_id, tokens)
         now = self._clock()
         if charged is None:
-            error = meter.refusal(tokens, now)
+            error = meter.refusal(tokens, now, meter.ahead_of(request_id))
             if error is not None:
                 raise error
             meter.take(request_id, tokens, now)
-            return False
+            return None
         meter.owe(charged.request_debt, charged.token_debt, now)
         if not charged.admitted:
             raise meter.refusal(tokens, now, charged.running) or internal()
         meter.hold(request_id)
-        return True
+        return charged
 
     async def _ask(self, meter: Meter, request_id: str, tokens: int) -> Charged | None:
-        if self._tally is None:
+        if self._shared is None:
             return None
         tenant = meter.tenant
-        return await self._tally.charge(Charge(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent))
+        return await self._shared.charge(Charge(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent))
 
-    def _end(self, meter: Meter, request_id: str, shared: bool, unused: int) -> None:
+    def _end(self, meter: Meter, request_id: str, placed: bool, unused: int) -> None:
         meter.end(request_id, unused)
-        if shared and self._tally is not None:
-            self._tally.end(meter.tenant.id, request_id, meter.refund(unused))
+        if self._shared is not None:
+            self._shared.end(meter.tenant.id, request_id, placed=placed, unused=meter.refund(unused))
 
 
 def _nothing(_unused: int) -> None:

@@ -1,5 +1,6 @@
 """What one tenant has used of its limits. Pure: has no clock; times are microseconds of any clock."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
@@ -46,12 +47,16 @@ class Meter:
         self.tenant = tenant
         self._requests = _bucket(tenant.requests_per_minute)
         self._tokens = _bucket(tenant.tokens_per_minute)
-        self._running: set[str] = set()
+        self._running: Counter[str] = Counter()
 
     @property
     def running(self) -> int:
-        """Requests that were taken in and have not ended."""
+        """Requests that were taken in and have not ended; one that was taken in twice has one place."""
         return len(self._running)
+
+    def ahead_of(self, request_id: str) -> int:
+        """How many of them were there before this one: none if it is one of them, and has its place."""
+        return 0 if request_id in self._running else len(self._running)
 
     def check_size(self, tokens: int) -> None:
         """Raises ``QuireError`` INVALID for a request that would never be admitted, however long it waited."""
@@ -66,9 +71,9 @@ class Meter:
         """What one request takes from both buckets, in microseconds of refilling; 0 where there is no limit."""
         return _cost(self._requests, 1), _cost(self._tokens, tokens)
 
-    def refusal(self, tokens: int, now: int, running: int | None = None) -> QuireError | None:
-        """Why a request cannot be taken in now; None when it can. Waiting as long as ``retry_after`` says is enough,
-        if nothing else is taken in before. ``running`` counts those of all routers, where that is known.
+    def refusal(self, tokens: int, now: int, ahead: int) -> QuireError | None:
+        """Why a request cannot be taken in now, with so many in progress ``ahead`` of it; None when it can. Waiting as
+        long as ``retry_after`` says is enough, if nothing else is taken in before.
         """
         waits = [(_wait(self._requests, 1, now), Reason.REQUESTS_PER_MINUTE)]
         waits.append((_wait(self._tokens, tokens, now), Reason.TOKENS_PER_MINUTE))
@@ -76,21 +81,23 @@ class Meter:
         if wait > 0:
             return self._too_often(reason, wait / MICROSECONDS)
         most = self.tenant.max_concurrent
-        if most is not None and (self.running if running is None else running) >= most:
+        if most is not None and ahead >= most:
             return _too_many(most)
         return None
 
     def take(self, request_id: str, tokens: int, now: int) -> None:
-        """Takes in a request that was not refused."""
+        """Takes in a request that was not refused, until its ``end``."""
         if self._requests is not None:
             self._requests.take(1, now)
         if self._tokens is not None:
             self._tokens.take(tokens, now)
-        self._running.add(request_id)
+        self.hold(request_id)
 
     def end(self, request_id: str, unused: int) -> None:
-        """Ends a request that was taken in; ``unused`` of its tokens are given back."""
-        self._running.discard(request_id)
+        """Ends a request once for each time that it was taken in; ``unused`` of its tokens are given back."""
+        self._running[request_id] -= 1
+        if self._running[request_id] <= 0:
+            del self._running[request_id]
         if self._tokens is not None:
             self._tokens.give_back(unused)
 
@@ -106,8 +113,8 @@ class Meter:
             self._tokens.owe(token_debt, now)
 
     def hold(self, request_id: str) -> None:
-        """Counts a request that was taken in for all routers."""
-        self._running.add(request_id)
+        """Counts a request among the running ones without a charge, until its ``end``."""
+        self._running[request_id] += 1
 
     def standing(self, now: int) -> Standing:
         """What a client is told."""

@@ -22,10 +22,14 @@ RETRY_STOPPING = 5.0
 
 
 class Rooms(Protocol):
-    """What the queue asks of the fleet. Both are asked often."""
+    """What the queue asks of the fleet, often."""
 
     def has_room(self, model: str) -> bool:
         """Whether an engine would take one more request of this model now."""
+        ...
+
+    def has_spare_room(self, model: str) -> bool:
+        """Whether engines have so little to do that one more request is in nobody's way."""
         ...
 
     def ready(self, model: str) -> int:
@@ -124,8 +128,8 @@ class _Line:
         return len(self._queue)
 
     async def turn(self, waiting: Waiting) -> None:
-        if not self._parked and self._given is None and self._rooms.has_room(self._model):
-            self._queue.rest()
+        if not self._parked and self._given is None and self._has_room_for(waiting.tenant):
+            self._queue.give(waiting, self._clock())
             return
         with self._park(waiting) as parked:
             self.move()  # there may be room, and only a turn under way before this one
@@ -134,13 +138,18 @@ class _Line:
     def move(self) -> None:
         """Gives the next turn if there is room for it."""
         while self._given is None and self._queue:
-            if not self._rooms.has_room(self._model):
+            if not self._has_room_for(self._queue.first().tenant):
                 self._note_readiness()
                 return
-            parked = self._parked[self._queue.next().request_id]
+            parked = self._parked[self._queue.next(self._clock()).request_id]
             if not parked.turn.done():  # its task may have been cancelled and not have run since
                 self._given = parked
                 parked.turn.set_result(None)
+
+    def _has_room_for(self, tenant: str) -> bool:
+        """A tenant that is ahead leaves room to the others, so that they need not wait for what it has sent."""
+        is_ahead = self._queue.is_ahead(tenant, self._clock())
+        return self._rooms.has_spare_room(self._model) if is_ahead else self._rooms.has_room(self._model)
 
     def leave(self, request_id: str) -> bool:
         parked = self._parked.get(request_id)

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +31,13 @@ class TenantsFile:
     tenants: Tenants = field(default_factory=Tenants)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
     policies: tuple[Tenant, ...] = ()
+
+    def unknown_models(self, served: Collection[str]) -> list[tuple[str, str]]:
+        """The models that tenants may use and nobody can, because they are not ``served``: each with the tenant's name,
+        empty for those without an entry.
+        """
+        policies = (self.tenants.of(""), *self.policies)
+        return [(each.id, model) for each in policies for model in sorted(each.models) if model not in served]
 
 
 def _name(name: str) -> str:

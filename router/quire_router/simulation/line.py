@@ -21,8 +21,6 @@ class Line:
 
     def add(self, waiting: Waiting) -> list[Waiting]:
         """A request has come. Returns those that have to give way, itself too if it is refused."""
-        if not self._queue and self._replica.has_room:
-            self._queue.rest()
         try:
             return self._queue.add(waiting)
         except QuireError:
@@ -30,7 +28,11 @@ class Line:
 
     def next(self) -> Waiting | None:
         """Whose turn it is, if it is anybody's."""
-        return self._queue.next() if self._queue and self._replica.has_room else None
+        if not self._queue:
+            return None
+        replica, now = self._replica, self._replica.seconds
+        is_ahead = self._queue.is_ahead(self._queue.first().tenant, now)
+        return self._queue.next(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
 
     def leave(self, request_id: str) -> bool:
         """The request waits no more; False if it did not."""

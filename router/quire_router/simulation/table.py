@@ -29,16 +29,22 @@ def make_table(reports: Mapping[str, Report]) -> str:
 
 def make_tenant_table(reports: Mapping[str, TenantReport]) -> str:
     """What a flood did, below each other."""
-    rows = [["policy", "", "turn p95, s", "TTFT p95, s", "rejects"]]
+    rows = [["policy", "", "turn p95, s", "", "TTFT p95, s", "", "rejects"]]
     for name, report in reports.items():
-        rows.append([name, "without", *_waits(report.calm)])
-        rows.append(["", "with the flood", *_waits(report.flooded)])
-        rows.append(["", "the flood itself", *_waits(report.flood)])
+        calm = report.calm
+        rows.append([name, "without", *_waits(calm, calm)])
+        rows.append(["", "with the flood", *_waits(report.flooded, calm)])
+        rows.append(["", "the flood itself", *_waits(report.flood, calm)])
     return _format(rows)
 
 
-def _waits(waits: Waits) -> list[str]:
-    return [f"{waits.turn_p95:.3f}", f"{waits.ttft_p95:.3f}", str(waits.rejects)]
+def _waits(waits: Waits, calm: Waits) -> list[str]:
+    turn, ttft = _change(waits.turn_p95, calm.turn_p95), _change(waits.ttft_p95, calm.ttft_p95)
+    return [f"{waits.turn_p95:.3f}", turn, f"{waits.ttft_p95:.3f}", ttft, str(waits.rejects)]
+
+
+def _change(seconds: float, before: float) -> str:
+    return f"{seconds / before - 1:+.0%}" if before and seconds != before else ""
 
 
 def _format(rows: Sequence[Sequence[str]]) -> str:

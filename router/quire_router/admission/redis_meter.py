@@ -4,7 +4,7 @@ ends. Redis is the clock.
 
 import asyncio
 import logging
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
@@ -26,10 +26,10 @@ _MOST_ENDS = 50_000
 _FAILURES = (RedisError, OSError, TimeoutError)
 
 
-class RedisTally:
-    """Implements ``Tally`` at ``url``. A request waits at most ``timeout`` seconds for it. One in progress counts for
-    ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended while Redis was away is
-    too, and its unused tokens stay charged.
+class RedisMeter:
+    """Implements ``SharedMeter`` at ``url``. A request waits at most ``timeout`` seconds for it. One in progress counts
+    for ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended while Redis was away
+    is too, and its unused tokens stay charged.
     """
 
     def __init__(self, url: str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
@@ -38,14 +38,16 @@ class RedisTally:
         self._timeout = timeout
         self._lease = lease
         self._charge = self._client.register_script(_source("charge"))
-        self._held: defaultdict[str, set[str]] = defaultdict(set)
+        self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._begun: dict[tuple[str, str], None] = {}
         self._ends: deque[tuple[str, str, int]] = deque(maxlen=_MOST_ENDS)
         self._news = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         self._away_until = 0.0
+        metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
     async def charge(self, charge: Charge) -> Charged | None:
-        """See ``Tally``."""
+        """See ``SharedMeter``."""
         self._start()
         if asyncio.get_running_loop().time() < self._away_until:
             return None
@@ -54,25 +56,35 @@ class RedisTally:
                 reply = await self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
         except _FAILURES as error:
             self._lose(error)
-            self.end(charge.tenant, charge.request_id, 0)  # it may have been taken in before the answer was lost
+            self._note_end(charge.tenant, charge.request_id, 0)  # it may have been taken in, and the answer was lost
             return None
         except asyncio.CancelledError:
-            self.end(charge.tenant, charge.request_id, 0)
+            self._note_end(charge.tenant, charge.request_id, 0)
             raise
         metrics.LIMITS_SHARED.set(1)
-        admitted, request_debt, token_debt, running = reply
+        admitted, placed, request_debt, token_debt, running = reply
         if admitted and charge.most is not None:
-            self._held[charge.tenant].add(charge.request_id)
-        return Charged(bool(admitted), request_debt, token_debt, running)
+            self._held[charge.tenant][charge.request_id] += 1
+        return Charged(bool(admitted), bool(placed), request_debt, token_debt, running)
 
-    def end(self, tenant: str, request_id: str, unused: int) -> None:
-        """See ``Tally``."""
-        held = self._held.get(tenant, set())
-        held.discard(request_id)
-        if not held:
-            self._held.pop(tenant, None)
-        self._ends.append((tenant, request_id, unused))
+    def hold(self, tenant: str, request_id: str) -> None:
+        """See ``SharedMeter``."""
+        self._start()
+        self._held[tenant][request_id] += 1
+        self._begun[tenant, request_id] = None
         self._news.set()
+
+    def end(self, tenant: str, request_id: str, *, placed: bool, unused: int) -> None:
+        """See ``SharedMeter``."""
+        held = self._held[tenant]
+        held[request_id] -= 1
+        if held[request_id] <= 0:
+            del held[request_id]
+            self._begun.pop((tenant, request_id), None)
+        if not held:
+            del self._held[tenant]
+        if placed or unused:
+            self._note_end(tenant, request_id if placed else "", unused)
 
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
@@ -88,6 +100,10 @@ class RedisTally:
                 log.warning("the end of %d requests was not counted", len(self._ends))
         await self._client.aclose()
 
+    def _note_end(self, tenant: str, request_id: str, unused: int) -> None:
+        self._ends.append((tenant, request_id, unused))
+        self._news.set()
+
     def _arguments(self, charge: Charge) -> list[Any]:
         most = -1 if charge.most is None else charge.most
         return [charge.request_id, charge.request_cost, charge.token_cost, WINDOW, most, self._lease_time]
@@ -101,17 +117,18 @@ class RedisTally:
             self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
 
     async def _tell(self) -> None:
-        """Tells Redis what has ended as it comes, and three times a lease what goes on."""
+        """Tells Redis what has ended and what is held as it comes, and three times a lease all that goes on."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         while True:
             due = renewed + self._lease / 3
             await self._wait_for_news(due - loop.time())
             try:
-                await self._tell_ends()
+                await self._tell_ends()  # first: what is held may be what has ended just before
+                await self._tell_begun()
                 if loop.time() >= due:
                     renewed = loop.time()
-                    await self._renew()
+                    await self._renew_all()
             except _FAILURES as error:
                 self._lose(error)
                 await asyncio.sleep(_AWAY)
@@ -137,10 +154,22 @@ class RedisTally:
                 pipeline.eval(_END, 2, tokens, running, request_id, str(unused))
             await pipeline.execute()
 
-    async def _renew(self) -> None:
+    async def _tell_begun(self) -> None:
+        """What could not be told is renewed with the rest."""
+        begun, self._begun = self._begun, {}
+        for tenant, request_id in begun:
+            await self._renew(tenant, [request_id])
+
+    async def _renew_all(self) -> None:
+        """All that is held here, and whether Redis can be asked: perhaps nobody else does."""
+        await self._client.ping()
+        metrics.LIMITS_SHARED.set(1)
         for tenant, request_ids in list(self._held.items()):
             for part in _parts(list(request_ids)):
-                await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *part)
+                await self._renew(tenant, part)
+
+    async def _renew(self, tenant: str, request_ids: Sequence[str]) -> None:
+        await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *request_ids)
 
     def _lose(self, error: Exception) -> None:
         if asyncio.get_running_loop().time() >= self._away_until:
