@@ -7,15 +7,20 @@ sequence that it draws a token for, so much more. Old steps count exponentially 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import exp
 
 from quire_engine.core import StepTrace
 from quire_engine.scheduling.rates import Rates
 
+WARM = 5  # the step with prompts from which on an engine is warm
+
 _MEMORY = 1 - 1 / 256  # what a step weighs after the next one of its kind
+_MEMORY_SECONDS = 60.0  # between two steps of a kind: what was before them weighs a third
 _TRUST = 0.001  # in steps: what the prior weighs
 _SOLVABLE = 1e-9  # of what was summed: so much of a ridge keeps rounding from deciding
 _SHORTEST = 1e-6  # seconds; no step is shorter
-_REFIT = 16
+_REFIT = 16  # steps
+_REFIT_SECONDS = 1.0
 _WORST = 4.0  # a step that took so many times as long, than expected and than the last, was held up by something else
 _PRIOR_STEP_TOKENS = 32
 
@@ -44,21 +49,29 @@ class PaceMeter:
     negative. What the steps do not tell apart stays near what ``rates`` say.
 
     Steps with and without prompt tokens are remembered apart: a long spell of decoding does not blur what is known of
-    prompts.
+    prompts. An engine that made no steps for minutes is learned anew from the next ones.
+
+    What comes before the step with prompts of the number ``warm`` is not learned from: the first prompts pay for what
+    is built or read once, and would make an engine look slow that then gets no others.
     """
 
-    def __init__(self, rates: Rates, block_bytes: int) -> None:
+    def __init__(self, rates: Rates, block_bytes: int, *, warm: int = WARM) -> None:
         token = 1 / rates.tokens_per_second
         self._prior: Three = (_PRIOR_STEP_TOKENS * token, token, token)
         self._host_block_seconds = block_bytes / rates.bytes_per_second
         self._decoding, self._mixed = _Moments(), _Moments()
         self._pace = self._make(self._prior)
         self._steps = 0
+        self._warm = warm
+        self._prompt_steps = 0
+        self._fitted = 0.0
         self._ended = 0
 
     @property
     def pace(self) -> Pace | None:
-        """What the last steps tell; None before the first one."""
+        """What the last steps tell; None before the first that count. Then it is better to be taken for what others
+        are than to be known in parts.
+        """
         return self._pace if self._steps else None
 
     def on_step(self, trace: StepTrace) -> None:
@@ -68,20 +81,27 @@ class PaceMeter:
         self._ended = ended
         if not trace.failed:
             prompt_tokens = trace.num_tokens - trace.num_decode
-            self.observe(prompt_tokens, trace.num_draws, lasted / 1e9 - trace.timings.swap)
+            self.observe(prompt_tokens, trace.num_draws, lasted / 1e9 - trace.timings.swap, ended / 1e9)
 
-    def observe(self, prompt_tokens: int, sequences: int, seconds: float) -> None:
-        """Takes in one step. ``seconds`` are without those that block copies took."""
-        if seconds <= 0 or not (prompt_tokens or sequences):
+    def observe(self, prompt_tokens: int, sequences: int, seconds: float, ended: float = 0.0) -> None:
+        """Takes in one step. ``seconds`` are without those that block copies took; it ``ended`` so many seconds after
+        some moment.
+        """
+        if seconds <= 0 or not (prompt_tokens or sequences) or not self._is_warm(prompt_tokens):
             return
         moments = self._mixed if prompt_tokens else self._decoding
         expected = max(moments.last, self._pace.predict(prompt_tokens, sequences))
         moments.last = max(_SHORTEST, seconds)
         seconds = min(moments.last, _WORST * expected)
-        moments.add((1 / seconds, prompt_tokens / seconds, sequences / seconds))
+        moments.add((1 / seconds, prompt_tokens / seconds, sequences / seconds), ended)
         self._steps += 1
-        if self._steps <= _REFIT or self._steps % _REFIT == 0:
+        if self._steps <= _REFIT or self._steps % _REFIT == 0 or ended - self._fitted >= _REFIT_SECONDS:
+            self._fitted = ended
             self._refit()
+
+    def _is_warm(self, prompt_tokens: int) -> bool:
+        self._prompt_steps += prompt_tokens > 0
+        return self._prompt_steps >= self._warm
 
     def _refit(self) -> None:
         pace, prior = self._pace, self._prior
@@ -96,21 +116,24 @@ class PaceMeter:
 
 class _Moments:
     """Sums over steps, the older the less: of the products of what a step had (each divided by its seconds), and of
-    that itself. ``last`` are the seconds of the last step, whatever came of them.
+    that itself. ``last`` are the seconds of the last step, whatever came of them, and ``ended`` when it did.
     """
 
-    __slots__ = ("last", "products", "sums")
+    __slots__ = ("ended", "last", "products", "sums")
 
     def __init__(self) -> None:
         self.last = float("inf")
+        self.ended = 0.0
         self.sums = [0.0] * 3
         self.products = [0.0] * 9
 
-    def add(self, had: Three) -> None:
+    def add(self, had: Three, ended: float) -> None:
         """One step more."""
-        self.sums = [_MEMORY * old + new for old, new in zip(self.sums, had, strict=True)]
+        kept = _MEMORY * exp(min(0.0, self.ended - ended) / _MEMORY_SECONDS)
+        self.ended = ended
+        self.sums = [kept * old + new for old, new in zip(self.sums, had, strict=True)]
         squares = [left * right for left in had for right in had]
-        self.products = [_MEMORY * old + new for old, new in zip(self.products, squares, strict=True)]
+        self.products = [kept * old + new for old, new in zip(self.products, squares, strict=True)]
 
     def plus(self, other: "_Moments") -> "_Moments":
         """Of the steps of both."""

@@ -1,5 +1,9 @@
 """An engine that drains gets nothing new from the moment that it says so, and its successor does."""
 
+import logging
+from dataclasses import replace
+
+import pytest
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.settings import LinkSettings
 
@@ -49,6 +53,32 @@ async def test_a_router_that_comes_late_hears_it_first() -> None:
     finally:
         await link.close()
         await engine.stop()
+
+
+async def test_an_engine_that_leaves_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    async with linked(SETTINGS) as (engine, link):
+        await drained(engine, link)
+        await engine.stop()
+        await until(lambda: "has left" in caplog.text)
+        engine.draining = False
+        engine.restart_as(2)
+        await engine.start()
+        await until(lambda: link.ready)
+    told = [(record.levelname, record.getMessage().partition(engine.address)[2]) for record in caplog.records]
+    assert told == [
+        ("INFO", " is connected (new session)"),
+        ("INFO", " is leaving: it ends what it runs, and gets nothing new"),
+        ("INFO", " has left"),
+        ("INFO", " is connected (new session)"),
+    ]
+
+
+async def test_an_engine_that_left_and_does_not_come_back_is_a_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    async with linked(replace(SETTINGS, start_patience=0.05)) as (engine, link):
+        await drained(engine, link)
+        await engine.stop()
+        await until(lambda: "cannot be reached" in caplog.text)
 
 
 async def test_a_restarted_engine_does_not_drain() -> None:

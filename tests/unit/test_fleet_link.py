@@ -250,7 +250,7 @@ async def levels_told(settings: LinkSettings, caplog: pytest.LogCaptureFixture, 
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if "cannot be reached" in record.getMessage()]
+    return [record for record in caplog.records if "nobody listens there" in record.getMessage()]
 
 
 async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:

@@ -10,6 +10,7 @@ from time import sleep
 
 import pytest
 from prometheus_client import REGISTRY
+from quire_router.fleet.cadence import IN_A_ROW
 from quire_router.fleet.expectations import Expectation, Expectations
 from quire_router.fleet.ledger import InFlight, Ledger
 from quire_router.fleet.peers import CHANNEL, ROUTERS, Peers, PeerSettings
@@ -162,6 +163,45 @@ async def test_a_router_that_closes_is_forgotten_at_once(server: RedisServer) ->
         async with Redis.from_url(server.url) as client:
             assert await client.smembers(ROUTERS) == {first.peers.router_id.encode()}
             assert await client.exists(f"quire:load:{second.peers.router_id}") == 0
+
+
+async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_once_too(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with replica(server, PATIENT) as first:
+        await until(lambda: first.peers.available)
+        monkeypatch.setattr(Peers, "_read_all", lambda _: asyncio.Event().wait())
+        async with replica(server, PATIENT) as second:
+            second.begin()
+            await until(lambda: first.counted == (1, 10, 0))
+            assert not second.peers.available
+        await until(lambda: first.counted == (0, 0, 0))
+
+
+async def test_a_burst_of_changes_is_told_at_once_and_a_flood_of_them_seldom(server: RedisServer) -> None:
+    """While the cadence allows none, what changes is told together."""
+    settings = PeerSettings(interval=3600, beat=7200, lease=7200)
+    async with replica(server) as first, replica(server, settings) as second:
+        await until(lambda: len(first.ledger) == 1 and second.peers.available)
+        for told in range(1, IN_A_ROW):
+            second.begin()
+            await until(lambda told=told: first.counted[0] == told)
+        second.begin()
+        second.begin()
+        await asyncio.sleep(0.1)
+        assert first.counted[0] == IN_A_ROW - 1, "shares with an engine in them cost a little more than one each"
+
+
+async def test_what_the_others_send_in_the_time_that_shares_take_is_known(server: RedisServer) -> None:
+    async with replica(server) as first, replica(server) as second:
+        await until(lambda: len(first.ledger) == len(second.ledger) == 1)
+        assert first.table.unseen_tokens == 0
+        first.begin()
+        await until(lambda: second.counted[0] == 1)
+        second.begin(1000)
+        await until(lambda: first.counted[0] == 2)
+        assert first.ledger.unseen.tokens() > 0
+        assert 0 < first.table.unseen_tokens < 1000
 
 
 async def test_routers_whose_keys_have_expired_leave_the_set(server: RedisServer) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_proto.hashing import hash_blocks
+from quire_router.fleet.cadence import IN_A_ROW, Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
@@ -41,7 +42,7 @@ def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, del
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
-def test_a_share_is_told_when_it_changes_but_not_more_often_than_the_interval(changes, interval) -> None:
+def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_interval(changes, interval) -> None:
     shares: News[Message] = News()
     ledger, expectations = parts()
     ledger.add("0").describe(engine_pb2.DescribeResponse())
@@ -50,13 +51,27 @@ def test_a_share_is_told_when_it_changes_but_not_more_often_than_the_interval(ch
         publisher.flush(now)
         ledger.begin("0", pending_tokens=1)
         publisher.change(now)
-    publisher.flush(changes[-1] + interval)
+    publisher.flush(changes[-1] + 2 * interval)
     moments = [time for time, _ in shares.told]
-    assert all(later - earlier >= interval for earlier, later in pairwise(moments))
+    assert all(later - earlier >= interval for earlier, later in zip(moments, moments[IN_A_ROW:], strict=False))
+    assert moments[:IN_A_ROW] == changes[:IN_A_ROW]
     for time, message in shares.told:
         assert message.share.engines["0"][0] >= sum(change < time for change in changes)
         assert message.share.engines["0"][0] <= sum(change <= time for change in changes)
     assert shares.told[-1][1].share.engines["0"][0] == len(changes)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 100, 1000])), min_size=1, max_size=60))
+def test_shares_are_told_at_once_after_a_rest_and_seldom_where_they_are_many_or_long(waits) -> None:
+    """Each is paid for with an interval for itself and one for each hundred engines; ten intervals can be owed."""
+    cadence, now, paid = Cadence(10), 0.0, 0.0
+    for wait, engines in waits:
+        now = max(now + wait, cadence.due(now + wait))
+        assert now == pytest.approx(max(now, paid - 90))
+        paid = max(paid, now) + 10 * (1 + engines / 100)
+        cadence.told(now, engines)
+    assert cadence.due(now) == pytest.approx(max(now, paid - 90))
+    assert cadence.due(paid) == paid
 
 
 def test_a_share_that_is_never_told_stays_untold() -> None:

@@ -1,6 +1,7 @@
 """The ledger's sums, held against a recount whatever happens, and what it makes of engines' reports."""
 
 from collections.abc import Mapping
+from math import exp
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from quire.v1 import engine_pb2, load_pb2
 from quire_router.fleet.ledger import MAX_PEERS, InFlight, Ledger
 from quire_router.fleet.recent import SETTLE_SECONDS
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, Counts, DamagedShareError, Message, Share
+from quire_router.fleet.unseen import Unseen
 from quire_router.placement.table import EngineTable
 
 ENGINES = st.sampled_from(["a:1", "b:1", "c:1"])
@@ -109,6 +111,9 @@ class Recount(RuleBasedStateMachine):
             # Never less than the engine said, and more only by what was dispatched.
             pending, reported = self.table.pending_tokens[row], self.reported[engine_id]
             assert reported <= pending <= max(counted, reported)
+            # A step computes some of them, and did not begin later than now.
+            assert 0 <= self.table.computing[row] <= pending
+            assert self.table.stepped[row] <= self.now
 
     @invariant()
     def shares_are_what_a_recount_finds(self) -> None:
@@ -172,6 +177,11 @@ class OneEngine:
     def pending(self) -> float:
         return self.table.pending_tokens[self.table.row("e:1")]
 
+    @property
+    def step(self) -> tuple[float, float]:
+        row = self.table.row("e:1")
+        return self.table.stepped[row], self.table.computing[row]
+
     def report(self, uncomputed: int, running: int = 0, after: float = 2 * SETTLE_SECONDS) -> None:
         self.now += after
         self.account.report(engine_pb2.Load(uncomputed_tokens=uncomputed, running=running))
@@ -224,6 +234,67 @@ def test_a_request_that_was_heard_leaves_nothing_pending_although_the_report_is_
     entry.end()
     entry.hear()
     assert place.ledger.share() == Share()
+
+
+def test_what_is_being_computed_is_known_from_the_beginning_of_each_step() -> None:
+    place = OneEngine()
+    place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=1000))
+    place.now = 5.0
+    first = place.ledger.begin("e:1", pending_tokens=300)
+    assert place.step == (5.0, 300), "an idle engine begins at once"
+    place.now = 5.1
+    place.hear(1, 2000)
+    assert place.step == (5.0, 300), "what comes meanwhile waits for the next step"
+    place.now = 5.3
+    first.hear()
+    assert place.step == (5.3, 1000), "the first token ends a step, and the next one takes as much as it can"
+    place.report(1500, after=0.5)
+    assert place.step == (5.8, 1000)
+    place.now = 6.0
+    place.hear(2, 0)
+    assert place.step == (6.0, 1000), "as far as the engine has said"
+    place.report(0)
+    assert place.step == (6.2, 0)
+
+
+def test_what_others_send_while_a_share_is_on_its_way_is_their_rate_times_that_time() -> None:
+    place = OneEngine()
+    unseen = place.ledger.unseen
+    for number in range(400):  # this router's shares take 20 ms, and a peer sends 100 tokens every 10 ms
+        place.now += 0.01
+        place.hear(2 * number + 1, 100)
+        if number % 2 == 0:
+            place.ledger.park("m", number)
+            unseen.told(number)
+        else:
+            place.now += 0.01
+            unseen.heard(number - 1)
+        place.hear(2 * number + 2, 0)
+    rate = 100 * 400 / place.now
+    assert place.table.unseen_tokens == pytest.approx(rate * 0.02, rel=0.25)
+    place.now += 60.0
+    assert unseen.tokens() < 1e-6
+
+
+def test_shares_that_come_back_late_out_of_order_or_never_are_timed_by_the_first_that_does() -> None:
+    now = 0.0
+    unseen = Unseen(lambda: now)
+    unseen.dispatched(1000)
+    unseen.heard(1)
+    assert unseen.tokens() == 0, "nothing of its own was on its way"
+    unseen.changed()
+    for number, moment in ((1, 0.1), (2, 0.2)):
+        now = moment
+        unseen.told(number)
+        unseen.changed()
+    now = 0.25
+    unseen.heard(0)
+    assert unseen.tokens() == 0
+    unseen.heard(2)  # the first was lost
+    assert unseen.tokens() == pytest.approx(1000 * exp(-0.125) / 2 * 0.25)
+    now = 0.9
+    unseen.heard(2)
+    assert unseen.tokens() < 1000 / 2 * 0.25
 
 
 def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from quire_router.placement.cost import Cost
 from quire_router.placement.named import make_policy
-from quire_router.placement.policy import TIE, lowest
+from quire_router.placement.policy import TIE, lowest, spread
 from quire_router.placement.query import Query
 from quire_router.placement.scorers import cost_scorers
 from quire_router.placement.settings import PlacementSettings, PolicyName
@@ -190,3 +190,34 @@ def test_a_request_that_is_placed_again_meets_the_same_choice() -> None:
     table, query = fleet([IDLE] * 5)
     query = replace(query, ticket=123_456)
     assert len({cost().choose(query, table) for _ in range(5)}) == 1
+
+
+# Several routers
+
+
+COSTS = st.lists(st.floats(0, 10), min_size=1, max_size=8).map(np.array)
+
+
+def drawn(costs: np.ndarray, width: float, tickets: int = 2000) -> np.ndarray:
+    """How often each is chosen, over evenly spread parts."""
+    places = [spread(costs, width, (ticket + 0.5) / tickets) for ticket in range(tickets)]
+    return np.bincount(places, minlength=len(costs)) / tickets
+
+
+@given(COSTS, st.floats(0.01, 20))
+@settings(deadline=None, max_examples=60)
+def test_what_is_chosen_at_all_costs_the_same_with_what_comes_there_and_nothing_else_costs_less(
+    costs: np.ndarray, width: float
+) -> None:
+    often = drawn(costs, width)
+    met = costs + width * often
+    assert met[often > 0].max() - met.min() <= 0.02 * width + TIE
+
+
+def test_work_that_others_have_not_told_spreads_choices_among_engines_that_are_nearly_as_good() -> None:
+    table, query = fleet([{**IDLE, "pending_tokens": pending} for pending in (0, 100, 200, 90_000)])
+    alone = {cost().choose(replace(query, ticket=ticket << 24), table) for ticket in range(256)}
+    table.unseen_tokens = 200.0
+    many = Counter(cost().choose(replace(query, ticket=ticket << 24), table) for ticket in range(256))
+    assert alone == {0}
+    assert many[0] > many[1] > many[2] > 0 == many[3]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_router.placement.likeness import PACE_SECONDS
 from quire_router.placement.outlook import Outlook
 from quire_router.placement.scorers import (
     affinity_bound,
@@ -37,15 +38,51 @@ def test_waiting_goes_by_each_engines_own_pace() -> None:
     assert one > other
 
 
-def test_an_engine_that_has_not_told_its_pace_is_taken_to_be_as_fast_as_the_others() -> None:
-    told = [{"token_seconds": seconds, "pending_tokens": 1000} for seconds in (1e-4, 4e-4)]
-    found = waiting(outlook(*told, {"pending_tokens": 1000, "token_seconds": 9.0, "paced": 0}))
-    assert found[2] == pytest.approx((found[0] + found[1]) / 2)
+def test_an_engine_that_has_not_told_its_pace_is_taken_to_be_as_fast_as_the_usual() -> None:
+    told = [{"token_seconds": seconds, "pending_tokens": 1000} for seconds in (1e-4, 1.1e-4, 9e-4)]
+    usual, _, slow, silent = waiting(outlook(*told, {"pending_tokens": 1000, "token_seconds": 9.0, "paced": 0}))
+    assert silent == usual < slow
+
+
+def test_an_engine_that_rested_is_not_believed_to_be_slow_and_one_that_works_is() -> None:
+    others, slow = [{"stepped": 95.0}] * 3, {"token_seconds": 9e-4}
+    loads = [{**engine, "pending_tokens": 1000} for engine in (*others, {**slow, "stepped": 95.0})]
+    found = waiting(outlook(*loads, now=100.0))
+    assert found[3] > found[0]
+    loads[3]["stepped"] = 100.0 - PACE_SECONDS
+    found = waiting(outlook(*loads, now=100.0))
+    assert found[3] == found[0]
+
+
+def test_engines_that_have_all_rested_are_alike() -> None:
+    found = waiting(outlook(*({"token_seconds": each, "pending_tokens": 10} for each in (1e-4, 1e-4, 9e-4)), now=1e6))
+    assert len(set(seconds(found))) == 1
 
 
 def test_paces_that_differ_by_less_than_what_is_noise_are_equal() -> None:
     near = [{"pending_tokens": 1000, "token_seconds": seconds} for seconds in (1e-4, 0.9e-4, 1.1e-4)]
     assert len(set(seconds(waiting(outlook(*near))))) == 1
+
+
+def test_what_a_sequence_adds_is_the_same_on_engines_of_one_kind_and_each_kind_has_its_own() -> None:
+    usual = [{"decoding": 10, "sequence_seconds": each} for each in (1e-4, 5e-4, 0.0)]
+    *alike, other = neighbours(outlook(*usual, {**usual[1], "step_seconds": 0.1}))
+    assert seconds(alike) == [seconds(alike)[0]] * 3
+    assert other > 2 * alike[0]
+
+
+def test_one_engine_that_is_far_off_changes_nothing_for_the_others() -> None:
+    usual = [{"pending_tokens": 1000, "token_seconds": each} for each in (1e-4, 1.1e-4, 1e-4)]
+    wrong = {"pending_tokens": 1000, "token_seconds": 1e9}
+    assert seconds(waiting(outlook(*usual))) == seconds(waiting(outlook(*usual, wrong)))[:3]
+
+
+def test_what_the_step_under_way_has_computed_is_not_waited_for() -> None:
+    step = {**STEP, "pending_tokens": 3000, "computing": 2000}
+    begun = [{**step, "stepped": moment} for moment in (9.95, 9.9, 5.0, 11.0)]
+    found = waiting(outlook(*begun, now=10.0))
+    whole = 3000 * TOKEN
+    assert seconds(found) == [round(whole - done, 6) for done in (0.05, 0.1, 2000 * TOKEN, 0.0)]
 
 
 def test_engines_of_which_none_has_told_its_pace_are_alike() -> None:

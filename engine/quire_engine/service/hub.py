@@ -12,9 +12,9 @@ from itertools import count
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, StepTrace
+from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput
 from quire_engine.kv.events import Stored
-from quire_engine.pace import Pace, PaceMeter
+from quire_engine.pace import PaceMeter
 from quire_engine.request import Request
 from quire_engine.scheduling.output import Load
 from quire_engine.service.compilations import Compilations
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 HEARTBEAT = 0.5
-WARM_UP = 4  # steps with prompts
 
 
 class SessionHub:
@@ -53,7 +52,6 @@ class SessionHub:
         self._grace = grace
         self._spans = spans
         self._pace = pace
-        self._prompt_steps = 0
         self._grammars = grammars
         self._compilations = Compilations(self._run, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
@@ -75,6 +73,11 @@ class SessionHub:
         """The core that the hub is bound to."""
         assert self._core is not None
         return self._core
+
+    @property
+    def in_progress(self) -> int:
+        """Requests that are live."""
+        return len(self._live)
 
     async def idle(self) -> None:
         """Returns once no request is live."""
@@ -156,7 +159,7 @@ class SessionHub:
 
     def publish(self, step: StepOutput) -> None:
         """Takes in one step's news and hands every session its share."""
-        self._load = load_to_proto(step.load, self._told_pace)
+        self._load = load_to_proto(step.load, self._pace.pace)
         shares: dict[str, list[pb.SequenceOutput]] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
@@ -167,21 +170,8 @@ class SessionHub:
         events = events_to_proto(step.kv_events)
         for session in list(self._sessions.values()):
             self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
-        self._learn_pace(step.trace)
+        self._pace.on_step(step.trace)
         self._spans.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
-
-    @property
-    def _told_pace(self) -> Pace | None:
-        """None until it is known what prompts cost: it is better to be taken for what other engines are."""
-        return self._pace.pace if self._prompt_steps > WARM_UP else None
-
-    def _learn_pace(self, trace: StepTrace) -> None:
-        """The first prompts pay for what is built or read once, and would make an engine look slow that then gets no
-        others.
-        """
-        self._prompt_steps += trace.num_tokens > trace.num_decode
-        if self._prompt_steps > WARM_UP:
-            self._pace.on_step(trace)
 
     def _hand_over(
         self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]
@@ -258,7 +248,7 @@ class SessionHub:
             return
         if (other := self._sessions.get(session_id)) is not None:
             self.close(other)
-        self._load = load_to_proto(load, self._told_pace)
+        self._load = load_to_proto(load, self._pace.pace)
         session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
         snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
         opened.set_result((session, session.attach(), snapshot))

@@ -21,12 +21,13 @@ NOTHING: Counts = (0, 0, 0)
 _ASSUMED_STEP_TOKENS = 2048
 ASSUMED_BLOCK_SIZE = 16
 _SLOWEST = 3600.0  # seconds; a pace beyond is no pace
+_CLEAR_PART = 0.05  # of the seconds with which an engine still has room
 
 
 class Account:
     """Of the engine in ``row`` of ``table``. ``on_own`` is called when what this router has there has changed,
     ``on_room`` when the engine came to have room: fewer requests than it runs at once, and less than ``room_seconds``
-    of prompts to compute. Once ``closed``, it hears no report.
+    of prompts to compute; and when it came to be clear: with next to none. Once ``closed``, it hears no report.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Account:
         self.own = NOTHING
         self.peers = NOTHING
         self.has_room = False
+        self.is_clear = False
         self.closed = False
         self._table = table
         self._room_seconds = room_seconds
@@ -84,17 +86,37 @@ class Account:
         self._reported = max(0, load.uncomputed_tokens - load.running)
         self._recent.reported(self._clock())
         self._write()
+        self._begin_step()
 
     def change_own(self, before: Counts, after: Counts) -> None:
         """What this router has there changed by as much as ``after`` is more than ``before``."""
+        was_idle = self._is_idle
         self.own = self._changed(self.own, before, after)
-        self._write()
+        self._rewrite(was_idle, before, after)
         self._on_own()
 
     def change_peers(self, before: Counts, after: Counts) -> None:
         """As ``change_own``, of what the other routers have there together."""
+        was_idle = self._is_idle
         self.peers = self._changed(self.peers, before, after)
+        self._rewrite(was_idle, before, after)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self.own[0] + self.peers[0]
+
+    def _rewrite(self, was_idle: bool, before: Counts, after: Counts) -> None:
         self._write()
+        if was_idle or after[1] < before[1]:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Where nothing ran, what comes is computed at once; and a report, or a first output, is of a step that ended,
+        so that the next one begins.
+        """
+        table, row = self._table, self.row
+        table.computing[row] = min(table.pending_tokens[row], table.step_tokens[row])
+        table.stepped[row] = self._clock()
 
     def _changed(self, total: Counts, before: Counts, after: Counts) -> Counts:
         dispatched = after[1] - before[1]
@@ -112,11 +134,13 @@ class Account:
         table.requests[row] = requests
         table.decoding[row] = decoding
         table.pending_tokens[row] = pending
-        had_room = self.has_room
+        had_room, was_clear = self.has_room, self.is_clear
         # A request whose prompt is computed takes the place of a sequence too, soon.
         busy = max(requests, decoding) >= self._max_sequences
-        self.has_room = not busy and pending * self._token_seconds < self._room_seconds
-        if self.has_room and not had_room:
+        seconds = pending * self._token_seconds
+        self.has_room = not busy and seconds < self._room_seconds
+        self.is_clear = not busy and seconds < _CLEAR_PART * self._room_seconds
+        if (self.has_room and not had_room) or (self.is_clear and not was_clear):
             self._on_room()
 
     def _take_pace(self, told: engine_pb2.Pace) -> None:

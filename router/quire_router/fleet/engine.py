@@ -8,16 +8,20 @@ from quire.v1 import engine_pb2
 from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
 from quire_router.fleet.ledger import InFlight
 from quire_router.fleet.link import EngineLink
+from quire_router.fleet.served import Served
 from quire_router.fleet.stream import OutputStream
 from quire_router.placement.namespace import Namespace
 
 
 class Engine:
-    """Known from when it is found until it has left and its last request ended."""
+    """Known from when it is found until it has left and its last request ended. ``served`` says which of its names
+    are believed.
+    """
 
-    def __init__(self, link: EngineLink, account: Account) -> None:
+    def __init__(self, link: EngineLink, account: Account, served: Served | None = None) -> None:
         self.link = link
         self.account = account
+        self._served = served
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
@@ -59,7 +63,8 @@ class Engine:
         if description is None or description is self._description:
             return
         self._description = description
-        self._models = frozenset(description.served_model_names)
+        told = frozenset(description.served_model_names)
+        self._models = told if self._served is None else self._served.names_of(self.id, description)
         self._namespace = Namespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
         self.account.describe(description)
 

@@ -19,6 +19,8 @@ from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.limits import ModelLimits
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.output import EngineLost
+from quire_router.fleet.room import has_room, has_spare_room
+from quire_router.fleet.served import Served, Vocabulary
 from quire_router.fleet.settings import LinkSettings
 from quire_router.placement.namespace import Namespace
 from quire_router.placement.table import EngineTable, Rows
@@ -35,9 +37,10 @@ class FleetKvListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Able:
-    """The engines that can run a model now, and their rows."""
+    """The engines that can run a model now, their accounts and their rows."""
 
     engines: tuple[Engine, ...]
+    accounts: tuple[Account, ...]
     rows: Rows
 
 
@@ -47,7 +50,7 @@ class Fleet:
     An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
     to compute; ``on_room`` is called when that may have come to be so of one. ``table`` has a row for each engine that
     is known, with the load of all routers that ``ledger`` knows of. ``assumed`` are limits of models of which no engine
-    has told any.
+    has told any. Engines whose tokens are not those of ``vocabularies`` do not serve the model.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Fleet:
         room_seconds: float = ROOM_SECONDS,
         table: EngineTable | None = None,
         assumed: Mapping[str, ModelLimits] | None = None,
+        vocabularies: Mapping[str, Vocabulary] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_room = on_room
@@ -68,6 +72,7 @@ class Fleet:
         self._discovery = discovery
         self._settings = settings or LinkSettings()
         self._models = tuple(models)
+        self._served = Served(self._models, vocabularies)
         self.on_kv_event = on_kv_event
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
@@ -115,7 +120,11 @@ class Fleet:
 
     def has_room(self, model: str) -> bool:
         """Whether some engine could begin with a request for the model soon."""
-        return any(engine.account.has_room for engine in self._able_to(model).engines)
+        return has_room(self._able_to(model).accounts)
+
+    def has_spare_room(self, model: str) -> bool:
+        """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
+        return has_spare_room(self._able_to(model).accounts)
 
     def waiting_seconds(self, row: int) -> float:
         """How long an engine computes the prompts that it has before it comes to a new one."""
@@ -174,7 +183,7 @@ class Fleet:
             engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
             rows = np.array([engine.row for engine in engines], dtype=np.intp)
             rows.flags.writeable = False
-            able = _Able(engines, rows)
+            able = _Able(engines, tuple(engine.account for engine in engines), rows)
             if model in self._models:  # whatever else is asked for is not kept: anybody can make up names
                 self._able[model] = able
         return able
@@ -208,7 +217,7 @@ class Fleet:
             on_load=account.report,
             on_lost=partial(self._forget, address, account),
         )
-        self._engines[address] = self._by_row[account.row] = Engine(link, account)
+        self._engines[address] = self._by_row[account.row] = Engine(link, account, self._served)
         link.start()
 
     def _hear_cached(self, engine_id: str, account: Account, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:

@@ -11,6 +11,7 @@ from time import monotonic
 
 from quire_router.fleet.account import NOTHING, Account
 from quire_router.fleet.share import Counts, Demand, Message, Share
+from quire_router.fleet.unseen import Unseen
 from quire_router.placement.table import EngineTable
 
 MAX_PEERS = 256
@@ -62,7 +63,8 @@ class InFlight:
 
 class Ledger:
     """Of one router. ``on_change`` is called when its own share has changed, ``on_room`` when an engine came to have
-    room (see ``Account``). ``clock`` is monotonic, in seconds.
+    room (see ``Account``). ``clock`` is monotonic, in seconds. Whoever tells its share, and hears it as the others do,
+    says so to ``unseen``.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Ledger:
         self._peers: dict[str, _Peer] = {}
         self._parked: dict[str, int] = {}
         self._running: Counter[str] = Counter()
+        self.unseen = Unseen(clock)
 
     def __len__(self) -> int:
         """How many other routers are known."""
@@ -141,6 +144,9 @@ class Ledger:
             return True
         self._peers[message.router_id] = _Peer(message, ticks)
         self._replace(peer.message.share if peer else Share(), message.share)
+        if peer is not None:
+            self.unseen.dispatched(_dispatched(peer.message.share, message.share))
+        self._table.unseen_tokens = self.unseen.tokens()
         return True
 
     def tick(self) -> None:
@@ -150,6 +156,7 @@ class Ledger:
             if peer.ticks <= 0:
                 del self._peers[router_id]
                 self._replace(peer.message.share, Share())
+        self._table.unseen_tokens = self.unseen.tokens()
 
     def demand(self) -> dict[str, Demand]:
         """Requests of all routers, by model."""
@@ -164,6 +171,7 @@ class Ledger:
     # Inside
 
     def _changed(self) -> None:
+        self.unseen.changed()
         self.on_change()
 
     def _shares(self) -> Iterator[Share]:
@@ -185,3 +193,9 @@ class Ledger:
     def _move(self, engine_id: str, before: Counts, after: Counts) -> None:
         if before != after and (account := self._accounts.get(engine_id)) is not None:
             account.change_peers(before, after)
+
+
+def _dispatched(before: Share, after: Share) -> int:
+    """Prompt tokens that came to engines from one share to the next."""
+    more = (pending - before.engines.get(engine_id, NOTHING)[1] for engine_id, (_, pending, _) in after.engines.items())
+    return sum(tokens for tokens in more if tokens > 0)

@@ -113,11 +113,20 @@ class EngineLink:
                 problem = Problem("a failure of the link itself")
             if self._connected:
                 self._broken()
-                outage = Outage(self.address, self.settings)
+                outage = self._outage()
             if problem.refused:
                 self._end_grace_within(self.settings.refused_grace)
             outage.tell(problem)
             await asyncio.sleep(outage.next_delay())
+
+    def _outage(self) -> Outage:
+        """One that follows a stream that broke. An engine that was told to stop is expected to go, and its successor to
+        need some time.
+        """
+        if not self.session.draining:
+            return Outage(self.address, self.settings)
+        log.info("engine %s has left", self.address)
+        return Outage(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
 
     async def _converse(self) -> None:
         async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
@@ -142,7 +151,11 @@ class EngineLink:
 
     async def _write(self, call: SessionCall) -> None:
         while True:
-            await call.write(await self.session.outbox.next())
+            message = await self.session.outbox.next()
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # what grpc raises where the stream has just ended
+                raise LinkBroken("the engine ended the stream") from None
 
     async def _read(self, call: SessionCall) -> None:
         while True:
@@ -162,8 +175,10 @@ class EngineLink:
 
     @contextmanager
     def _telling_change(self) -> Iterator[None]:
-        ready = self.ready
+        ready, leaving = self.ready, self.session.draining
         yield
+        if self.session.draining and not leaving:
+            log.info("engine %s is leaving: it ends what it runs, and gets nothing new", self.address)
         if ready != self.ready:
             self._on_change()
 

@@ -28,17 +28,23 @@ class Problem:
             error = error.exceptions[0]
         if isinstance(error, grpc.aio.AioRpcError):
             details = error.details() or ""
-            return cls(f"{error.code().name}: {details}", "connection refused" in details.lower())
+            if "connection refused" in details.lower():
+                return cls("nobody listens there", refused=True)
+            return cls(f"{error.code().name}: {details}")
         return cls(str(error) or type(error).__name__)
 
 
 class Outage:
-    """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one."""
+    """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one. What
+    is less severe than a warning is left out where the engine is ``known_to_leave``.
+    """
 
-    def __init__(self, address: str, settings: LinkSettings, patience: float = 0.0) -> None:
+    def __init__(
+        self, address: str, settings: LinkSettings, patience: float = 0.0, *, known_to_leave: bool = False
+    ) -> None:
         self._address = address
         self._worrying = monotonic() + patience
-        self._told = logging.NOTSET
+        self._told = logging.INFO if known_to_leave else logging.NOTSET
         self._delay = settings.backoff
         self._max_delay = settings.max_backoff
 
@@ -46,7 +52,8 @@ class Outage:
         """Logs a failed try: the first as information, and the first that is a reason to warn."""
         level = logging.WARNING if monotonic() >= self._worrying else logging.INFO
         if level > self._told:
-            log.log(level, "engine %s cannot be reached: %s", self._address, problem.text)
+            missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
+            log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
             self._told = level
 
     def next_delay(self) -> float:

@@ -18,6 +18,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from quire_router import metrics
+from quire_router.fleet.cadence import Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import MAX_PEERS, Ledger
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
@@ -33,16 +34,15 @@ SILENT_LOOKS = 4
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """Times in seconds. A share is published at most every ``interval`` when it changed, and ``engine_interval`` more
-    for each engine in it, and at least every ``beat``; a router that is silent for ``lease`` is taken for dead, counted
-    in ticks of ``tick``. Redis has to answer within ``timeout``.
+    """Times in seconds. A share is published when it changed, at once or at the ``Cadence`` of ``interval``, and at
+    least every ``beat``; a router that is silent for ``lease`` is taken for dead, counted in ticks of ``tick``. Redis
+    has to answer within ``timeout``.
 
     Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
     waiting again (``docs/fleet-simulator.md``).
     """
 
     interval: float = 0.01
-    engine_interval: float = 1e-4
     tick: float = 0.1
     beat: float = 1.0
     lease: float = 3.0
@@ -71,6 +71,7 @@ class Peers:
         self._settings = settings or PeerSettings()
         self._client = redis_client(url, timeout=self._settings.timeout)  # what is told next replaces what was not
         self._closing = False
+        self._introduced = False
         self._speaking = False
         self._sequence = 0
         self._changed = asyncio.Event()
@@ -88,14 +89,14 @@ class Peers:
 
     async def close(self) -> None:
         """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
-        reachable = self.available
+        introduced = self._introduced  # also where it has not heard yet who else is there
         self._closing, self._speaking = True, False
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         with suppress(RedisError, OSError, TimeoutError):
-            if reachable:
+            if introduced:
                 await self._leave()
         self._lost_redis()
         await self._client.aclose()
@@ -133,6 +134,7 @@ class Peers:
         metrics.LOAD_SHARED.set(1)
 
     def _lost_redis(self) -> None:
+        self._introduced = False
         self._speaking = False
         self.available = False
         metrics.LOAD_SHARED.set(0)
@@ -147,20 +149,23 @@ class Peers:
 
     async def _tell(self) -> None:
         loop = asyncio.get_running_loop()
+        cadence = Cadence(self._settings.interval)
         while self._speaking:
             beat = loop.call_later(self._settings.beat, self._changed.set)
             try:
                 await self._changed.wait()
             finally:
                 beat.cancel()
-            engines = await self._publish()
-            await asyncio.sleep(self._settings.interval + engines * self._settings.engine_interval)
+            await asyncio.sleep(cadence.due(loop.time()) - loop.time())
+            cadence.told(loop.time(), await self._publish())
 
     async def _publish(self) -> int:
         """Tells this router's share; returns how many engines are in it."""
+        self._introduced = True
         self._changed.clear()
         share = self._ledger.share()
         message = self._message(share)
+        self._ledger.unseen.told(message.sequence)
         kept = message.encode_share()
         pipeline = self._client.pipeline(transaction=False)
         pipeline.set(self._key(self.router_id), kept, px=round(self._settings.lease * 1000))
@@ -220,6 +225,7 @@ class Peers:
             metrics.LOAD_SHARES_IGNORED.inc()
             return
         if message.router_id == self.router_id:
+            self._ledger.unseen.heard(message.sequence)
             return
         if self._ledger.hear(message, max(1, round(seconds / self._settings.tick))):
             self._expectations.hear(message.expected)

@@ -11,9 +11,10 @@ class LinkSettings:
     them for about as long. Once nobody listens at its address the session is lost, so ``refused_grace`` is enough.
 
     An engine that runs requests speaks at least every second. After ``silence`` without a word it gets no new ones,
-    after ``stall`` its stream counts as broken. One that was never reached may take ``start_patience`` to start
-    before that is worth a warning. An engine answers within ``connect_timeout`` what it is; a new session opens
-    between two of its steps, which may be long ones, hence ``open_timeout``.
+    after ``stall`` its stream counts as broken. One that was never reached, or that said that it leaves, may take
+    ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is worth a warning. An
+    engine answers within ``connect_timeout`` what it is; a new session opens between two of its steps, which may be
+    long ones, hence ``open_timeout``.
 
     ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
     them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
@@ -25,7 +26,7 @@ class LinkSettings:
     refused_grace: float = 1.0
     silence: float = 3.0
     stall: float = 5.0
-    start_patience: float = 15.0
+    start_patience: float = 120.0
     slow_client_timeout: float = 30.0
     connect_timeout: float = 5.0
     open_timeout: float = 30.0

@@ -44,6 +44,28 @@ class OutputStream:
     ``on_piece`` is offered each piece that comes while the reader waits, and tells whether it took it.
     """
 
+    __slots__ = (
+        "_cached_tokens",
+        "_choices",
+        "_delivered",
+        "_end",
+        "_left",
+        "_loop",
+        "_on_cancel",
+        "_patience",
+        "_prompt",
+        "_ready",
+        "_timer",
+        "_unread_since",
+        "_waiter",
+        "expected",
+        "heard_of",
+        "on_first",
+        "on_piece",
+        "request_id",
+        "running",
+    )
+
     def __init__(self, request_id: str, expected: Expected, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
         self.request_id = request_id
         self.expected = expected

@@ -24,7 +24,7 @@ class Outlook:
 
     def __init__(self, query: Query, table: EngineTable) -> None:
         self.query = query
-        self.engines = engines = alike(table.at(query.rows))
+        self.engines = engines = alike(table.at(query.rows), query.now)
         host = query.matches.host[query.rows]
         self.device = query.matches.device[query.rows]
         self.cached = self.device + host

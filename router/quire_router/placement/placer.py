@@ -91,6 +91,7 @@ class Placer:
             home=self._home(generation),
             queue=self._queue(generation.model, rows),
             ticket=crc32(generation.request_id.encode()),
+            now=self._clock(),
         )
 
     def _queue(self, model: str, rows: Rows) -> float:

@@ -1,4 +1,6 @@
-"""What a policy is: it chooses one of the rows that may run a request. And what every policy needs: fair ties."""
+"""What a policy is: it chooses one of the rows that may run a request. And what policies need: fair choices among those
+that are equally good, or nearly.
+"""
 
 from typing import Protocol
 
@@ -25,3 +27,18 @@ def lowest(costs: Column, ticket: int) -> int:
     """
     ties = np.flatnonzero(costs <= costs.min() + TIE)
     return int(ties[ticket % len(ties)])
+
+
+def spread(costs: Column, width: float, part: float) -> int:
+    """The position of one of the small numbers, the smaller the likelier: where ``width`` of water would stand if it
+    were poured over them, each is chosen by as large a part of all ``part`` from 0 to 1 as there is water above it.
+    """
+    near = np.flatnonzero(costs <= costs.min() + max(width, TIE))
+    heights = costs[near]
+    order = np.argsort(heights)
+    near, heights = near[order], heights[order]
+    levels = (width + np.cumsum(heights)) / np.arange(1, len(near) + 1)
+    wet = np.count_nonzero(heights < levels)
+    depths = np.cumsum(levels[wet - 1] - heights[:wet])
+    drawn = np.searchsorted(depths, depths[-1] * part, side="right")
+    return int(near[min(drawn, wet - 1)])

@@ -22,7 +22,7 @@ class Query:
     which ``rows`` of the table may run it (at least one), and what they have cached of it. ``home`` is the row that the
     last request of its session went to, -1 where there is none. ``queue`` is how many requests an engine has before
     their first token, as recent requests found it on average. ``ticket`` is a number of its own, by which it falls to
-    one of several engines that are equally good.
+    one of several engines that are equally good. ``now`` is the table's time, in seconds.
     """
 
     prompt_tokens: int
@@ -33,6 +33,7 @@ class Query:
     home: int = -1
     queue: float = 0.0
     ticket: int = 0
+    now: float = 0.0
 
     def cached(self) -> Column:
         """Tokens of the prompt that either tier has, at each of the rows."""

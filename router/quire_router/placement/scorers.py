@@ -46,11 +46,15 @@ def cost_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
 
 
 def waiting(outlook: Outlook) -> Column:
-    """Until what is pending there is computed: its tokens at that engine's pace.
+    """Until what is pending there is computed: its tokens at that engine's pace, less the time for which the step that
+    computes the first of them has been under way.
 
     The backlog term of additive costs: "active prefill" in Dynamo's ``kv`` router, "token load" in llm-d.
     """
-    return outlook.engines.pending_tokens * outlook.token_seconds
+    engines = outlook.engines
+    step = np.minimum(engines.computing, engines.pending_tokens) * outlook.token_seconds
+    passed = np.minimum(np.maximum(outlook.query.now - engines.stepped, 0), step)
+    return engines.pending_tokens * outlook.token_seconds - passed
 
 
 def prefill(outlook: Outlook) -> Column:

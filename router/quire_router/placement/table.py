@@ -5,8 +5,7 @@ Does no I/O.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -34,13 +33,15 @@ UNKNOWN_PACE = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=2e-4
 comparison."""
 
 
-class Columns(NamedTuple):
+@dataclass(eq=False)
+class Columns:
     """What is known of some engines, each a float64 array over rows: ``requests`` in flight from all routers;
     ``pending_tokens``, those of their prompts that are not computed yet, as far as they are not cached there;
     ``decoding`` sequences past their first token; ``waiting`` and ``swapped`` sequences as the engine last said;
     ``blocks_free`` (or evictable) and ``blocks_total``; ``max_sequences``; ``step_tokens``, the most that one step
     computes; ``block_size`` in tokens; the four of its ``Pace``, and ``paced``, 1 where they are its own word and 0
-    where they are a guess.
+    where they are a guess; ``stepped``, when its last step began as far as is known, in seconds of the routers' clock,
+    and ``computing``, how many of the pending tokens are in that step.
     """
 
     requests: Column
@@ -58,41 +59,27 @@ class Columns(NamedTuple):
     sequence_seconds: Column
     host_block_seconds: Column
     paced: Column
+    computing: Column
+    stepped: Column
 
     def queued(self) -> Column:
         """Requests that have no token yet."""
         return np.maximum(self.requests - self.decoding, 0)
 
 
-class EngineTable:
+class EngineTable(Columns):
     """One row an engine. A row keeps its number while the engine is known, and is used again afterwards.
 
-    Each of ``Columns`` is an attribute, over all rows, and may be written to.
+    The columns are over all rows, and may be written to. ``unseen_tokens`` are those of prompts that other routers have
+    sent to some of the engines and that are in no column yet, on average.
     """
-
-    COLUMNS = Columns._fields
-
-    requests: Column
-    pending_tokens: Column
-    decoding: Column
-    waiting: Column
-    swapped: Column
-    blocks_free: Column
-    blocks_total: Column
-    max_sequences: Column
-    step_tokens: Column
-    block_size: Column
-    step_seconds: Column
-    token_seconds: Column
-    sequence_seconds: Column
-    host_block_seconds: Column
-    paced: Column
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
         self.ids: list[str | None] = []
-        self._hold(np.zeros((len(self.COLUMNS), 0)))
+        self.unseen_tokens = 0.0
+        self._hold(np.zeros((len(fields(Columns)), 0)))
 
     def __len__(self) -> int:
         """How many rows there are, with those that are free."""
@@ -130,7 +117,7 @@ class EngineTable:
 
     def at(self, rows: Rows) -> Columns:
         """A copy of these rows, in this order."""
-        return Columns._make(self._cells.take(rows, axis=1))
+        return Columns(*self._cells.take(rows, axis=1))
 
     def set_pace(self, row: int, pace: Pace) -> None:
         """How fast the engine is, from now on."""
@@ -142,12 +129,11 @@ class EngineTable:
 
     def _grow(self) -> None:
         old, new = len(self.ids), max(_FIRST_ROWS, 2 * len(self.ids))
-        self._hold(np.concatenate([self._cells, np.zeros((len(self.COLUMNS), new - old))], axis=1))
+        self._hold(np.concatenate([self._cells, np.zeros((len(self._cells), new - old))], axis=1))
         self.ids += [None] * (new - old)
         self._free += range(new - 1, old - 1, -1)
 
     def _hold(self, cells: npt.NDArray[np.float64]) -> None:
         """All columns lie in one array, so that reading some rows of all of them is one step."""
         self._cells = cells
-        for name, column in zip(self.COLUMNS, cells, strict=True):
-            setattr(self, name, column)
+        super().__init__(*cells)

@@ -89,7 +89,8 @@ class SimulatedEngine:
         """As the service does with every step, but for the clock."""
         assert self._step is not None, "every step is published"
         trace = self._step.trace
-        self._meter.observe(trace.num_tokens - trace.num_decode, trace.num_draws, seconds - trace.timings.swap)
+        prompt_tokens = trace.num_tokens - trace.num_decode
+        self._meter.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
 
     def _receive(self, step: StepOutput) -> None:
         self._step = step

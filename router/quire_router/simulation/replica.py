@@ -15,6 +15,7 @@ from quire_engine.simulation.clock import NANOSECONDS
 
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import InFlight, Ledger
+from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.share import Message
 from quire_router.generation import Generation
 from quire_router.placement.index import PrefixIndex
@@ -108,7 +109,12 @@ class Replica:
     @property
     def has_room(self) -> bool:
         """As ``Fleet.has_room``."""
-        return any(account.has_room for account in self._accounts)
+        return has_room(self._accounts)
+
+    @property
+    def has_spare_room(self) -> bool:
+        """As ``Fleet.has_spare_room``."""
+        return has_spare_room(self._accounts)
 
     @property
     def in_flight(self) -> int:
@@ -131,8 +137,7 @@ class Replica:
         """It is ``now``: hears of all that has come, in its order. All publishers must have been flushed."""
         news: list[tuple[int, Callable[[], object]]] = []
         for time, message in self._peers.due(now):
-            if message.router_id != str(self.number):
-                news.append((time, partial(self._hear, message)))
+            news.append((time, partial(self._hear, message)))
         for account, loads, changes in zip(self._accounts, self._loads, self._changes, strict=True):
             news += [(time, partial(account.report, load)) for time, load in loads.due(now)]
             for _, batch in changes.due(now):
@@ -143,12 +148,19 @@ class Replica:
         self._now = now
 
     def _hear(self, message: Message) -> None:
-        if self._ledger.hear(message, _FOR_EVER):
+        if message.router_id == str(self.number):
+            self._ledger.unseen.heard(message.sequence)
+        elif self._ledger.hear(message, _FOR_EVER):
             self._expectations.hear(message.expected)
 
     def _learn(self, row: int, batch: list[CacheChange]) -> None:
         for change in batch:
             (self._index.store if change.stored else self._index.remove)(row, change.tier, change.names)
+
+    @property
+    def seconds(self) -> float:
+        """What time it is here."""
+        return self._seconds()
 
     def _seconds(self) -> float:
         return self._now / NANOSECONDS

@@ -2,6 +2,7 @@
 ``fleet.peers`` does, without Redis.
 """
 
+from quire_router.fleet.cadence import Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
@@ -9,8 +10,8 @@ from quire_router.simulation.news import News
 
 
 class Publisher:
-    """Of one router: tells its share when it has changed, but not within ``interval`` nanoseconds of the last time;
-    then when that is over. With None it never does.
+    """Of one router: tells its share when it has changed, at the ``Cadence`` of ``interval`` nanoseconds; never, with
+    None.
     """
 
     def __init__(
@@ -25,22 +26,26 @@ class Publisher:
         self._ledger = ledger
         self._expectations = expectations
         self._shares = shares
-        self._interval = interval
-        self._next = 0
+        self._cadence = None if interval is None else Cadence(interval)
         self._sequence = 0
         self._changed: int | None = None
 
     def change(self, now: int) -> None:
         """The share changes now. What was to be told before must have been: see ``flush``."""
-        self._changed = now
+        if self._changed is None:
+            self._changed = now
         self.flush(now)
 
     def flush(self, now: int) -> None:
         """It is ``now``: tells what was to be told by then, as nothing has changed since."""
-        if self._interval is None or self._changed is None or self._next > now:
+        if self._cadence is None or self._changed is None:
             return
-        time = max(self._next, self._changed)
+        time = round(self._cadence.due(self._changed))
+        if time > now:
+            return
         self._sequence += 1
         message = Message(self._router_id, self._sequence, self._ledger.share(), self._expectations.take())
+        self._ledger.unseen.told(self._sequence)
         self._shares.tell(time, message)
-        self._next, self._changed = time + self._interval, None
+        self._cadence.told(time, len(message.share.engines))
+        self._changed = None

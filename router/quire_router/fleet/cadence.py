@@ -1,0 +1,27 @@
+"""How often a router tells the others its share: at once after a quiet spell, and seldom enough on average. Has no
+clock.
+"""
+
+IN_A_ROW = 10
+"""Shares that may be told at once if none was told for as many intervals."""
+
+ENGINES_OF_AN_INTERVAL = 100
+"""Telling of so many engines is worth another interval: that is what takes time, here and at those who hear it."""
+
+
+class Cadence:
+    """On average a share is told every ``interval``, or less often where it is long: the generic cell rate algorithm
+    (ITU-T I.371). Times are numbers of any one unit.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._paid = 0.0
+
+    def due(self, now: float) -> float:
+        """From when on the next may be told; what is not after ``now`` means at once."""
+        return max(now, self._paid - (IN_A_ROW - 1) * self._interval)
+
+    def told(self, now: float, engines: int) -> None:
+        """A share of so many engines was told now."""
+        self._paid = max(self._paid, now) + self._interval * (1 + engines / ENGINES_OF_AN_INTERVAL)
