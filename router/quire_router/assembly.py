@@ -1,16 +1,18 @@
 """A router's parts from its settings, connected to each other. Opens no port."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from time import monotonic
 
 from quire_proto.text.model_text import ModelText
 
+from quire_router import metrics
 from quire_router.admission.fair import Bounds
 from quire_router.admission.limits import Limits
 from quire_router.admission.queue import Queue, QueueSettings
-from quire_router.admission.redis_tally import RedisTally
+from quire_router.admission.redis_meter import RedisMeter
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
@@ -20,12 +22,14 @@ from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.fleet.peers import Peers
+from quire_router.fleet.served import Vocabulary
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
-from quire_router.journal.writer import WriterSettings
+from quire_router.journal.settings import JournalSettings
 from quire_router.lifecycle import Lifecycle
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.placer import Placer
@@ -33,28 +37,36 @@ from quire_router.placement.settings import PlacementSettings
 from quire_router.routing import Routing
 from quire_router.upkeep import Upkeep
 
+log = logging.getLogger("quire.router")
+
 
 class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
 
     def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
+        metrics.begin(settings.models, (EngineLost.kind, EngineFull.kind))
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        for tenant, model in file.unknown_models(settings.models):
+            log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
         self.index = PrefixIndex()
         self.fleet = Fleet(
             StaticDiscovery(settings.engine),
             settings.models,
             LinkSettings(slow_client_timeout=settings.slow_client_timeout),
             assumed=assumed_limits(settings.models),
+            vocabularies={
+                name: Vocabulary(folder, texts[name].vocabulary_digest) for name, folder in settings.models.items()
+            },
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
         self.queue = Queue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
         self.fleet.on_room = self.queue.stir
         url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
         self.journal = _journal(url, settings.retention)
-        self.tally = None if url is None else RedisTally(url)
+        self.meter = None if url is None else RedisMeter(url)
         self.expectations = Expectations(self.fleet.table, self.index)
         self.peers = None if url is None else Peers(url, self.fleet.ledger, self.expectations)
-        limits = Limits(file.tenants, self.tally)
+        limits = Limits(file.tenants, self.meter)
         self.lifecycle = self._lifecycle(settings, texts, limits)
         self.frontend = Frontend(
             texts,
@@ -73,8 +85,8 @@ class Parts:
         """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
         ending.callback(self.frontend.close)
         ending.push_async_callback(self.journal.close)
-        if self.tally is not None:
-            ending.push_async_callback(self.tally.close)
+        if self.meter is not None:
+            ending.push_async_callback(self.meter.close)
         if self.peers is not None:
             ending.push_async_callback(self.peers.close)
             self.peers.start()
@@ -104,6 +116,7 @@ class Parts:
             texts,
             limits=limits,
             request_timeout=settings.request_timeout,
+            max_background=settings.max_concurrent_requests,
             tell_route=settings.debug_route,
         )
 
@@ -119,6 +132,6 @@ def _queue_settings(settings: Settings) -> QueueSettings:
 def _journal(url: str | None, retention: float) -> RedisJournal | MemoryJournal:
     if url is None:
         return MemoryJournal(retention=retention)
-    journal = RedisJournal(url, settings=WriterSettings(retention=retention))
+    journal = RedisJournal(url, settings=JournalSettings(retention=retention))
     journal.start()
     return journal

@@ -13,6 +13,8 @@ class Choice:
     the last ones came.
     """
 
+    __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
+
     def __init__(self, index: int, text: OutputText) -> None:
         self.index = index
         self.token_ids: list[int] = []

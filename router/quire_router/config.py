@@ -1,17 +1,39 @@
 """The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+from quire_proto.flags import FlagParser, own_variables, unknown_variables
 
 from quire_router.admission.key import check_key
 from quire_router.placement.settings import PolicyName
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_PREFIX = "QUIRE_ROUTER_"
+_METAVARS = {
+    "--model": "[NAME=]FOLDER",
+    "--engine": "HOST:PORT",
+    "--host": "ADDRESS",
+    "--http-port": "PORT",
+    "--grpc-port": "PORT",
+    "--metrics-port": "PORT",
+    "--redis-url": "URL",
+    "--api-key": "KEY",
+    "--tenants": "FILE",
+}
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -73,12 +95,14 @@ class Settings(BaseSettings):
 
     Every flag can also be given as an environment variable: QUIRE_ROUTER_ and the flag's name in capitals with
     underscores, lists separated by commas.
+
+    quire-router simulate --help is about trying requests on a simulated fleet.
     """
 
-    model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", extra="ignore")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="ignore")
 
-    model: Models = Field(min_length=1, description="[NAME=]FOLDER of a model that is served; repeatable.")
-    engine: Addresses = Field(default=[], description="HOST:PORT of an engine; repeatable.")
+    model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
+    engine: Addresses = Field(default=[], description="Address of an engine; repeatable.")
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
@@ -88,7 +112,7 @@ class Settings(BaseSettings):
     )
     redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
-    tenants: Path | None = Field(default=None, description="FILE, TOML or JSON, that names tenants and their limits.")
+    tenants: Path | None = Field(default=None, description="TOML or JSON that names tenants and their limits.")
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
@@ -100,13 +124,28 @@ class Settings(BaseSettings):
     )
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
-    max_concurrent_requests: Count = Field(default=1024, description="Requests in progress before 429.")
-    max_connections: Count = Field(default=4096, description="Open HTTP connections before 429, each port.")
+    max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
+    max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags count more than variables, of which those of Kubernetes' Services are left out."""
+        del settings_cls, dotenv_settings, file_secret_settings
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = own_variables(env_settings.env_vars)
+        return init_settings, env_settings
 
     @model_validator(mode="after")
     def _workers_share(self) -> Self:
@@ -122,15 +161,20 @@ class Settings(BaseSettings):
 
 def read_settings(arguments: Sequence[str]) -> Settings:
     """The settings from ``arguments`` and the environment; ends the process with one line an error, as command line
-    tools do, where they are wrong.
+    tools do, where they are wrong. A variable that begins like a setting and is none would leave something as it is
+    that somebody meant to change, such as who may use the router.
     """
+    if unknown := unknown_variables(_PREFIX, Settings.model_fields, os.environ):
+        _stop(unknown)
     try:
         source: CliSettingsSource[Any] = CliSettingsSource(
             Settings,
             cli_parse_args=list(arguments),
-            cli_prog_name="quire-router",
             cli_kebab_case=True,
             cli_implicit_flags=True,
+            cli_hide_none_type=True,
+            add_argument_method=FlagParser.add_argument,
+            root_parser=FlagParser("quire-router", Settings.__doc__ or "", _METAVARS),
         )
         return Settings(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
@@ -140,7 +184,7 @@ def read_settings(arguments: Sequence[str]) -> Settings:
 
 
 def _describe(location: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ")
+    text = message.removeprefix("Value error, ").replace(" after validation", "")
     return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 

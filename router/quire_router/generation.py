@@ -7,6 +7,8 @@ from time import time
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 
+PART = "_"
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -48,6 +50,16 @@ class Generation:
     background: bool = False
     session: str = ""
     deadline: float | None = None
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """Whether its request has other prompts besides."""
+        return bool(self.parts) or PART in self.request_id
+
+
+def part_id(request_id: str, number: int) -> str:
+    """The id of another prompt's generation, after the first; no request's own has ``PART`` in it."""
+    return f"{request_id}{PART}{number}"
 
 
 @dataclass(frozen=True, slots=True)

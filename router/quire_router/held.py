@@ -1,6 +1,6 @@
-"""An answer whose record is held before anybody reads it, so that it must be let go of even if nobody ever does."""
+"""An answer that holds something before anybody reads it, so that it must be let go of even if nobody ever does."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from quire_router.generation import Delta
@@ -8,31 +8,35 @@ from quire_router.shortcut import Live, Shortcut
 
 
 class Held(Live):
-    """``answer`` as it is; closing it before its first piece was asked for calls ``let_go`` instead, because a
-    generator that was never started runs none of its ends.
+    """``answer``, which lets go of what it holds on every way out. Closing it before its first piece was asked for
+    calls ``let_go`` instead, because a generator that was never started runs none of its ends.
     """
 
-    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: Shortcut, let_go: Callable[[], None]) -> None:
-        super().__init__(answer, shortcut)
-        self._let_go = let_go
-        self._begun = False
+    def __init__(
+        self,
+        answer: AsyncGenerator[Delta, None],
+        let_go: Callable[[], Awaitable[None]],
+        shortcut: Shortcut | None = None,
+    ) -> None:
+        super().__init__(answer, shortcut or Shortcut())
+        self._let_go: Callable[[], Awaitable[None]] | None = let_go
 
     def asend(self, value: None) -> Coroutine[Any, Any, Delta]:
         """See ``AsyncGenerator``."""
-        self._begun = True
+        self._let_go = None
         return super().asend(value)
 
-    def athrow(self, error: Any, *older: Any) -> Coroutine[Any, Any, Delta]:
+    async def athrow(self, error: Any, *older: Any) -> Delta:
         """See ``AsyncGenerator``."""
-        self._leave()
-        return super().athrow(error, *older)
+        await self._leave()
+        return await super().athrow(error, *older)
 
-    def aclose(self) -> Coroutine[Any, Any, None]:
+    async def aclose(self) -> None:
         """See ``AsyncGenerator``."""
-        self._leave()
-        return super().aclose()
+        await self._leave()
+        await super().aclose()
 
-    def _leave(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._let_go()
+    async def _leave(self) -> None:
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            await let_go()

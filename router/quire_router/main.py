@@ -19,6 +19,7 @@ def main() -> None:
         return
     for number in SIGNALS:
         signal.signal(number, _leave)
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes a line of its own for each engine that leaves
     from quire_router.process import run
 
     run(sys.argv[1:])

@@ -16,6 +16,8 @@ class Mark:
     an answer comes in do not.
     """
 
+    __slots__ = ("_ended", "_told", "_words", "usage")
+
     def __init__(self, choices: int) -> None:
         self._told: list[int | None] = [None] * choices
         self._ended = [False] * choices

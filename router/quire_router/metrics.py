@@ -2,7 +2,7 @@
 several workers, gauges that count are added up, and of those that tell a state the worst counts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from quire_proto.telemetry import Metric
@@ -29,7 +29,11 @@ REQUESTS = Counter(
     "Requests that ended, by how; of several choices the gravest reason counts.",
     ["model", "operation", "finish_reason"],
 )
-REJECTIONS = Counter(Metric.REJECTIONS, "Requests refused before they reached an engine, by error code.", ["reason"])
+REJECTIONS = Counter(
+    Metric.REJECTIONS,
+    "Requests refused before they reached an engine, by error code; not those that limits or the queue refused.",
+    ["reason"],
+)
 IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"], multiprocess_mode="livesum")
 PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"], multiprocess_mode="livesum")
 QUEUE_SECONDS = Histogram(
@@ -49,6 +53,7 @@ GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all 
 ENGINES_READY = Gauge(
     Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
 )
+ATTEMPTS_LOST = Counter(Metric.ATTEMPTS_LOST, "Attempts that came to nothing and are made again elsewhere.", ["reason"])
 LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.", multiprocess_mode="livemin")
 LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", multiprocess_mode="livemax")
 LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
@@ -59,9 +64,22 @@ INDEX_BLOCKS = Gauge(
     multiprocess_mode="livesum",
 )
 INDEX_DROPPED = Counter(Metric.INDEX_DROPPED, "Blocks that the prefix index did not take.", ["reason"])
-JOURNAL_AVAILABLE = Gauge(Metric.JOURNAL_AVAILABLE, "1 while request state is being kept.", multiprocess_mode="livemin")
+JOURNAL_AVAILABLE = Gauge(
+    Metric.JOURNAL_AVAILABLE,
+    "1 while Redis takes what is written; without Redis always 1, although nothing outlives the process.",
+    multiprocess_mode="livemin",
+)
 JOURNAL_PENDING = Gauge(
     Metric.JOURNAL_PENDING, "Requests with state that is not written yet.", multiprocess_mode="livesum"
 )
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
+
+
+def begin(models: Iterable[str], losses: Iterable[str]) -> None:
+    """The series of what has not happened yet: without them, a rate does not see the first time."""
+    for model in models:
+        PARKED.labels(model)
+        IN_FLIGHT.labels(model)
+    for reason in losses:
+        ATTEMPTS_LOST.labels(reason)

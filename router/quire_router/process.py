@@ -17,7 +17,7 @@ from quire_router.admission.tenants_file import TenantsFileError, read_tenants
 from quire_router.api.rest.app import build_admin, build_api
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
-from quire_router.api.rpc.server import RpcServer
+from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.assembly import Parts
 from quire_router.config import Settings, read_settings
 from quire_router.workers.place import Place
@@ -66,6 +66,7 @@ class Router:
             max_message_bytes=settings.max_body_bytes,
             patience=patience,
             shared=self._place is not None,
+            limits=CallLimits(settings.max_concurrent_requests, connections=settings.max_connections),
         )
         serving = await ending.enter_async_context(asyncio.TaskGroup())
         ending.push_async_callback(rpc.stop, _LAST_WORDS)
@@ -91,8 +92,11 @@ class Router:
 
 def run(arguments: Sequence[str]) -> None:
     """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
-    settings, place = read_settings(arguments), Place.own()
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    place = Place.own()  # first: no variable that is not a setting may be left
+    settings = read_settings(arguments)
+    speaker = "" if place is None else f"[worker {place.number}] "
+    form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=settings.log_level.upper(), format=form)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
     setup_tracing("quire-router")
     try:
@@ -160,4 +164,7 @@ def _address(host: str, port: int) -> str:
 def _tell(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
     if not settings.api_key and settings.tenants is None:
         log.warning("no API key is configured: everyone who can reach this port may use the service")
-    log.info("REST on %s:%d, gRPC on %d, metrics on %s", settings.host, ports[0], rpc_port, (*ports[1:], "no port")[0])
+    metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
+    log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)
+    if not settings.engine:
+        log.warning("no --engine is given: requests are held for one, and then refused")

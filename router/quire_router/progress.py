@@ -6,7 +6,6 @@ from dataclasses import replace
 from time import monotonic
 from uuid import uuid4
 
-from opentelemetry.context import Context
 from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import ErrorCode, QuireError, internal
@@ -21,10 +20,9 @@ from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.base import Journal, Lease, Record
-from quire_router.mark import Mark
+from quire_router.reader import Reader
 from quire_router.retelling import as_told, parted, with_usage
 from quire_router.selection import Selection
-from quire_router.shortcut import Shortcut
 from quire_router.tally import tally_of
 
 RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
@@ -36,14 +34,15 @@ _GRAVITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishRe
 class Progress:
     """A request between its first and its last piece.
 
-    ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context it came with.
+    ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context that it came with.
     ``interrupted`` is done once somebody else than the engine ends the request: with an error, or with None when it was
-    cancelled. ``refused_by`` are the engines that were too full, and ``attempt`` counts those that it was sent to.
-    ``finish_reason`` is None until the record is closed; of several choices the gravest reason counts.
+    cancelled. ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and
+    ``losses`` those that were lost since the last token. ``finish_reason`` is None until the record is closed; of
+    several choices the gravest reason counts.
 
     A request that goes on from its ``record`` begins with what that holds, of which nothing is told again. Its client
-    may have had more than was written down: what is before ``mark`` comes as told. It is ``restored``, so it was
-    admitted before.
+    may have had more than was written down: what is before its reader's mark comes as told. It is ``restored``, so it
+    was admitted before.
     """
 
     def __init__(
@@ -52,15 +51,13 @@ class Progress:
         text: ModelText,
         journal: Journal,
         lease: Lease,
-        caller: Context,
+        reader: Reader,
         *,
         record: Record | None = None,
-        mark: Mark | None = None,
         bill: Bill | None = None,
-        shortcut: Shortcut | None = None,
     ) -> None:
         self.generation = generation
-        self.caller = caller
+        self.caller = reader.caller
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
@@ -69,9 +66,9 @@ class Progress:
         self._text = text
         self._journal = journal
         self._lease = lease
-        self._mark = mark
+        self._mark = reader.mark
         self._bill = bill
-        self._shortcut = shortcut or Shortcut()
+        self._shortcut = reader.shortcut
         self._taken: list[Delta] = []
         self.restored = record is not None
         self._outputs: OutputStream | None = None
@@ -81,7 +78,7 @@ class Progress:
         self._start_choices()
         self._began = monotonic()
         self._heard = False
-        self._losses = 0
+        self.losses = 0
         self._made_at_loss = 0
         if record is not None and self._selection is None:
             self._restore(record)
@@ -110,14 +107,13 @@ class Progress:
 
     @property
     def resumable(self) -> bool:
-        """Whether somebody may come back for what is left: who has read a part of a stream, or can name the request."""
+        """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
+        if only that of another of its prompts.
+        """
         generation = self.generation
-        return generation.background or bool(generation.digest) or (generation.stream and (self.begun or self.restored))
-
-    @staticmethod
-    def tells_together(generation: Generation) -> bool:
-        """Whether the choices of a request are told when all of them have ended."""
-        return Selection.needed(generation.params)
+        if generation.background or generation.digest:
+            return True
+        return generation.stream and (self.begun or self.restored or generation.is_one_of_several)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -125,12 +121,11 @@ class Progress:
         end = self.finish_reason
         return [] if end is None else [reason or end for reason in self._reasons]
 
-    def count_loss(self) -> int:
-        """An engine was lost: how many have been since the last token."""
+    def count_loss(self) -> None:
+        """An engine was lost."""
         made = self.usage.completion_tokens
-        self._losses = 1 if made > self._made_at_loss else self._losses + 1
+        self.losses = 1 if made > self._made_at_loss else self.losses + 1
         self._made_at_loss = made
-        return self._losses
 
     def submission(self, traceparent: str) -> engine_pb2.Submit:
         """The request from where it stands: its prompt, and what came of each choice."""
@@ -164,6 +159,11 @@ class Progress:
             self._outputs.abort()
         elif self._outputs is not None and error is not None:
             self._outputs.fail(error)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody cancelled the request, rather than end it with an error."""
+        return self.interrupted.done() and self.interrupted.result() is None
 
     def raise_interruption(self) -> None:
         """Raises the error that the request was interrupted with, unless it was simply cancelled."""
@@ -309,13 +309,12 @@ class Progress:
     def _count(self, choice: Choice, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
-        now = monotonic()
-        if choice.last_token is not None:
-            self._tally.add_gap((now - choice.last_token) / len(token_ids))
-        elif not self._heard:
+        now, last = monotonic(), choice.last_token
+        self._tally.add(len(token_ids), None if last is None else now - last)
+        if not self._heard:
             metrics.TTFT.labels(self.generation.model).observe(now - self._began)
-        self._tally.add(len(token_ids))
-        choice.last_token, self._heard = now, True
+            self._heard = True
+        choice.last_token = now
 
 
 def _is_complete(choice: Choice, max_tokens: int) -> bool:

@@ -3,38 +3,60 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
 
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import NO_USAGE, Delta, Generation, Usage
 from quire_router.journal.base import Told
 from quire_router.mark import Mark
+from quire_router.selection import Selection
+
+PART = 256
+"""Tokens of a part: a millisecond or so."""
 
 
 class Retelling:
-    """Makes the pieces of a record into those of an answer: their text again, and what is before ``mark`` as told."""
+    """Makes the pieces of a record into those of an answer: their text again, and what is before ``mark`` as told.
+
+    Choices that are told together are told once all of them are there: whoever goes on with a record that has only some
+    of them runs the request again.
+    """
 
     def __init__(self, generation: Generation, text: ModelText, mark: Mark) -> None:
         self._mark = mark
+        self._prompt_tokens = len(generation.prompt_token_ids)
+        self._together: list[Told] | None = [] if Selection.needed(generation.params) else None
         self._choices = open_choices(generation, text, generation.params.n)
 
-    def follow(self, pieces: Iterable[Told]) -> Iterator[Delta]:
-        """The answer's pieces for ``pieces`` that go on from those that were given before."""
-        for piece in pieces:
+    def follow(self, pieces: Iterable[Told], *, ended: bool) -> Iterator[Delta]:
+        """The answer's pieces for ``pieces`` that go on from those that were given before, ``ended`` with the last."""
+        if self._together is not None:
+            self._together += pieces
+            pieces = self._together if ended else ()
+        for piece in _in_parts(pieces):
             yield from self._retell(piece, 0)
 
     def catch_up(self, pieces: Iterable[Told]) -> Iterator[Delta]:
         """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
         behind = [len(choice.token_ids) for choice in self._choices]
-        for piece in pieces:
+        for piece in _in_parts(pieces if self._together is None else ()):
             known = min(behind[piece.index], len(piece.token_ids))
             behind[piece.index] -= known
             yield from self._retell(piece, known)
 
-    def end(self, usage: Usage) -> Delta:
-        """The last piece, once every choice has ended: the usage alone."""
-        return Delta("", [], usage=usage, told=self._mark.usage)
+    def end(self, reason: FinishReason, usage: Usage) -> list[Delta]:
+        """The last pieces: the ends of choices that have none of their own, as they were cut short, and the usage;
+        where nobody who ran the request told it, that of what the reader was told.
+        """
+        if usage == NO_USAGE:
+            usage = Usage(self._prompt_tokens, sum(len(choice.token_ids) for choice in self._choices))
+        ends = []
+        for choice in self._choices:
+            if choice.finish_reason is None:
+                ends.append(as_told(choice.conclude(reason), len(choice.token_ids), self._mark))
+        return with_usage(ends, usage, self._mark)
 
     def _retell(self, piece: Told, known: int) -> Iterator[Delta]:
         """``known`` of the piece's tokens were retold."""
@@ -54,6 +76,26 @@ class Retelling:
             delta = as_told(choice.take(part), len(choice.token_ids), self._mark)
             yield replace(delta, prompt_logprobs=prompt) if prompt else delta
             prompt = []
+
+
+def _in_parts(pieces: Iterable[Told]) -> Iterator[Told]:
+    """The same pieces, none of which has so many tokens that making their text would hold up others."""
+    for piece in pieces:
+        for start in range(0, len(piece.token_ids) - PART, PART):
+            yield _part(piece, start, start + PART)
+        rest = (max(1, len(piece.token_ids)) - 1) // PART * PART
+        yield piece if rest == 0 else _part(piece, rest, None)
+
+
+def _part(piece: Told, start: int, end: int | None) -> Told:
+    return Told(
+        piece.index,
+        piece.token_ids[start:end],
+        piece.finish_reason if end is None else None,
+        piece.logprobs[start:end],
+        [] if start else piece.prompt_logprobs,
+        piece.score if end is None else None,
+    )
 
 
 def parted(output: Output, mark: Mark) -> list[Output]:

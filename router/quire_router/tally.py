@@ -7,6 +7,7 @@ from bisect import bisect_left
 from quire_router import metrics
 
 FLUSH_PERIOD = 0.1  # seconds
+_BOUNDS = metrics.TOKEN_SECONDS
 
 
 class Tally:
@@ -15,18 +16,17 @@ class Tally:
     def __init__(self, model: str) -> None:
         self._tokens = 0
         self._seconds = 0.0
-        self._counts = [0] * len(metrics.TOKEN_SECONDS) + [0]
+        self._counts = [0] * len(_BOUNDS) + [0]
         self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
         self._inter_token_latency = metrics.ITL.labels(model)
 
-    def add(self, tokens: int) -> None:
-        """So many tokens came."""
+    def add(self, tokens: int, gap: float | None) -> None:
+        """A piece of so many tokens came, ``gap`` seconds after the one before, if there was one."""
         self._tokens += tokens
-
-    def add_gap(self, seconds: float) -> None:
-        """A piece came so long after the one before, for each of its tokens."""
-        self._seconds += seconds
-        self._counts[bisect_left(metrics.TOKEN_SECONDS, seconds)] += 1
+        if gap is not None:
+            seconds = gap / tokens
+            self._seconds += seconds
+            self._counts[bisect_left(_BOUNDS, seconds)] += 1
 
     def flush(self) -> None:
         """Tells the metrics."""

@@ -14,7 +14,8 @@ from quire_router.placement.index import PrefixIndex
 
 log = logging.getLogger("quire.router")
 ADOPTION_PERIOD = 1.0  # seconds
-SWEEP_PERIOD, SWEEP_BLOCKS = 0.02, 2_000  # a millisecond or so of work at once
+SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between looks, and between parts while there is something to sweep
+SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
 PARKED_PERIOD = 0.1
 
 
@@ -34,7 +35,7 @@ class Upkeep:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._adopt())
-            tasks.create_task(_every(SWEEP_PERIOD, lambda: self._index.sweep(SWEEP_BLOCKS)))
+            tasks.create_task(self._sweep())
             tasks.create_task(_every(PARKED_PERIOD, self._count_parked))
             tasks.create_task(_every(tally.FLUSH_PERIOD, tally.flush))
 
@@ -50,6 +51,16 @@ class Upkeep:
                 continue
             if adopted:
                 log.info("took up %d background requests that their routers had left", adopted)
+
+    async def _sweep(self) -> None:
+        """Rarely while there is nothing to do, so that an idle router is not woken for it."""
+        left = False
+        while True:
+            await asyncio.sleep(SWEEP_PAUSE if left else SWEEP_PERIOD)
+            try:
+                left = self._index.sweep(SWEEP_BLOCKS)
+            except Exception:
+                log.exception("tidying the index failed")
 
     def _count_parked(self) -> None:
         for model in self._models:

@@ -28,7 +28,7 @@ def all_blocks(stack: Stack) -> float:
 
 
 def generated(stack: Stack) -> float:
-    return sum(engine.metric("quire_generation_tokens_total") for engine in stack.engines)
+    return sum(engine.metric("quire_engine_generation_tokens_total") for engine in stack.engines)
 
 
 def open_request(stack: Stack, body: dict[str, object]) -> socket.socket:

@@ -37,6 +37,7 @@ def test_every_router_hears_at_once_that_the_engine_drains(engine: Engine) -> No
     told = [batch.draining for batch in batches]
     assert told == sorted(told)
     assert (told[0], told[-1]) == (False, True)
+    assert "stopping: 1 requests in progress" in engine.text
 
 
 def batches_to_the_end(link: Link) -> Iterator[pb.StepBatch]:

@@ -104,6 +104,14 @@ def test_a_port_that_is_taken_is_named_also_when_another_engine_has_it(tmp_path:
         assert first.stop() == 0
 
 
+def test_a_variable_that_is_no_setting_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_ENGINE_CPU_KERNELS", "off")  # no flag, and yet known
+    monkeypatch.setenv("QUIRE_ENGINE_MAX_NUM_SEQ", "8")
+    code, sentence = sentence_of(DEMO, tmp_path)
+    assert code == 2
+    assert sentence.endswith("QUIRE_ENGINE_MAX_NUM_SEQ is no setting; QUIRE_ENGINE_MAX_NUM_SEQS is one.")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

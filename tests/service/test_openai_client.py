@@ -65,7 +65,7 @@ def test_errors_are_the_openai_packages_own(stack: Stack) -> None:
 
 def test_both_engines_take_part(stack: Stack) -> None:
     def generated() -> list[float]:
-        return [engine.metric("quire_generation_tokens_total") for engine in stack.engines]
+        return [engine.metric("quire_engine_generation_tokens_total") for engine in stack.engines]
 
     before = generated()
     # Long enough that the first still run when the last come, and nothing in common that would keep them together.

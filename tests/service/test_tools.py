@@ -14,7 +14,6 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.grammars import encode
 from tests.support.processes import Engine, Router
-from tests.support.tool_models import HERMES_TEMPLATE
 
 SCHEMA = {
     "type": "object",
@@ -42,8 +41,7 @@ ASKED: dict[str, Any] = {
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
     """The demo model with a template that knows tools."""
     folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("tools") / DEMO.name))
-    template = HERMES_TEMPLATE.replace("<|start|>", "<|im_start|>").replace("<|end|>", "<|im_end|>")
-    (folder / "chat_template.jinja").write_text(template)
+    shutil.copy(DEMO.parent / "templates" / "hermes.jinja", folder / "chat_template.jinja")
     engine = Engine(folder, folder.parent, *SMALL_POOLS)
     router = Router(folder, [engine.address], folder.parent)
     try:

@@ -3,6 +3,7 @@ of together.
 """
 
 import json
+import re
 import socket
 import sys
 import urllib.request
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.bench.router import SteadyEngineProcess, body
+from tests.bench.router_stage import SteadyEngineProcess, body
 from tests.service.conftest import DEMO, MODEL
 from tests.support.processes import Process, Router, eventually, fetch, free_port
 from tests.support.redis_server import redis_server
@@ -77,6 +78,13 @@ def run(folder: Path, *flags: str) -> tuple[int, list[str]]:
     process = Process(command, folder / "refused.log")
     status = process.wait()
     return status, process.text.splitlines()
+
+
+def test_a_line_says_which_worker_wrote_it(router: Router) -> None:
+    lines = [line for line in router.text.splitlines() if "REST on" in line]
+    spoken = [found[1] for line in lines if (found := re.search(r"\[worker (\d)\]", line))]
+    assert sorted(spoken) == [str(number) for number in range(1, WORKERS + 1)]
+    assert [", metrics on " in line for line in lines] == ["[worker" not in line for line in lines]
 
 
 def test_metrics_are_those_of_all_workers(router: Router) -> None:

@@ -20,7 +20,7 @@ from quire_router.api.identity import Keys
 from quire_router.api.rest.app import RestApp, build_admin, build_api
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
-from quire_router.api.rpc.server import RpcServer
+from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.api.running import Running
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage
 from quire_router.journal.base import Record, Told
@@ -131,7 +131,7 @@ class ScriptedRunner:
         life = self.lives.get(request_id)
         return None if life is None else life.record()
 
-    def resume(self, record: Record, mark: Mark) -> AsyncGenerator[Delta]:
+    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         return self._resume(self.lives[record.generation.request_id], mark)
 
     async def cancel(self, request_id: str) -> bool:
@@ -306,6 +306,7 @@ async def open_stage(
     patience: float = 20.0,
     template: str = CHAT_TEMPLATE,
     limits: ConnectionLimits | None = None,
+    call_limits: CallLimits | None = None,
     heartbeat: float = 5.0,
     runner: Runner | None = None,
     file: TenantsFile | None = None,
@@ -320,7 +321,7 @@ async def open_stage(
     app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, heartbeat=heartbeat)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
-    rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience)
+    rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience, limits=call_limits)
     await rpc.start()
     async with asyncio.TaskGroup() as serving:
         for each in (server, admin):

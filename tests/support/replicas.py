@@ -125,7 +125,7 @@ class Replicas:
 
     def generated(self) -> float:
         """Tokens that the engines have made."""
-        return sum(engine.metric("quire_generation_tokens_total") for engine in self.engines)
+        return sum(engine.metric("quire_engine_generation_tokens_total") for engine in self.engines)
 
     def running(self) -> float:
         """Sequences that the engines are at."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections.abc import AsyncGenerator
 
 import grpc
 import openai
@@ -13,8 +14,9 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api.identity import Caller
 from quire_router.api.terms import Terms
+from quire_router.generation import Delta, Generation
 
-from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, completion, open_stage
+from tests.support.api_stage import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
 from tests.support.both_apis import as_proto
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -89,6 +91,43 @@ async def test_several_prompts_of_one_key_run_once():
 
     assert len(bodies) == 1
     assert len(stage.runner.generations) == 2
+
+
+class RefusesSecondPrompts(ScriptedRunner):
+    """Has no room for a request's second prompt when it first comes."""
+
+    refused = False
+
+    async def _run(self, generation: Generation) -> AsyncGenerator[Delta]:
+        if generation.request_id.endswith("_1") and not self.refused:
+            self.refused = True
+            raise QuireError(ErrorCode.OVERLOADED, "There is no room.")
+        async for delta in super()._run(generation):
+            yield delta
+
+
+async def test_prompts_that_were_refused_are_run_when_their_key_comes_again():
+    runner = RefusesSecondPrompts()
+    async with open_stage(runner=runner) as stage:
+        answers = [await ask(stage.port, "POST", COMPLETIONS, completion(["a", "b"]), KEY) for _ in range(3)]
+    async with open_stage() as stage:
+        undisturbed = await ask(stage.port, "POST", COMPLETIONS, completion(["a", "b"]), KEY)
+
+    assert [answer.status for answer in answers] == [429, 200, 200]
+    assert answers[1].json["choices"] == answers[2].json["choices"] == undisturbed.json["choices"]
+    assert answers[1].json["usage"] == undisturbed.json["usage"]
+    assert len(runner.generations) == 2, "none ran twice"
+
+
+async def test_a_request_is_the_same_when_the_engines_take_more_or_less_than_before():
+    async with open_stage() as stage:
+        answers = []
+        for length in (64, 60):
+            stage.fleet.told = Limits(length)
+            answers.append(await ask(stage.port, "POST", CHAT, chat(), KEY))
+
+    assert [answer.status for answer in answers] == [200, 200]
+    assert answers[0].body == answers[1].body
 
 
 async def test_the_same_key_draws_the_same_at_every_router_unless_the_request_says_how():

@@ -87,5 +87,5 @@ def test_grammars_are_counted_by_what_became_of_them() -> None:
         metrics.on_grammar(outcome, seconds)
     text = generate_latest(metrics.registry).decode()
     for outcome in ("compiled", "known", "refused"):
-        assert f'quire_engine_grammars_total{{model_name="demo",outcome="{outcome}"}} 1.0' in text
-    assert 'quire_engine_grammar_compile_seconds_count{model_name="demo"} 2.0' in text
+        assert f'quire_engine_grammars_total{{model="demo",outcome="{outcome}"}} 1.0' in text
+    assert 'quire_engine_grammar_compile_seconds_count{model="demo"} 2.0' in text

@@ -445,6 +445,25 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
     assert attributes[1]["gen_ai.usage.output_tokens"] == 2
 
 
+async def test_attempts_that_came_to_nothing_are_counted() -> None:
+    def counted() -> list[float]:
+        name = "quire_attempts_lost_total"
+        return [REGISTRY.get_sample_value(name, {"reason": reason}) or 0 for reason in ("engine_full", "engine_lost")]
+
+    full, lost = counted()
+    async with house(2) as place:
+        task = asyncio.create_task(collect(place.lifecycle.run(request())))
+        first, second = place.engines
+        first.send(output((await first.submit()).request_id, [], 0, ERROR, FULL))
+        again = await second.submit()
+        assert counted() == [full + 1, lost]
+        second.send(output(again.request_id, tokens("a"), 0, ABORT))
+        last = await second.submit()
+        second.send(output(last.request_id, tokens("b"), 1, STOP))
+        assert told(await task) == "ab"
+    assert counted() == [full + 1, lost + 1]
+
+
 async def test_requests_and_tokens_are_counted() -> None:
     def value(name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(name, {"model": "m", **labels}) or 0

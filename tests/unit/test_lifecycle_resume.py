@@ -4,24 +4,29 @@ once, and what it would have got undisturbed.
 
 import asyncio
 from collections import defaultdict
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from time import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import NO_USAGE, Delta, Generation
-from quire_router.journal.base import Journal, Record, Tail, Told
+from quire_router.admission.limits import Limits
+from quire_router.admission.tenant import Tenant, Tenants
+from quire_router.generation import NO_USAGE, Delta, Generation, Usage, part_id
+from quire_router.journal.base import Journal, Lease, Owners, Record, Tail, Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
 from quire_router.mark import Mark
+from quire_router.retelling import PART, Retelling
 
 from tests.support.contract_engine import ContractEngine, Script
-from tests.support.house import collect, house, started, told
-from tests.support.letters import tokens
+from tests.support.house import House, collect, house, started, told
+from tests.support.letters import TEXT, tokens
 from tests.support.scripted_engine import LENGTH, STOP, output
 from tests.unit.test_lifecycle_properties import (
     PROMPT,
@@ -95,6 +100,7 @@ steps = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 
 
 @given(answers(), st.sampled_from(["", "logprobs", "best_of"]), st.integers(0, 12), st.integers(0, 12), steps, steps)
+@example((["a", "b", "c", "d"], (), 3), "best_of", 1, 2, [1], [1])
 @settings(max_examples=300, deadline=None)
 def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
     answer: tuple[list[str], tuple[str, ...], int], kind: str, read: int, kept: int, before: list[int], after: list[int]
@@ -148,6 +154,40 @@ def streamed(**more: object) -> Generation:
     return replace(Generation("r", "m", tokens("hello"), params, stream=True), **more)
 
 
+async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_begun() -> None:
+    async with house() as place:
+        for part in (streamed(parts=("r", "r_1")), streamed(request_id=part_id("r", 1))):
+            task, _ = await started(place, place.lifecycle.run(part))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            record = await place.journal.read(part.request_id)
+            assert record is not None
+            assert (record.held, record.finish_reason) == (False, None)
+        task, _ = await started(place, place.lifecycle.run(streamed(request_id="alone")))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await place.left_nothing("alone", FinishReason.ABORT, "")
+
+
+async def test_what_was_cut_short_is_not_told_as_complete() -> None:
+    async with house() as place:
+        lease = place.journal.open(streamed(params=SamplingParams(seed=7, max_tokens=50, n=2)))
+        place.journal.append(lease, 0, Told(0, tokens("ab"), FinishReason.STOP))
+        place.journal.append(lease, 0, Told(1, tokens("c")))
+        place.journal.finish(lease, FinishReason.ABORT, usage=Usage(5, 3))
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        deltas = await collect(place.lifecycle.resume(record, Mark.parse("2e.-", 2)))
+        fresh = [delta for delta in deltas if not delta.told]
+        assert [(delta.index, delta.text, delta.finish_reason) for delta in fresh] == [
+            (1, "c", None),
+            (1, "", FinishReason.ABORT),
+        ]
+        assert fresh[-1].usage == Usage(5, 3)
+
+
 async def test_a_second_reader_follows_the_first() -> None:
     async with house() as place:
         first, submit = await started(place, place.lifecycle.run(streamed()))
@@ -182,6 +222,18 @@ async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
         assert told([delta for delta in await again if not delta.told]) == "c"
         await place.left_nothing("r", FinishReason.STOP, "abc")
+
+
+async def test_a_request_that_is_cancelled_in_the_moment_in_which_its_client_leaves_ends() -> None:
+    async with house() as place:
+        answer = place.lifecycle.run(streamed())
+        task = asyncio.create_task(anext(answer))
+        await place.engine.submit()
+        place.engine.send(output("r", tokens("ab"), 0))
+        await task
+        assert await place.lifecycle.cancel("r")
+        await answer.aclose()
+        await place.left_nothing("r", FinishReason.ABORT, "ab")
 
 
 async def test_a_client_that_cannot_come_back_leaves_nothing() -> None:
@@ -258,32 +310,70 @@ async def test_what_ended_with_an_error_ends_with_it_again() -> None:
 
 
 async def test_a_request_that_another_router_took_is_not_told_any_further() -> None:
-    async with house() as place:
+    journal = Owned()
+    async with house(journal=journal) as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("ab"), 0))
         await place.delivered("ab")
-        place.lifecycle.on_taken("r")
+        journal.owners.on_taken("r")
         with pytest.raises(QuireError, match="Another router"):
             await task
         assert place.lifecycle.in_flight == 0
 
 
-async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_nothing_held() -> None:
-    async with house() as place:
-        lease = place.journal.open(streamed())
-        place.journal.append(lease, 0, Told(0, tokens("ab")))
-        place.journal.append(lease, 2, Told(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
+class Owned(MemoryJournal):
+    """A journal that can be asked whom it tells of its records."""
+
+    owners: Owners
+
+    def report_to(self, owners: Owners) -> None:
+        self.owners = owners
+        super().report_to(owners)
+
+
+@asynccontextmanager
+async def being_told_what_was_written() -> AsyncIterator[tuple[House, AsyncGenerator[Delta, None]]]:
+    """A reader who has come back, and was told the first of two pieces of a record that was claimed for it."""
+    journal = MemoryJournal()
+    async with house(journal=Behind(journal)) as place:
+        lease = journal.open(streamed())
+        journal.append(lease, 0, Told(0, tokens("ab")))
+        journal.append(lease, 2, Told(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
         record = await place.lifecycle.record("r")
         assert record is not None
         answer = place.lifecycle.resume(replace(record, pieces=[]), Mark(1))
-        place.journal.release(lease)
-        place.lifecycle._journal = Behind(place.journal)
+        journal.release(lease)
         assert told([await anext(answer)]) == "ab", "it is told from what was claimed"
+        yield place, answer
+
+
+async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_nothing_held() -> None:
+    async with being_told_what_was_written() as (place, answer):
         await answer.aclose()
         after = await place.journal.read("r")
         assert after is not None
         assert not after.held
         assert place.lifecycle.in_flight == 0
+
+
+async def test_a_request_can_be_cancelled_while_its_reader_is_told_what_was_written() -> None:
+    async with being_told_what_was_written() as (place, answer):
+        assert await place.lifecycle.cancel("r")
+        rest = await collect(answer)
+        assert told(rest) == "cd"
+        assert rest[-1].finish_reason is FinishReason.ABORT
+        assert place.engine.commands.empty(), "it was run"
+        await place.left_nothing("r", FinishReason.ABORT, "abcd")
+
+
+async def test_a_drain_ends_a_request_whose_reader_is_told_what_was_written() -> None:
+    async with being_told_what_was_written() as (place, answer):
+        await place.lifecycle.drain(0.01)
+        with pytest.raises(QuireError, match="shutting down"):
+            await collect(answer)
+        after = await place.journal.read("r")
+        assert after is not None
+        assert not after.held
 
 
 class Behind:
@@ -315,9 +405,18 @@ async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_t
         assert (foreign.held, foreign.epoch, foreign.finish_reason) == (False, 1, None)
 
 
+class Broken(str):
+    """A stop string that nothing can be searched for with."""
+
+    __slots__ = ()
+
+    def __getitem__(self, _key: object) -> str:
+        raise RuntimeError("broken")
+
+
 async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
     async with house() as place:
-        for name, stop in (("bad", (3,)), ("good", ())):
+        for name, stop in (("bad", (Broken("x"),)), ("good", ())):
             generation = streamed(request_id=name, stop=stop, background=True, stream=False)
             place.journal.release(place.journal.open(generation))
         assert await place.lifecycle.adopt() == 1
@@ -325,3 +424,111 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
         bad = await place.journal.read("bad")
         assert bad is not None
         assert (bad.held, bad.finish_reason) == (False, FinishReason.ERROR)
+
+
+async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None:
+    limits = Limits(Tenants(default=Tenant(max_concurrent=1)))
+    async with house(limits=limits) as place:
+        place.journal.release(place.journal.open(streamed(background=True, stream=False)))
+        assert await place.lifecycle.adopt() == 1
+        submit = await place.engine.submit()
+        with pytest.raises(QuireError) as caught:
+            await collect(place.lifecycle.run(streamed(request_id="second")))
+        assert caught.value.reason == "max_concurrent"
+        place.engine.send(output(submit.request_id, tokens("c"), 0, STOP))
+        async with asyncio.timeout(5):
+            while place.lifecycle.in_flight:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.002)
+        task, _ = await started(place, place.lifecycle.run(streamed(request_id="third")))
+        place.engine.send(output("third", tokens("c"), 0, STOP))
+        assert told(await task) == "c"
+
+
+async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
+    limits = Limits(Tenants(default=Tenant(max_concurrent=1)))
+    async with house(limits=limits) as place:
+        for name, stop in (("r", (Broken("x"),)), ("s", (Broken("x"),)), ("t", ())):
+            answer = place.lifecycle.run(streamed(stop=stop, request_id=name))
+            if stop:
+                with pytest.raises(QuireError) as caught:
+                    await collect(answer)
+                assert caught.value.code is ErrorCode.INTERNAL
+            else:
+                task, _ = await started(place, answer)
+                place.engine.send(output("t", tokens("c"), 0, STOP))
+                assert told(await task) == "c"
+
+
+async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
+    async with house(grace=0.05) as place:
+        assert await place.lifecycle.start(streamed(background=True, stream=False))
+        for generation in range(3):
+            await place.engine.submit()
+            place.engine.restart_as(10 + generation)
+            place.engine.break_stream()
+        async with asyncio.timeout(10):
+            while place.lifecycle.in_flight:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.002)
+        assert await place.lifecycle.adopt() == 0
+        await place.left_nothing("r", FinishReason.ERROR, "")
+
+
+async def test_only_so_many_requests_run_without_a_listener() -> None:
+    async with house(max_background=2) as place:
+        for name in "ab":
+            assert await place.lifecycle.start(streamed(request_id=name, background=True))
+        with pytest.raises(QuireError) as caught:
+            await place.lifecycle.start(streamed(request_id="c", background=True))
+        assert (caught.value.code, caught.value.reason) == (ErrorCode.OVERLOADED, "background_full")
+        assert await place.lifecycle.record("c") is None
+        assert await place.lifecycle.adopt() == 0
+        await place.lifecycle.drain(0.01)
+
+
+async def test_what_runs_here_is_not_adopted_here() -> None:
+    class Forgetful(MemoryJournal):
+        async def orphans(self) -> list[str]:
+            return ["r"]
+
+        async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+            raise AssertionError("it is in flight")
+
+    async with house(journal=Forgetful()) as place:
+        assert await place.lifecycle.start(streamed(background=True))
+        await place.engine.submit()
+        assert await place.lifecycle.adopt() == 0
+        await place.lifecycle.drain(0.01)
+
+
+async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one() -> None:
+    async with house() as place:
+        first, submit = await started(place, place.lifecycle.run(streamed(deadline=time() + 0.3)))
+        place.engine.send(output(submit.request_id, tokens("ab"), 0))
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        with pytest.raises(QuireError, match="took longer") as caught:
+            await collect(place.lifecycle.resume(record, Mark(1), time() + 0.1))
+        assert caught.value.code is ErrorCode.DEADLINE
+        assert not first.done()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await asyncio.sleep(0.3)
+        again = asyncio.create_task(collect(place.lifecycle.resume(record, Mark(1), time() + 20)))
+        submit = await place.engine.submit()
+        place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
+        assert told(await again) == "abc"
+
+
+@given(st.integers(0, 3 * PART), st.integers(0, 3 * PART), st.booleans())
+@settings(deadline=None)
+def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: bool) -> None:
+    generation = streamed(params=SamplingParams(seed=7, max_tokens=10_000))
+    text = "".join(chr(97 + number % 26) for number in range(first + second))
+    reason = FinishReason.STOP if ended else None
+    pieces = [Told(0, tokens(text[:first])), Told(0, tokens(text[first:]), reason)]
+    retold = list(Retelling(generation, TEXT, Mark(1)).follow(pieces, ended=ended))
+    assert told(retold) == text
+    assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
+    assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
+    assert max((len(delta.token_ids) for delta in retold), default=0) <= PART

@@ -1,9 +1,18 @@
-"""The router's settings, from flags and from the environment."""
+"""The router's settings, from flags and from the environment; and what of it the engine's share."""
+
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
+import quire_proto
+from quire_engine import command
+from quire_engine.config import EngineConfig
+from quire_proto.flags import unknown_variables
 from quire_router.config import Settings, read_settings
 
 KEY = "a-long-enough-key"
+read_engine_settings = partial(command.read_settings, EngineConfig)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +62,73 @@ def test_every_flag_is_also_a_variable(monkeypatch):
     assert [key.get_secret_value() for key in settings.api_key] == [KEY, KEY + "2"]
     assert "secret" not in repr(settings)
     assert KEY not in repr(settings)
+
+
+def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch):
+    monkeypatch.setenv("QUIRE_ROUTER_API_KEYS", KEY)
+    with pytest.raises(SystemExit) as end:
+        read_settings(["--model", "/m"])
+
+    assert "QUIRE_ROUTER_API_KEYS" in str(end.value)
+    assert "QUIRE_ROUTER_API_KEY is one" in str(end.value)
+    assert KEY not in str(end.value)
+
+
+# What a pod is given for Services of its namespace, each named like the component or a part of it.
+SERVICES = {
+    f"{service}_{name}": value
+    for service in ("QUIRE_ROUTER", "QUIRE_ROUTER_METRICS", "QUIRE_ROUTER_HTTP", "QUIRE_ENGINE", "QUIRE_ENGINE_METRICS")
+    for name, value in {
+        "SERVICE_HOST": "10.96.0.1",
+        "SERVICE_PORT": "9000",
+        "SERVICE_PORT_GRPC": "9000",
+        "PORT": "tcp://10.96.0.1:9000",
+        "PORT_9000_TCP": "tcp://10.96.0.1:9000",
+        "PORT_9000_TCP_PROTO": "tcp",
+        "PORT_9000_TCP_PORT": "9000",
+        "PORT_9000_TCP_ADDR": "10.96.0.1",
+    }.items()
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings(monkeypatch):
+    for name, value in SERVICES.items():
+        monkeypatch.setenv(name, value)
+
+    assert read_settings(["--model", "/m"]) == read_settings(["--model", "/m", "--http-port", "8000"])
+    assert EngineConfig(model=Path("/m")).port == 9000
+    assert EngineConfig(model=Path("/m")).metrics_port == 9002
+    for prefix, settings in (("QUIRE_ROUTER_", Settings), ("QUIRE_ENGINE_", EngineConfig)):
+        assert unknown_variables(prefix, settings.model_fields, SERVICES) == []
+
+
+def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):
+    monkeypatch.setenv("QUIRE_ENGINE_PORT", "9100")
+    monkeypatch.setenv("QUIRE_ROUTER_METRICS_PORT", "9101")
+
+    assert EngineConfig(model=Path("/m")).port == 9100
+    assert read_settings(["--model", "/m"]).metrics_port == 9101
+
+
+@pytest.mark.parametrize(("program", "read"), [("quire-router", read_settings), ("quire-engine", read_engine_settings)])
+def test_help_says_what_values_are_and_not_which_type_holds_them(program, read, capsys):
+    with pytest.raises(SystemExit) as end:
+        read(["--help"])
+    told = capsys.readouterr().out
+
+    assert end.value.code == 0
+    assert f"usage: {program} " in told
+    assert "simulate --help" in told
+    assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", told.split("options:")[1])
+
+
+@pytest.mark.parametrize(("program", "read"), [("quire-router", read_settings), ("quire-engine", read_engine_settings)])
+def test_a_program_tells_its_version(program, read, capsys):
+    with pytest.raises(SystemExit) as end:
+        read(["--version"])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"{program} {quire_proto.__version__}\n"
 
 
 def test_a_flag_counts_more_than_its_variable(monkeypatch):

@@ -1,10 +1,13 @@
-"""``make up`` starts several engines on one machine, and bounds what each of them takes."""
+"""``make up`` starts several engines on one machine, bounds what each of them takes, and ends all in their order."""
 
+import sys
 from pathlib import Path
+from threading import Semaphore, Thread
 
 import pytest
 
-from scripts.up import Plan, commands
+from scripts import up
+from scripts.up import Plan, Programs, commands
 
 PLAN = Plan(Path("model"), "model", 2, 1, 2, 3, [(4, 5), (14, 15)], None)
 
@@ -30,3 +33,58 @@ def test_every_engine_has_a_bounded_pool_unless_someone_decided_otherwise(
         assert ("--kv-cache-memory" in command) == bounded
         if bounded:
             assert command[command.index("--kv-cache-memory") + 1] == str(512 << 20)
+
+
+# Says when it is there, and ends a while after it was told to.
+LINGERS = """
+import signal, sys, time
+def end(*_):
+    time.sleep(float(sys.argv[1]))
+    print("ended", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("began", flush=True)
+signal.pause()
+"""
+
+
+def lingering(name: str, seconds: float) -> tuple[str, list[str]]:
+    return name, [sys.executable, "-c", LINGERS, str(seconds)]
+
+
+def test_the_router_ends_before_the_engines_and_redis_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs, began = Programs(), Semaphore(0)
+    ended: list[str] = []
+
+    def hear(text: str, speaker: str = "quire") -> None:
+        if text == "ended":
+            ended.append(speaker)
+        else:
+            began.release()
+
+    monkeypatch.setattr(up, "say", hear)
+    names = ["redis", "engine-1", "engine-2", "router"]
+    stopper = Thread(target=lambda: [began.acquire(timeout=30) for _ in names] and programs.stop(130))
+    stopper.start()
+    status = programs.run([lingering(name, 0.1 * number) for number, name in enumerate(names)])
+    stopper.join()
+    assert status == 130
+    assert (ended[0], sorted(ended[1:3]), ended[3]) == ("router", ["engine-1", "engine-2"], "redis")
+
+
+def test_when_one_ends_all_do_and_its_status_is_told() -> None:
+    status = Programs().run([lingering("redis", 0), ("router", [sys.executable, "-c", "raise SystemExit(7)"])])
+    assert status == 7
+
+
+def test_one_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "STOP_TIMEOUT", 0.05)
+    stubborn = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('began', flush=True); signal.pause()"
+    )
+    programs, heard = Programs(), Semaphore(0)
+    monkeypatch.setattr(up, "say", lambda *_: heard.release())
+    stopper = Thread(target=lambda: heard.acquire(timeout=30) and programs.stop(130))
+    stopper.start()
+    assert programs.run([("router", [sys.executable, "-c", stubborn])]) == 130
+    stopper.join()

@@ -15,6 +15,7 @@ from quire_router.api.echo import echoed
 from quire_router.api.identity import Caller
 from quire_router.api.together import Together
 from quire_router.generation import Delta
+from quire_router.held import Held
 from quire_router.journal.base import Record
 from quire_router.mark import Mark
 
@@ -25,7 +26,7 @@ _RETRY = 1.0  # seconds
 @dataclass(slots=True)
 class Answer:
     """``deltas`` are the answer's pieces, which begin to be made when the first is asked for; whoever is given them
-    begins at once, and closes them. ``mark`` is where its reader stands before the first that is not told. It is
+    closes them. ``mark`` is where its reader stands before the first that is not told. It is
     ``replayed`` where the request had come before under the same key.
     """
 
@@ -94,12 +95,13 @@ class Answers:
         return earlier
 
     async def _replay(self, admitted: Admitted, earlier: Earlier, caller: Caller) -> Answer:
-        """The first one's answer, in the form that the second asks for."""
-        earlier = await self._archive.whole(earlier, caller)
-        generations = tuple(record.generation for record in earlier.records)
+        """The first one's answer, in the form and within the time that the second asks for."""
+        earlier = await self._archive.settled(earlier, caller)
+        first = {record.generation.request_id: record.generation for record in earlier.records}
+        generations = tuple(first.get(each.request_id, each) for each in admitted.generations)
         again = Admitted(generations, admitted.shape, admitted.text)
-        mark = Mark(again.choices)
-        answer = _answer(again, self._runner.resume(earlier.records, mark), mark)
+        deltas = await self._runner.replay(generations, earlier.records, admitted.first.deadline)
+        answer = _answer(again, deltas, Mark(again.choices))
         answer.replayed = True
         return answer
 
@@ -112,9 +114,10 @@ def begun(mark: Mark, choices: int) -> Container[int]:
 def _answer(admitted: Admitted, deltas: AsyncGenerator[Delta], mark: Mark) -> Answer:
     """Choices begin with their prompt where it is echoed."""
     if admitted.first.echo:
-        deltas = echoed(deltas, admitted.generations, admitted.text, begun(mark, admitted.choices))
+        known = begun(mark, admitted.choices)
+        deltas = Held(echoed(deltas, admitted.generations, admitted.text, known), deltas.aclose)
     if admitted.shape.tools and admitted.first.params.structured is not None:
-        deltas = naming_tools(deltas)
+        deltas = Held(naming_tools(deltas), deltas.aclose)
     return Answer(admitted, deltas, mark)
 
 

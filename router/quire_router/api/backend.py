@@ -59,10 +59,11 @@ class Runner(Protocol):
         """What is remembered of a request, running anywhere or ended; None when nothing is. Raises ``QuireError``."""
         ...
 
-    def resume(self, record: Record, mark: Mark) -> AsyncGenerator[Delta]:
+    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, from its first piece on; what is before ``mark`` comes as ``told``. Follows
-        a router that is still at it, and takes a request up that nobody is at. Raises ``QuireError``. Closing it only
-        ends the request if it was taken up here, and that leaves it to be resumed again.
+        a router that is still at it, and takes a request up that nobody is at, until ``deadline`` in seconds since
+        1970. Raises ``QuireError``. Closing it only ends the request if it was taken up here, and that leaves it to be
+        resumed again.
         """
         ...
 

@@ -15,7 +15,7 @@ from quire_router.api.identity import Caller
 from quire_router.api.shape import AnswerShape
 from quire_router.api.together import Together, total
 from quire_router.api.validate import unknown_model
-from quire_router.generation import Generation, Usage
+from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import Record
 from quire_router.journal.failure import read_failure
 from quire_router.mark import Mark
@@ -73,11 +73,13 @@ class Earlier:
     @property
     def usage(self) -> Usage:
         """So far."""
-        usages = [record.usage if record.finish_reason else _so_far(record) for record in self.records]
-        return total(usages)
+        return total([_usage(record) for record in self.records])
 
 
-def _so_far(record: Record) -> Usage:
+def _usage(record: Record) -> Usage:
+    """What was told, where nobody who ran the request said at its end what it consumed."""
+    if record.usage != NO_USAGE:
+        return record.usage
     made = sum(len(piece.token_ids) for piece in record.pieces)
     return Usage(len(record.generation.prompt_token_ids), made)
 
@@ -108,15 +110,24 @@ class Archive:
 
     async def whole(self, earlier: Earlier, caller: Caller) -> Earlier:
         """The request with the records of all its prompts, once they are written. Raises ``QuireError``, NOT_FOUND when
-        they never were: its router died first.
+        they never were: its router died first, or they were refused.
+        """
+        earlier = await self.settled(earlier, caller)
+        if len(earlier.records) == len(earlier.request_ids):
+            return earlier
+        message = "Some prompts of this request were lost before they were written down."
+        raise QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
+
+    async def settled(self, earlier: Earlier, caller: Caller) -> Earlier:
+        """The request with the records of all its prompts, or of those that there are after a second. Raises
+        ``QuireError``.
         """
         for _ in range(_LOOKS):
             if len(earlier.records) == len(earlier.request_ids):
-                return earlier
+                break
             await asyncio.sleep(_PAUSE)
             earlier = await self.find(earlier.first.request_id, caller)
-        message = "Some prompts of this request were lost before they were written down."
-        raise QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
+        return earlier
 
     def admitted(self, earlier: Earlier) -> Admitted:
         """What is needed to write its answer again. Raises ``QuireError``."""

@@ -1,15 +1,12 @@
 """What REST and gRPC share between reading a request and writing its answer."""
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
 from time import time
-from typing import TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
@@ -23,6 +20,7 @@ from quire_router.admission.limits import Limits
 from quire_router.admission.meter import told
 from quire_router.api.admitted import Admitted
 from quire_router.api.answer import Answer, Answers
+from quire_router.api.aside import Aside
 from quire_router.api.backend import FleetView, Runner
 from quire_router.api.earlier import Archive, Earlier
 from quire_router.api.identity import ANYONE, Caller, Keys
@@ -34,7 +32,6 @@ from quire_router.api.together import Together
 from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
 from quire_router.api.validate import Validator, unknown_model
 
-T = TypeVar("T")
 _TRACER = trace.get_tracer("quire.router")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONG_TEXT = 2048  # characters from which tokenising would hold up the streams of others
@@ -79,7 +76,7 @@ class Frontend:
         self._durable = durable
         self._tenant_limits = tenant_limits
         self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority)
-        self._threads = ThreadPoolExecutor(2, "text")
+        self._aside = Aside()
         self._created = int(time())
 
     @contextmanager
@@ -105,11 +102,8 @@ class Frontend:
             request = read()
             caller.check_model(request.model)
             check = self._validator.generations
-            if _is_long(request):
-                loop = asyncio.get_running_loop()
-                generations = await loop.run_in_executor(self._threads, check, request, request_id, caller)
-            else:
-                generations = check(request, request_id, caller)
+            work = partial(check, request, request_id, caller)
+            generations = await self._aside.run(caller.tenant, work) if _is_long(request) else work()
             admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model))
             return on_terms(request, admitted, terms, caller, self._request_timeout)
 
@@ -135,20 +129,22 @@ class Frontend:
         await self._runner.cancel(earlier.request_ids)
         return earlier
 
-    async def tokenize(self, read: Callable[[], TokenizeRequest]) -> Tokenized:
+    async def tokenize(self, read: Callable[[], TokenizeRequest], caller: Caller) -> Tokenized:
         """See ``tokenized``. Raises ``QuireError``, and counts the refusal."""
         with counting_rejections():
             request = read()
+            caller.check_model(request.model)
             text, card = self._validator.text(request.model), self._card(request.model)
             work = partial(tokenized, request, text, card.max_model_len)
-            return await self._aside(work) if request.size > _LONG_TEXT else work()
+            return await self._aside.run(caller.tenant, work) if request.size > _LONG_TEXT else work()
 
-    async def detokenize(self, read: Callable[[], DetokenizeRequest]) -> str:
+    async def detokenize(self, read: Callable[[], DetokenizeRequest], caller: Caller) -> str:
         """See ``detokenized``. Raises ``QuireError``, and counts the refusal."""
         with counting_rejections():
             request = read()
+            caller.check_model(request.model)
             work = partial(detokenized, request, self._validator.text(request.model))
-            return await self._aside(work) if request.size > _LONG_TEXT else work()
+            return await self._aside.run(caller.tenant, work) if request.size > _LONG_TEXT else work()
 
     def notes(self, *, replayed: bool = False) -> dict[str, str]:
         """What an answer says of itself before it begins, by names of headers and of metadata."""
@@ -176,11 +172,7 @@ class Frontend:
 
     def close(self) -> None:
         """Lets go of threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _aside(self, work: Callable[[], T]) -> T:
-        """Does on a thread what would hold up the streams of others."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._aside.close()
 
     def _card(self, name: str) -> ModelCard:
         limits = self._fleet.limits(name)

@@ -50,7 +50,7 @@ def _explain(error: ValidationError) -> QuireError:
         return invalid(param, f"{param} is not a known parameter.")
     if kind == "missing":
         return invalid(param, f"{param} is missing.")
-    return invalid(param, f"{param}: {text.removeprefix('Value error, ')}.")
+    return invalid(param, f"{param}: {text.removeprefix('Value error, ').replace(' after validation', '')}.")
 
 
 def _param(location: tuple[int | str, ...]) -> str:

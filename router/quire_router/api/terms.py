@@ -101,7 +101,7 @@ def on_terms(
         deadline=admitted.first.created + seconds if math.isfinite(seconds) else None,
     )
     if terms.key:
-        first = replace(first, digest=_digest(first, admitted, seeded=request.seed is not None))
+        first = replace(first, digest=_digest(first, admitted, request))
     generations = (first, *(_alike(first, each) for each in admitted.generations[1:]))
     if terms.key and request.seed is None:
         # Without Redis two routers may both run it, and what a client has of one answer must go on as the other does.
@@ -109,12 +109,18 @@ def on_terms(
     return replace(admitted, generations=generations)
 
 
-def _digest(first: Generation, admitted: Admitted, *, seeded: bool) -> str:
-    """Tells requests apart by all that makes their answers differ, and not by how those are sent."""
+def _digest(first: Generation, admitted: Admitted, request: GenerationRequest) -> str:
+    """Tells requests apart by all that makes their answers differ, and not by how those are sent. What the client left
+    out does not count: defaults may follow from the engines, which change.
+    """
     digest = blake2b(digest_size=16, person=b"quire digest")
     shape = admitted.shape.model_copy(update={"include_usage": False}).to_json()
-    params = sampling_to_proto(replace(first.params, seed=first.params.seed if seeded else 0))
-    flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, seeded)
+    params = sampling_to_proto(first.params)
+    if request.seed is None:
+        params.ClearField("seed")
+    if request.output_limit is None:
+        params.ClearField("max_tokens")
+    flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
     words = (first.model, first.operation, first.stop, first.priority, flags, shape)
     prompts = [list(generation.prompt_token_ids) for generation in admitted.generations]
     for part in (repr(words).encode(), params.SerializeToString(deterministic=True), repr(prompts).encode()):

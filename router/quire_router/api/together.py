@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
+
+from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.api.backend import Runner
 from quire_router.api.running import Running
 from quire_router.generation import Delta, Generation, Usage
+from quire_router.held import Held
 from quire_router.journal.base import Record
 from quire_router.mark import Mark
 
@@ -17,7 +20,7 @@ _News = tuple[int, Delta | Exception | None]
 class Together:
     """Runs what a client asked for in one request. Each prompt takes a place among ``running``. The first error is the
     answer's, and whatever ends it ends every prompt. Choices are numbered through: those of the first prompt, then
-    those of the second. Answers are to be iterated, or closed after that, as soon as they are given.
+    those of the second.
     """
 
     def __init__(self, runner: Runner, running: Running) -> None:
@@ -30,7 +33,7 @@ class Together:
             return self._runner.run(generations[0])
         with self._places(len(generations)) as places:
             runs = [self._runner.run(generation) for generation in generations]
-            return _merged(runs, generations[0].params.n, places.pop_all())
+            return _merged(runs, generations[0].params.n, places)
 
     async def run_once(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta] | None:
         """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts."""
@@ -42,7 +45,7 @@ class Together:
             if run is None:
                 return None
             runs = [run, *(self._runner.run(generation) for generation in generations[1:])]
-            return _merged(runs, first.params.n, places.pop_all())
+            return _merged(runs, first.params.n, places)
 
     async def start(self, generation: Generation) -> bool:
         """As ``Runner.start``."""
@@ -57,7 +60,34 @@ class Together:
         n = records[0].generation.params.n
         with self._places(len(records)) as places:
             runs = [self._runner.resume(record, mark.part(number * n, n)) for number, record in enumerate(records)]
-            return runs[0] if len(runs) == 1 else _merged(runs, n, places.pop_all())
+            return runs[0] if len(runs) == 1 else _merged(runs, n, places)
+
+    async def replay(
+        self, generations: Sequence[Generation], records: Sequence[Record], deadline: float | None
+    ) -> AsyncGenerator[Delta]:
+        """The answer to a request that came before, until ``deadline``: prompts that have a record are resumed, the
+        others, which were refused or lost before they were written down, are run. Raises as ``run_once``.
+        """
+        known = {record.generation.request_id: record for record in records}
+        with self._places(len(generations)) as places:
+            async with AsyncExitStack() as undo:
+                runs = []
+                for generation in generations:
+                    runs.append(await self._resumed_or_run(generation, known.get(generation.request_id), deadline))
+                    undo.push_async_callback(runs[-1].aclose)
+                undo.pop_all()
+            return runs[0] if len(runs) == 1 else _merged(runs, generations[0].params.n, places)
+
+    async def _resumed_or_run(
+        self, generation: Generation, record: Record | None, deadline: float | None
+    ) -> AsyncGenerator[Delta]:
+        run = await self._runner.run_once(generation) if record is None else None
+        if run is not None:
+            return run
+        record = record or await self._runner.record(generation.request_id)
+        if record is None:
+            raise QuireError(ErrorCode.UNAVAILABLE, "A prompt of this request was forgotten just now.", retry_after=1)
+        return self._runner.resume(record, Mark(generation.params.n), deadline)
 
     async def cancel(self, request_ids: Sequence[str]) -> bool:
         """Ends what has not ended of these; False when there is nothing."""
@@ -72,18 +102,32 @@ class Together:
             yield places
 
 
-async def _merged(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> AsyncGenerator[Delta]:
-    """One answer of several with ``n`` choices each: the usage is that of all, and comes with the last piece of the
-    last one. Gives ``places`` back.
+def _merged(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> Held:
+    """One answer of several with ``n`` choices each, which takes over ``places``."""
+    ending = AsyncExitStack()
+    ending.enter_context(places.pop_all())
+    for run in runs:
+        ending.push_async_callback(run.aclose)
+    return Held(_numbered(runs, n, ending), ending.aclose)
+
+
+async def _numbered(runs: Sequence[AsyncGenerator[Delta]], n: int, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
+    """The pieces with their choices numbered through: the usage is that of all, and comes with the last piece of the
+    last one.
     """
     usages = list[Usage]()
-    with places:
-        async with aclosing(_together(runs)) as pieces:
-            async for number, delta in pieces:
-                if delta.usage is not None:
-                    usages.append(delta.usage)
-                usage = total(usages) if len(usages) == len(runs) else None
+    async with ending, aclosing(_together(runs)) as pieces:
+        async for number, delta in pieces:
+            if delta.usage is not None:
+                usages.append(delta.usage)
+            usage = total(usages) if len(usages) == len(runs) else None
+            if usage is not None or _says_more(delta):
                 yield replace(delta, index=number * n + delta.index, usage=usage)
+
+
+def _says_more(delta: Delta) -> bool:
+    """Whether a piece says anything but the usage of its prompt."""
+    return delta.usage is None or bool(delta.token_ids or delta.text) or delta.finish_reason is not None
 
 
 async def _together(runs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:

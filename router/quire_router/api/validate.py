@@ -19,7 +19,7 @@ from quire_router.api.identity import Caller
 from quire_router.api.sampling import check_ids, sampling_of
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from quire_router.api.size import check_size
-from quire_router.generation import Generation
+from quire_router.generation import Generation, part_id
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds
@@ -103,7 +103,7 @@ def _for_prompt(first: Generation, number: int, prompt: Sequence[int]) -> Genera
     """The same request for another of its prompts, under a name of its own."""
     if number == 0:
         return first
-    return replace(first, request_id=f"{first.request_id}_{number}", prompt_token_ids=prompt)
+    return replace(first, request_id=part_id(first.request_id, number), prompt_token_ids=prompt)
 
 
 def _seeded(generation: Generation) -> Generation:

@@ -1,4 +1,6 @@
-"""What a worker is told by the process that started it: its ports, and the pipe that says that it is still there."""
+"""What a worker is told by the process that started it: its number and ports, and the pipe that says that it is still
+there.
+"""
 
 import json
 import os
@@ -10,12 +12,13 @@ _VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
 @dataclass(frozen=True, slots=True)
 class Place:
     """``http_port`` and ``grpc_port`` are shared with the other workers. ``parent`` is a file descriptor that reads as
-    ended once the supervisor is gone.
+    ended once the supervisor is gone. ``number`` counts the workers from 1.
     """
 
     http_port: int
     grpc_port: int
     parent: int
+    number: int
 
     def environment(self) -> dict[str, str]:
         """What a worker's process is started with, besides what this one has."""

@@ -63,13 +63,14 @@ class Supervisor:
             rooms.callback(os.close, kept)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(door.run_until_stopped())
-                for number in range(settings.workers):
-                    tasks.create_task(self._keep(number, Place(*ports, watched), folder))
+                for number in range(1, settings.workers + 1):
+                    tasks.create_task(self._keep(Place(*ports, watched, number), folder))
                 await self._stopping.wait()
                 await self._end()
                 door.should_exit = True
 
-    async def _keep(self, number: int, place: Place, folder: str) -> None:
+    async def _keep(self, place: Place, folder: str) -> None:
+        number = place.number
         delay, loop = _FIRST_DELAY, asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()

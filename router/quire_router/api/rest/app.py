@@ -49,6 +49,8 @@ class RestApp:
             await self._serve(exchange, send)
         except ClientGoneError:
             log.debug("request %s: the client left", exchange.request_id)
+            if reply.direct is not None:
+                reply.direct.cut()
         finally:
             reply.close()
 

@@ -1,4 +1,4 @@
-"""The body of one HTTP answer, written straight to its connection where that needs no waiting."""
+"""One HTTP answer's own way to its connection: its body, where that needs no waiting, and its end before its time."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -15,21 +15,31 @@ class Direct:
     without the message and the coroutine.
     """
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._transport = cycle.transport
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the answer has begun in chunks, and has not ended."""
+        return bool(self._cycle.chunked_encoding) and not self._cycle.response_complete
 
     @property
     def is_open(self) -> bool:
-        """Whether the answer has begun in chunks and has not ended, and its client keeps up with reading."""
-        cycle = self._cycle
-        begun = bool(cycle.chunked_encoding) and not cycle.response_complete
-        return begun and not cycle.disconnected and not cycle.flow.write_paused
+        """Whether its client is there and has taken all that was written: then the kernel takes the next bytes too."""
+        transport = self._transport
+        return not (transport.is_closing() or transport.get_write_buffer_size())
 
     def write(self, data: bytes) -> None:
-        """Some of the body, not empty. Only while it is open."""
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """Some of the body, not empty. Only once it has begun and while it is open."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def cut(self) -> None:
+        """Lets go of a client that left or does not read, and of all that was written and not taken."""
+        self._cycle.disconnected = True  # else the server takes the answer for one that was forgotten
+        self._transport.abort()
 
 
 def direct_of(scope: Mapping[str, Any]) -> Direct | None:

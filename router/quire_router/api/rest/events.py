@@ -6,6 +6,7 @@ from typing import Final, Self
 
 from quire_router.api.rest.answers import RECONNECT
 from quire_router.api.rest.connection import EVENTS, ClientGoneError, Header, Reply
+from quire_router.api.rest.direct import Direct
 
 WAITING: Final = b": waiting\n"
 """A comment of one line, with no empty line behind it: that would end an event, and clients that repeat the last id
@@ -19,14 +20,28 @@ class EventStream:
     comments never interleave. To be used as a context, by one task.
     """
 
+    __slots__ = (
+        "_beating",
+        "_direct",
+        "_gone",
+        "_is_busy",
+        "_last",
+        "_loop",
+        "_reply",
+        "_seconds",
+        "_timer",
+        "headers",
+    )
+
     def __init__(self, reply: Reply, heartbeat: float) -> None:
         self.headers: list[Header] = []
         self._reply = reply
         self._seconds = heartbeat
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
-        self._is_writing = False
+        self._is_busy = False  # something is being written, or nothing can be any more
         self._gone = False
+        self._direct: Direct | None = None
         self._beating: asyncio.Task[None] | None = None
         self._timer = self._loop.call_at(self._last + heartbeat, self._look)
 
@@ -45,25 +60,23 @@ class EventStream:
     async def write(self, data: bytes) -> None:
         """Some events."""
         await self._reply.write(await self._prepare() + data)
-        self._is_writing = False
+        self._is_busy = False
 
     @property
     def is_open(self) -> bool:
         """Whether events can be written without waiting."""
-        beating = self._beating is not None and not self._beating.done()
-        direct = self._reply.direct
-        return direct is not None and not (beating or self._is_writing or self._gone) and direct.is_open
+        direct = self._direct
+        return direct is not None and not self._is_busy and direct.is_open
 
     def write_now(self, data: bytes) -> None:
         """Some events. Only while it is open."""
-        assert self._reply.direct is not None  # else it was not open
+        assert self._direct is not None  # else it was not open
         self._last = self._loop.time()
-        self._reply.direct.write(data)
+        self._direct.write(data)
 
     async def end(self, data: bytes) -> None:
         """The last events."""
         await self._reply.end(await self._prepare() + data)
-        self._is_writing = False
 
     async def _prepare(self) -> bytes:
         """Before anything is written: waits for a comment on its way, and begins the answer; gives what comes first."""
@@ -72,11 +85,13 @@ class EventStream:
             await asyncio.wait([self._beating])
         if self._gone:
             raise ClientGoneError
-        self._is_writing = True
+        self._is_busy = True
         return b"" if self._reply.started else await self._start()
 
     async def _start(self) -> bytes:
         await self._reply.start(200, (*EVENTS, *self.headers))
+        if self._reply.direct is not None and self._reply.direct.has_begun:
+            self._direct = self._reply.direct
         return RECONNECT
 
     def _look(self) -> None:
@@ -84,7 +99,8 @@ class EventStream:
         now = self._loop.time()
         if now >= self._last + self._seconds:
             self._last = now
-            if not self._is_writing and (self._beating is None or self._beating.done()):
+            if not self._is_busy:
+                self._is_busy = True
                 self._beating = self._loop.create_task(self._beat(), name="heartbeat")
         self._timer = self._loop.call_at(self._last + self._seconds, self._look)
 
@@ -95,3 +111,5 @@ class EventStream:
         except ClientGoneError:
             self._gone = True  # whoever writes the next piece is told
             self._timer.cancel()
+        finally:
+            self._is_busy = self._gone

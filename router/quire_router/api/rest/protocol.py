@@ -1,5 +1,5 @@
-"""One HTTP connection below the application: how much a head may be, how long it may take, and how many connections
-there are. What it refuses is told as the application would.
+"""One HTTP connection below the application: how much a head may be, how long it may take, how many requests may wait
+behind one, and how many connections there are. What it refuses is told as the application would.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from quire_router.api.rest.refusals import HttpError, head_too_large, head_too_s
 from quire_router.api.running import RETRY_BUSY
 
 MAX_HEAD_BYTES = 16 * 1024
+MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class LimitedConfig(Config):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever.
+    """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever;
+    and requests that come before the answer to another would wait in any number.
 
     One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
     """
@@ -54,7 +56,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        self._in_head = True
         self._head_begun = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -72,10 +73,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what arrives before a head is complete."""
+        """Counts what arrives before a head is complete, and behind a body what belongs to none."""
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(head_too_large(MAX_HEAD_BYTES))
 
     def on_message_begin(self) -> None:
@@ -87,15 +88,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A head is complete; the application judges its size."""
-        self._in_head, self._head_begun, self._head_bytes = False, False, 0
+        self._head_begun, self._head_bytes = False, 0
         self._stop_waiting()
+        if self.transport.is_closing():
+            return  # the parser goes on with what came together
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
+            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY))
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope["extensions"] = {EXTENSION: {DIRECT: Direct(self.cycle)}}
 
+    def on_body(self, body: bytes) -> None:
+        """The application judges how much of it there is."""
+        self._head_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         """The next request's head may come."""
-        self._in_head, self._head_bytes = True, 0
+        self._head_bytes = 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

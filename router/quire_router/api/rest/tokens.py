@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from quire_router.api.frontend import Frontend
+from quire_router.api.identity import Caller
 from quire_router.api.rest.answers import to_json
 from quire_router.api.rest.connection import JSON, BodyLimits, read_body
 from quire_router.api.rest.exchange import Exchange
@@ -29,7 +30,7 @@ class Tokens:
         await self._answer(exchange, "POST /detokenize", self._text)
 
     async def _answer(
-        self, exchange: Exchange, name: str, answer: Callable[[bytes], Awaitable[dict[str, Any]]]
+        self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[dict[str, Any]]]
     ) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
@@ -37,10 +38,10 @@ class Tokens:
             raise body_too_large(self._limits.max_bytes)
         with self._frontend.exchange(name, exchange.request_id, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
-            await exchange.reply.whole(200, to_json(await answer(body)), JSON)
+            await exchange.reply.whole(200, to_json(await answer(body, exchange.caller)), JSON)
 
-    async def _tokens(self, body: bytes) -> dict[str, Any]:
-        told = await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body))
+    async def _tokens(self, body: bytes, caller: Caller) -> dict[str, Any]:
+        told = await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body), caller)
         return {
             "count": len(told.tokens),
             "max_model_len": told.max_model_len,
@@ -48,5 +49,5 @@ class Tokens:
             "token_strs": told.token_strs,
         }
 
-    async def _text(self, body: bytes) -> dict[str, Any]:
-        return {"prompt": await self._frontend.detokenize(lambda: DetokenizeRequest.from_json(body))}
+    async def _text(self, body: bytes, caller: Caller) -> dict[str, Any]:
+        return {"prompt": await self._frontend.detokenize(lambda: DetokenizeRequest.from_json(body), caller)}

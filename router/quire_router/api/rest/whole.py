@@ -1,5 +1,6 @@
 """An answer in one piece, as the OpenAI API writes it, put together while it comes. Does no I/O."""
 
+import asyncio
 import json
 from dataclasses import dataclass, field
 
@@ -49,14 +50,21 @@ class Whole:
             if choice.said:
                 choice.finish_reason = choice.said[-1].finish_reason
 
-    def body(self, usage: Usage) -> bytes:
-        """The answer. Raises ``QuireError`` when a choice has not ended: it is never passed on as a complete one."""
+    async def body(self, usage: Usage) -> bytes:
+        """The answer, choice by choice, between which others get their turn. Raises ``QuireError`` when a choice has
+        not ended: it is never passed on as a complete one.
+        """
         if any(choice.finish_reason is None for choice in self._choices):
             raise internal()
-        choices = ",".join(self._choice_object(index, choice) for index, choice in enumerate(self._choices))
-        usage_text = _json(usage_object(usage))
+        choices = []
+        for index, choice in enumerate(self._choices):
+            choices.append(self._choice_object(index, choice).encode("ascii"))
+            await asyncio.sleep(0)
         after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
-        return f'{_json(self._head)[:-1]},"choices":[{choices}],"usage":{usage_text}{after}}}'.encode("ascii")
+        end = f'],"usage":{_json(usage_object(usage))}{after}}}'
+        return b"".join(
+            (f'{_json(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
+        )
 
     def _choice_object(self, index: int, choice: _Choice) -> str:
         if self._readers is None:

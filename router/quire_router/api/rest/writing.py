@@ -79,7 +79,7 @@ async def collect(answer: Answer, style: Style) -> tuple[bytes, list[Header]]:
             whole.add(delta)
             headers = headers or route_headers(delta)
             if delta.usage is not None:
-                return whole.body(delta.usage), headers
+                return await whole.body(delta.usage), headers
     raise internal()
 
 

@@ -45,12 +45,7 @@ def _refusing(handler: Handler, error: QuireError) -> Handler:
     async def refuse(_request: object, context: Context) -> None:
         await abort(context, error, new_request_id())
 
-    if handler is None:
-        return grpc.unary_unary_rpc_method_handler(refuse)
-    if handler.request_streaming and handler.response_streaming:
+    # As a method that takes a stream, so that the refusal does not wait for a message.
+    if handler is not None and handler.response_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse)
-    if handler.request_streaming:
-        return grpc.stream_unary_rpc_method_handler(refuse)
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_unary_rpc_method_handler(refuse)

@@ -79,7 +79,7 @@ class Inference(InferenceServicer):
         response = pb.TokenizeResponse()
         async with _told(context) as call:
             with self._exchange("Tokenize", call):
-                told = await self._frontend.tokenize(partial(tools.tokenize_request, request))
+                told = await self._frontend.tokenize(partial(tools.tokenize_request, request), call.caller)
                 response = tools.tokenize_response(told)
         return response
 
@@ -88,7 +88,7 @@ class Inference(InferenceServicer):
         response = pb.DetokenizeResponse()
         async with _told(context) as call:
             with self._exchange("Detokenize", call):
-                text = await self._frontend.detokenize(partial(tools.detokenize_request, request))
+                text = await self._frontend.detokenize(partial(tools.detokenize_request, request), call.caller)
                 response = pb.DetokenizeResponse(text=text)
         return response
 

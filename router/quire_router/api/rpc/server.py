@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2
@@ -10,27 +11,70 @@ from grpc_reflection.v1alpha import reflection
 from quire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 from quire_router.api.frontend import Frontend
+from quire_router.api.rpc.arrival import Arrival
 from quire_router.api.rpc.authentication import Authentication
 from quire_router.api.rpc.decoding import Decoding
 from quire_router.api.rpc.inference import SERVICE, Inference
+from quire_router.api.rpc.places import Places
 
 _MAX_METADATA_BYTES = 16 * 1024
 _HEALTH_PERIOD = 0.2  # seconds
-_SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+_BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+_SERVICES = (SERVICE, *_BESIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """At most ``connections`` at once on one port, and ``beside`` calls of each method of health and reflection, next
+    to the ``requests`` that the door lets in and ``short`` ones that are answered or refused at once. A connection
+    without calls may wait ``idle`` seconds for the next one. One with calls, whose client says nothing for ``silence``
+    seconds, is asked whether it is still there, and closed when it does not answer within a third of that.
+    """
+
+    requests: int = 1024
+    beside: int = 64
+    short: int = 256
+    connections: int = 4096
+    idle: float = 300.0
+    silence: float = 60.0
+
+    @property
+    def calls(self) -> int:
+        """The most calls at once, on one connection or on all. The gRPC library refuses what is above that, without a
+        reason, and a client's own library keeps it waiting where it is one connection's.
+        """
+        return self.requests + 4 * self.beside + self.short
 
 
 class RpcServer:
     """Listens on ``address`` (port 0: any free one; ``port`` tells which), ``shared`` with other processes that say the
-    same. Raises ``OSError`` when it cannot.
+    same. ``patience`` is how many seconds a client may take to send a message, and to read one. Raises ``OSError`` when
+    it cannot listen.
     """
 
     def __init__(
-        self, frontend: Frontend, address: str, *, max_message_bytes: int, patience: float, shared: bool = False
+        self,
+        frontend: Frontend,
+        address: str,
+        *,
+        max_message_bytes: int,
+        patience: float,
+        shared: bool = False,
+        limits: CallLimits | None = None,
     ) -> None:
         self._frontend = frontend
+        limits = limits or CallLimits()
+        # From the outside in: who has no valid key takes no place, and a call holds its place while it is awaited.
+        interceptors = [
+            Authentication(frontend.keys),
+            Places(_BESIDE, limits.beside),
+            Arrival(patience),
+            Decoding(SERVICE),
+        ]
         self._server = grpc.aio.server(
-            interceptors=[Authentication(frontend.keys), Decoding(SERVICE)],
-            options=_options(max_message_bytes, shared),
+            interceptors=interceptors,
+            options=[*_options(max_message_bytes, shared), *_connection_options(limits, patience)],
+            maximum_concurrent_rpcs=limits.calls,
         )
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(frontend, patience), self._server)
@@ -74,6 +118,27 @@ def _options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", int(shared)),  # without it a port that is in use is an error, not a second server
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
+
+
+def _connection_options(limits: CallLimits, patience: float) -> list[tuple[str, int]]:
+    """No option ends a connection that has calls and whose client is there."""
+    return [
+        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        (
+            "grpc.server_handshake_timeout_ms",
+            _milliseconds(patience),
+        ),  # until the client has said that it speaks HTTP/2
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle)),
+        ("grpc.http2.max_pings_without_data", 0),  # a request may wait long before it has any
+        ("grpc.keepalive_time_ms", _milliseconds(limits.silence)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.silence / 3)),
+        ("grpc.http2.ping_timeout_ms", _milliseconds(limits.silence / 3)),  # a minute otherwise, whatever the former is
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(round(seconds * 1000), 2**31 - 1)  # an option is a signed number of 32 bits
 
 
 def _bind(server: grpc.aio.Server, address: str) -> int:

@@ -1,0 +1,139 @@
+"""The requests that this router runs now: by their ids, counted, and ended with it."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import time
+
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason
+
+from quire_router import metrics
+from quire_router.generation import Generation
+from quire_router.progress import RETRY_AFTER, Progress
+
+log = logging.getLogger(__name__)
+
+
+class InFlight:
+    """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
+    becomes of the records (see ``journal.base.Owners``). ``timeout`` seconds, where given, end a request with DEADLINE,
+    as its own deadline does.
+    """
+
+    def __init__(self, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        self._requests: dict[str, Progress] = {}
+        self._none = asyncio.Event()
+        self._none.set()
+        self._draining = self._drained = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    @property
+    def draining(self) -> bool:
+        """Whether the door is closed."""
+        return self._draining
+
+    @property
+    def drained(self) -> bool:
+        """Whether the router's time is over."""
+        return self._drained
+
+    def check_door(self) -> None:
+        """Raises ``QuireError`` UNAVAILABLE once the router is shutting down."""
+        if self._draining:
+            metrics.REJECTIONS.labels("unavailable").inc()
+            raise shutting_down()
+
+    def check_id(self, request_id: str) -> None:
+        """Raises ``QuireError`` INTERNAL for an id that is in use."""
+        if request_id in self._requests:
+            log.error("request id %s is in use twice", request_id)
+            raise internal()
+
+    @contextmanager
+    def entered(self, progress: Progress) -> Iterator[None]:
+        """The request is in flight; all of that is undone here, on every way out, and an answer that is not complete by
+        then is left.
+        """
+        model, deadline = progress.generation.model, self._start_deadline(progress)
+        self._requests[progress.id] = progress
+        self._none.clear()
+        metrics.IN_FLIGHT.labels(model).inc()
+        metrics.PROMPT_TOKENS.labels(model).inc(len(progress.generation.prompt_token_ids))
+        try:
+            yield
+        finally:
+            _leave(progress)
+            if deadline is not None:
+                deadline.cancel()
+            metrics.IN_FLIGHT.labels(model).dec()
+            if self._requests.get(progress.id) is progress:  # else the same came twice, and the journal held neither
+                del self._requests[progress.id]
+            if not self._requests:
+                self._none.set()
+
+    async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
+        """Closes the door, lets requests end within ``timeout`` seconds, then ends the rest with UNAVAILABLE, for
+        others to go on with.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._none.wait()
+        except TimeoutError:
+            for progress in list(self._requests.values()):
+                progress.interrupt(shutting_down())
+        self._drained = True
+
+    def on_cancelled(self, request_id: str) -> None:
+        """Somebody asked for the request to be ended."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.interrupt(None)
+
+    def on_taken(self, request_id: str) -> None:
+        """Another router goes on with the request, because this one did not say for long that it does."""
+        progress = self._requests.get(request_id)
+        if progress is not None:
+            progress.interrupt(unavailable("Another router goes on with this request."))
+
+    def _start_deadline(self, progress: Progress) -> asyncio.TimerHandle | None:
+        seconds = self._seconds(progress.generation)
+        if seconds is None:
+            return None
+        error = QuireError(ErrorCode.DEADLINE, "The request took longer than it was to take.")
+        return asyncio.get_running_loop().call_later(seconds, progress.interrupt, error)
+
+    def _seconds(self, generation: Generation) -> float | None:
+        """How long a request may take from now on."""
+        if generation.deadline is None:
+            return self._timeout
+        left = max(0.0, generation.deadline - time())
+        return left if self._timeout is None else min(left, self._timeout)
+
+
+def unavailable(message: str) -> QuireError:
+    """An error that will pass, here or elsewhere."""
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
+
+
+def shutting_down() -> QuireError:
+    """Whoever asks now has to ask another router."""
+    return unavailable("This router is shutting down.")
+
+
+def _leave(progress: Progress) -> None:
+    """The client left before the answer was complete: it may come back for the rest of some requests, unless somebody
+    cancelled them.
+    """
+    if progress.resumable and not progress.cancelled:
+        progress.leave()
+    else:
+        progress.finish(FinishReason.ABORT)

@@ -1,0 +1,152 @@
+"""How a request goes on that was begun before: whoever wants its answer follows its record while somebody writes it,
+and takes it up when nobody does. Makes no tokens itself.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import aclosing
+from time import time
+
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_proto.text.model_text import ModelText
+
+from quire_router.background import Background
+from quire_router.generation import Delta, Generation
+from quire_router.held import Held
+from quire_router.in_flight import InFlight, shutting_down
+from quire_router.journal.base import Journal, Lease, Record
+from quire_router.journal.failure import read_failure
+from quire_router.mark import Mark
+from quire_router.reader import Reader
+from quire_router.retelling import PART, Retelling
+
+log = logging.getLogger(__name__)
+
+FOLLOW_PERIOD = 0.05  # seconds between two looks at a record that another writes
+MAX_LOOKS = 400  # in a second, of all that follow records here
+
+
+class Resumption:
+    """Resumes requests of the models that have ``texts``: for readers that come back, and those that nobody waits for
+    in the ``background``. ``go_on`` makes the rest of an answer whose record was claimed; what is in flight ``here``
+    needs no claim.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        texts: Mapping[str, ModelText],
+        here: InFlight,
+        background: Background,
+        go_on: Callable[[Record, Lease, Reader], Held],
+    ) -> None:
+        self._journal = journal
+        self._texts = texts
+        self._here = here
+        self._background = background
+        self._go_on = go_on
+        self._pausing = 0
+
+    async def resume(self, generation: Generation, reader: Reader, mark: Mark) -> AsyncGenerator[Delta]:
+        """Tells what is written, for as long as another writes it; then goes on with it."""
+        follower = self._journal.follow(generation.request_id)
+        retelling = Retelling(generation, self._texts[generation.model], mark)
+        while (tail := await follower.look()) is not None:
+            ended = tail.finish_reason is not None
+            async for delta in _in_turns(retelling.follow(tail.pieces, ended=ended)):
+                yield delta
+            if tail.finish_reason is FinishReason.ERROR:
+                raise read_failure(tail.error)
+            if tail.finish_reason is not None:
+                for delta in retelling.end(tail.finish_reason, tail.usage):
+                    yield delta
+                return
+            self._check_time(reader)
+            claimed = None if tail.held else await self._claim(generation.request_id)
+            if claimed is not None:
+                async with aclosing(self._take_up(*claimed, retelling, reader)) as answer:
+                    async for delta in answer:
+                        yield delta
+                return
+            await (asyncio.sleep(0) if tail.more else self._pause())
+        raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
+
+    def _check_time(self, reader: Reader) -> None:
+        if self._here.drained:
+            raise shutting_down()
+        if reader.deadline is not None and reader.deadline <= time():
+            raise QuireError(ErrorCode.DEADLINE, "The answer took longer than it was to take.")
+
+    async def _pause(self) -> None:
+        """Between two looks at a record: however many follow records here, they look only so often together."""
+        self._pausing += 1
+        try:
+            await asyncio.sleep(max(FOLLOW_PERIOD, self._pausing / MAX_LOOKS))
+        finally:
+            self._pausing -= 1
+
+    async def _take_up(
+        self, record: Record, lease: Lease, retelling: Retelling, reader: Reader
+    ) -> AsyncGenerator[Delta]:
+        async with aclosing(self._go_on(record, lease, reader)) as answer:
+            async for delta in _in_turns(retelling.catch_up(record.pieces)):
+                yield delta
+            async for delta in answer:
+                yield delta
+
+    async def adopt(self) -> int:
+        """Takes up background requests that their routers left, some at a time, unless there are many here already;
+        returns how many. Raises ``QuireError``.
+        """
+        adopted = 0
+        for request_id in (
+            () if self._here.draining or not self._background.wants_more else await self._journal.orphans()
+        ):
+            try:
+                adopted += await self.adopt_one(request_id)
+            except QuireError as error:
+                if error.code is not ErrorCode.INTERNAL:
+                    raise
+                log.error("background request %s cannot be taken up", request_id)  # the others can
+        return adopted
+
+    async def adopt_one(self, request_id: str) -> bool:
+        """Takes up a background request if its router left it. Raises ``QuireError``."""
+        claimed = await self._claim(request_id) if await self._can_adopt(request_id) else None
+        if claimed is not None:
+            self._background.run(self._go_on(*claimed, Reader()))
+        return claimed is not None
+
+    async def _can_adopt(self, request_id: str) -> bool:
+        """Whether a record's request is left, and can run here; routers of other models may share the journal. One that
+        is damaged is everybody's: whoever claims it ends it.
+        """
+        try:
+            record = await self._journal.read(request_id, brief=True)
+        except QuireError as error:
+            if error.code is ErrorCode.INTERNAL:
+                return True
+            raise
+        if record is None or record.held or record.finish_reason is not None:
+            return False
+        return record.generation.background and record.generation.model in self._texts
+
+    async def _claim(self, request_id: str) -> tuple[Record, Lease] | None:
+        """The record, if nobody holds it and this router may take it up."""
+        self._here.check_door()
+        if request_id in self._here:
+            return None  # it is ending here, and about to be let go of
+        return await self._journal.claim(request_id)
+
+
+async def _in_turns(pieces: Iterable[Delta]) -> AsyncGenerator[Delta]:
+    """The pieces, between which others get their turn: there may be many, and each takes a while to make."""
+    tokens = 0
+    for piece in pieces:
+        yield piece
+        tokens += len(piece.token_ids) + sum(len(each.top) for each in piece.logprobs)
+        if tokens >= PART:
+            tokens = 0
+            await asyncio.sleep(0)

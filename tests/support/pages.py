@@ -1,0 +1,76 @@
+"""The tables of docs that say what the code says too: read, and written again by ``python -m tests.support.pages``."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings
+from quire_engine.config import EngineConfig
+from quire_router.config import Settings
+
+ROOT = Path(__file__).parents[2]
+CONFIGURATION = ROOT / "docs" / "configuration.md"
+METRICS = ROOT / "docs" / "metrics.md"
+COMMANDS: dict[str, type[BaseSettings]] = {"quire-router": Settings, "quire-engine": EngineConfig}
+HEAD = ["| flag | default | |", "|---|---|---|"]
+
+
+def section(page: Path, heading: str) -> list[str]:
+    """The lines under a heading of the second level."""
+    lines = page.read_text().splitlines()
+    begin = lines.index(f"## {heading}") + 1
+    ends = (index for index, line in enumerate(lines) if index >= begin and line.startswith("## "))
+    return lines[begin : next(ends, len(lines))]
+
+
+def rows(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The cells of each table row but the heads."""
+    table = [line for line in lines if line.startswith("|")]
+    for index, line in enumerate(table):
+        is_head = line.startswith("|---") or (index + 1 < len(table) and table[index + 1].startswith("|---"))
+        if not is_head:
+            yield [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def flags_of(command: str) -> Iterator[list[str]]:
+    """Each flag of a command as a row: its name, its default, and what it says."""
+    for name, field in COMMANDS[command].model_fields.items():
+        values = " ".join(f"`{value}`" for value in _choices(field.annotation))
+        flag = f"`--{(field.alias or name).replace('_', '-')}`"
+        yield [f"{flag}: {values}" if values else flag, _default(field), field.description or ""]
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The words that a ``Literal``, or one that may be left out, allows."""
+    parts = get_args(annotation)
+    words = [part for part in parts if isinstance(part, str)]
+    return words or [word for part in parts if str(part).startswith("typing.Literal") for word in get_args(part)]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "needed"
+    if isinstance(field.default, bool):
+        return "on" if field.default else "off"
+    return "–" if field.default in (None, []) else f"`{field.default}`"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def write() -> None:
+    """Writes the table under each command's heading again."""
+    for command in COMMANDS:
+        lines = CONFIGURATION.read_text().splitlines()
+        begin = lines.index(f"## `{command}`") + 2
+        end = lines.index("", begin)
+        table = [*HEAD, *map(_line, flags_of(command))]
+        CONFIGURATION.write_text("\n".join([*lines[:begin], *table, *lines[end:], ""]))
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,85 @@
+"""What one HTTP connection may make the router keep."""
+
+import asyncio
+import gc
+import json
+
+import pytest
+from quire_router.api.rest.protocol import MAX_PIPELINED, LimitedHttpProtocol
+
+from tests.support.api_stage import chat, open_stage, read_answer
+
+CHAT = "/v1/chat/completions"
+LIVE = b"GET /live HTTP/1.1\r\nhost: test\r\n\r\n"
+LONG = 20  # seconds, after which a test has failed
+
+
+def waiting_requests() -> int:
+    """Requests that wait on a connection of this process, of the one that has most."""
+    protocols = [each for each in gc.get_objects() if isinstance(each, LimitedHttpProtocol)]
+    return max((len(each.pipeline) for each in protocols), default=0)
+
+
+async def read_all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        async with asyncio.timeout(LONG):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_requests_that_wait_on_a_connection_are_answered_in_order():
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        for _ in range(3):
+            writer.write(LIVE * (1 + MAX_PIPELINED))
+            answers = [await read_answer(reader) for _ in range(1 + MAX_PIPELINED)]
+            assert {answer.status for answer in answers} == {200}
+        writer.close()
+
+
+async def test_requests_that_wait_on_a_connection_are_bounded():
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        reading = asyncio.ensure_future(read_all(reader))
+        for _ in range(20):
+            if writer.transport.is_closing():
+                break
+            writer.write(LIVE * 2_000)
+            await asyncio.sleep(0.01)
+            assert waiting_requests() <= 1 + MAX_PIPELINED
+        said = await reading
+        writer.close()
+    assert b"requests wait on this connection" in said or not said
+    assert said.count(b"HTTP/1.1 200") < 20 * 2_000
+
+
+@pytest.mark.parametrize("behind", [b"5;a=", b"0\r\nx-a: "], ids=["extension", "trailer"])
+async def test_what_stands_behind_a_chunk_is_not_collected(behind):
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(head.encode() + b"1\r\n{\r\n" + behind)
+        reading, sent = asyncio.ensure_future(read_all(reader)), 0
+        for _ in range(100):
+            if reading.done():
+                break
+            writer.write(b"y" * 4096)
+            sent += 4096
+            await asyncio.sleep(0.01)
+        assert reading.done(), f"the server read {sent} bytes of it"
+        assert b" 431 " in await reading or not await reading
+        writer.close()
+
+
+async def test_a_body_in_many_small_chunks_is_taken():
+    body = json.dumps(chat("x" * 20_000)).encode()
+    parts = [body[at : at + 7] for at in range(0, len(body), 7)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(head.encode() + chunks + b"0\r\nx-sum: 1\r\n\r\n")
+        answer = await read_answer(reader)
+        writer.close()
+    assert answer.status in (200, 400)

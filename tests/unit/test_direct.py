@@ -1,0 +1,166 @@
+"""Events that are written straight to their connection: the client gets the same, and the way is open only while it
+keeps up.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from quire_router.api.rest.connection import Reply
+from quire_router.api.rest.direct import direct_of
+from quire_router.api.rest.events import WAITING, EventStream
+from quire_router.api.rest.server import HttpServer, listen
+from starlette.types import Receive, Scope, Send
+
+from tests.support.api_stage import completion, open_stage
+from tests.support.waiting import until
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
+Answer = Callable[[EventStream], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(answer: Answer, heartbeat: float = 60.0) -> AsyncIterator[int]:
+    """A port where every request is answered by ``answer``."""
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        reply = Reply(send, 20.0, "r", direct_of(scope))
+        async with EventStream(reply, heartbeat) as events:
+            await answer(events)
+        reply.close()
+
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    running = asyncio.create_task(server.run_until_stopped())
+    try:
+        yield server.port
+    finally:
+        server.should_exit = True
+        await running
+
+
+@asynccontextmanager
+async def asking(port: int, request: bytes = REQUEST) -> AsyncIterator[asyncio.StreamReader]:
+    """A client that has asked, and whose socket takes little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=client, limit=4096)
+    writer.write(request)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool) -> None:
+    pieces = [b"data: %d\n\n" % number for number in range(200)]
+    ways: list[bool] = []
+
+    async def answer(events: EventStream) -> None:
+        ways.append(events.is_open)
+        for piece in pieces:
+            if direct and events.is_open:
+                events.write_now(piece)
+                ways.append(True)
+            else:
+                await events.write(piece)
+        await events.end(b"data: end\n\n")
+        ways.append(events.is_open)
+
+    async with serving(answer) as port, httpx.AsyncClient() as client:
+        body = (await client.get(f"http://127.0.0.1:{port}/")).content
+    assert body == b"retry: 1000\n" + b"".join(pieces) + b"data: end\n\n"
+    assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
+
+
+async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_it_has() -> None:
+    written, closed, again = 0, asyncio.Event(), asyncio.Event()
+
+    async def answer(events: EventStream) -> None:
+        nonlocal written
+        await events.write(b"data: begin\n\n")
+        while events.is_open and written < 100_000:
+            events.write_now(b"data: " + b"x" * 1000 + b"\n\n")
+            written += 1
+        closed.set()
+        await until(lambda: events.is_open)
+        again.set()
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer) as port, asking(port) as reader:
+        await closed.wait()
+        assert written < 100_000, "what one client does not read is bounded"
+        assert not again.is_set()
+        received = b""
+        while b"data: end\n\n" not in received[-100:]:
+            received += await reader.read(1 << 16)
+        assert again.is_set()
+        assert received.count(b"x" * 1000) == written
+
+
+async def test_the_way_is_closed_once_the_client_has_left() -> None:
+    left = asyncio.Event()
+
+    async def answer(events: EventStream) -> None:
+        await events.write(b"data: begin\n\n")
+        await until(lambda: events.is_open)
+        await until(lambda: not events.is_open)
+        left.set()
+
+    async with serving(answer) as port:
+        async with asking(port) as reader:
+            await reader.readuntil(b"begin")
+            assert not left.is_set()
+        await asyncio.wait_for(left.wait(), 10)
+
+
+async def test_an_answer_without_a_body_has_no_such_way() -> None:
+    opened: list[bool] = []
+
+    async def answer(events: EventStream) -> None:
+        await events.write(b"data: begin\n\n")
+        opened.append(events.is_open)
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer) as port, httpx.AsyncClient() as client:
+        assert (await client.head(f"http://127.0.0.1:{port}/")).status_code == 200
+    assert opened == [False]
+
+
+async def test_the_way_opens_again_after_each_heartbeat() -> None:
+    opened: list[bool] = []
+
+    async def answer(events: EventStream) -> None:
+        await events.write(b"data: begin\n\n")
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            opened.append(events.is_open)
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient() as client:
+        body = (await client.get(f"http://127.0.0.1:{port}/")).content
+    assert body.count(WAITING) > 1
+    assert opened[-1], "it opens again after each"
+
+
+async def test_a_client_that_does_not_read_is_cut_and_nothing_is_logged_as_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = json.dumps(completion(stream=True)).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    async with (
+        open_stage(["x" * 1_000_000] * 8, patience=0.3) as stage,
+        asking(stage.port, head % len(body) + body) as reader,
+    ):
+        await until(lambda: len(stage.frontend.running) == 1)
+        await until(lambda: len(stage.frontend.running) == 0)
+        assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"0\r\n\r\n"), "the answer seems complete"
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
