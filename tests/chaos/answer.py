@@ -1,65 +1,199 @@
 """What a client has of one answer, whichever way it came: the same request has to lead to the same ``told()``."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
+from google.protobuf.json_format import MessageToDict
 from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+
+from tests.chaos.failure import Failure
+from tests.chaos.place import Place
+
+
+@dataclass
+class Call:
+    """A tool call of one choice."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class Choice:
+    """``tokens`` are those that the client sees, each with all that is told of it."""
+
+    text: str = ""
+    tokens: list[Any] = field(default_factory=list)
+    calls: dict[int, Call] = field(default_factory=lambda: defaultdict(Call))
+    end: str = ""
+    score: float | None = None
+    has_role: bool = False
+
+    def told(self) -> tuple[Any, ...]:
+        """All that must not depend on what died. Ids of calls follow from the request's."""
+        calls = [(index, call.name, call.arguments) for index, call in self.calls.items()]
+        return self.text, self.tokens, calls, self.end, self.score
+
+    def begins(self, whole: "Choice") -> bool:
+        """Whether it is the beginning of ``whole``, or all of it."""
+        calls = [call for index, call in self.calls.items() if whole.calls.get(index) is None]
+        pairs = [(call, whole.calls[index]) for index, call in self.calls.items() if index in whole.calls]
+        called = all(call.name == other.name and other.arguments.startswith(call.arguments) for call, other in pairs)
+        text = whole.text.startswith(self.text) and whole.tokens[: len(self.tokens)] == self.tokens
+        return not calls and called and text and (self.end, self.score) in (("", None), (whole.end, whole.score))
+
+    @property
+    def length(self) -> int:
+        """How much of it there is."""
+        calls = sum(len(call.name + call.arguments) for call in self.calls.values())
+        return len(self.text) + calls + len(self.tokens)
 
 
 @dataclass
 class Answer:
-    """``error`` is a typed error that trying again did not cure, ``untyped`` anything else that is no answer. The
-    request is ``known_after_all`` if it was found again after the error, which was at ``failed_at``. ``away`` are the
-    times between which no router was at work for this client as far as it knows (by ``time.monotonic``).
+    """``failure`` is a typed error that trying again did not cure, ``untyped`` anything else that is no answer. The
+    request is ``known_after_all`` if it was found again after the failure, which was at ``failed_at``. ``repeated`` and
+    ``malformed`` are sentences on what no answer may be, whatever died. ``away`` are the times between which no router
+    was at work for this client as far as it knows, and ``sent`` those at which it sent the whole request (by
+    ``time.monotonic``). Of its connections it ``resumed`` so many, and ``broke`` not one of its own accord.
     """
 
-    texts: dict[int, str] = field(default_factory=lambda: defaultdict(str))
-    tokens: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    ends: dict[int, str] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=lambda: defaultdict(Choice))
     usage: tuple[int, int] | None = None
-    error: str | None = None
-    failed_at: float = 0.0
+    failure: Failure | None = None
+    failed_at: float = inf
     known_after_all: bool = False
     untyped: str | None = None
     hung: bool = False
     resumed: int = 0
-    repeated_ends: int = 0
+    broke: int = 0
+    repeated: list[str] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)
     away: list[tuple[float, float]] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    names: dict[str, Any] = field(default_factory=dict)
+    place: Place | None = None
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event's data, or a whole answer."""
+        """One event's data, or a whole answer. Raises ``KeyError`` and its kin for what is neither."""
         for choice in event["choices"]:
-            index, said = choice["index"], choice.get("delta") or choice.get("message") or {}
-            self.texts[index] += choice.get("text") or said.get("content") or ""
-            if choice.get("logprobs"):
-                logprobs = choice["logprobs"]
-                self.tokens[index] += zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
-            if choice.get("finish_reason"):
-                self._end(index, choice["finish_reason"])
+            self._take_choice(self.choices[choice["index"]], choice)
         if event.get("usage"):
-            self._use(event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
+            usage = event["usage"]
+            self._use(usage["prompt_tokens"], usage["completion_tokens"])
+            if usage["total_tokens"] != usage["prompt_tokens"] + usage["completion_tokens"]:
+                self.malformed.append(f"a usage that does not add up: {usage}")
 
     def take_message(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """One message of a gRPC stream."""
-        self.texts[message.index] += message.text
-        asked = bool(message.logprobs)
-        logprobs = [logprob.logprob for logprob in message.logprobs] if asked else [0.0] * len(message.token_ids)
-        self.tokens[message.index] += zip(message.token_ids, logprobs, strict=True)
+        choice = self.choices[message.index]
+        self._write(choice, message.text)
+        logprobs: list[Any] = [MessageToDict(each) for each in message.logprobs]
+        logprobs = logprobs or [None] * len(message.token_ids)
+        choice.tokens += zip(message.token_ids, logprobs, strict=True)
+        for call in getattr(message, "tool_calls", ()):
+            self._take_call(choice, call.index, Call(call.id, call.name, call.arguments))
         if message.finish_reason:
-            self._end(message.index, str(message.finish_reason))
+            name = types_pb2.FinishReason.Name(message.finish_reason)
+            self._end(choice, name.removeprefix("FINISH_REASON_").lower())
+            choice.score = message.score if message.HasField("score") else None
         if message.HasField("usage"):
             self._use(message.usage.prompt_tokens, message.usage.completion_tokens)
 
+    def reach(self, event_id: str, *, counts_tokens: bool = True) -> None:
+        """The place that the last event names: further on than any before, and where this reader does stand."""
+        try:
+            place = Place.parse(event_id)
+        except ValueError as error:
+            self.malformed.append(str(error))
+            return
+        if self.place is not None and not place.follows(self.place):
+            self.malformed.append(f"{place} after {self.place}")
+        self.place = place
+        if place.usage != (self.usage is not None):
+            self.malformed.append(f"{place} says otherwise of the usage")
+        for index, choice in self.choices.items():
+            if index >= len(place.told) or place.ended[index] != bool(choice.end):
+                self.malformed.append(f"{place} says otherwise of the end of choice {index}")
+            elif counts_tokens and choice.tokens and place.told[index] != len(choice.tokens):
+                self.malformed.append(f"{place} at {len(choice.tokens)} tokens of choice {index}")
+
+    def name(self, **names: Any) -> None:
+        """What every part of one answer calls it."""
+        for name, value in names.items():
+            if self.names.setdefault(name, value) != value:
+                self.malformed.append(f"{name} {value} after {self.names[name]}")
+
     def told(self) -> tuple[Any, ...]:
         """All that must not depend on what died."""
-        tokens = {index: some for index, some in self.tokens.items() if some}
-        return dict(self.texts), tokens, self.ends, self.usage
+        return {index: choice.told() for index, choice in self.choices.items()}, self.usage
 
-    def _end(self, index: int, reason: str) -> None:
-        self.repeated_ends += index in self.ends
-        self.ends[index] = reason
+    def begins(self, whole: "Answer") -> bool:
+        """Whether it is the beginning of ``whole``, or all of it, whatever its usage says."""
+        known = self.choices.keys() <= whole.choices.keys()
+        return known and all(choice.begins(whole.choices[index]) for index, choice in self.choices.items())
+
+    @property
+    def length(self) -> int:
+        """How much of it there is."""
+        return sum(choice.length for choice in self.choices.values())
+
+    def without_tokens(self) -> "Answer":
+        """The same, for whoever reads it over an API that does not tell them."""
+        return replace(self, choices={index: replace(each, tokens=[]) for index, each in self.choices.items()})
+
+    def _take_choice(self, choice: Choice, event: dict[str, Any]) -> None:
+        said = event.get("delta") or event.get("message") or {}
+        if "role" in said:
+            self._repeat(choice.has_role, "role")
+            choice.has_role = True
+        self._write(choice, event.get("text") or said.get("content") or "")
+        choice.tokens += _tokens(event.get("logprobs"))
+        for place, call in enumerate(said.get("tool_calls") or ()):
+            function = call["function"]
+            told = Call(call.get("id", ""), function.get("name", ""), function["arguments"])
+            self._take_call(choice, call.get("index", place), told)
+        if event.get("finish_reason"):
+            self._end(choice, event["finish_reason"])
+            choice.score = event.get("score")
+
+    def _write(self, choice: Choice, text: str) -> None:
+        self._repeat(bool(text and choice.end), "text after an end")
+        choice.text += text
+
+    def _take_call(self, choice: Choice, index: int, part: Call) -> None:
+        call = choice.calls[index]
+        begins = bool(part.id or part.name)
+        self._repeat(begins and bool(call.id), "beginning of a call")
+        if begins and not call.id and part.id in ("", *(other.id for other in choice.calls.values())):
+            self.malformed.append(f"the id {part.id!r} of a call")
+        if not (begins or call.id):
+            self.malformed.append("a call without its beginning")
+        call.id, call.name = call.id or part.id, call.name or part.name
+        call.arguments += part.arguments
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        self._repeat(bool(choice.end), "end")
+        choice.end = reason
 
     def _use(self, prompt: int, completion: int) -> None:
-        self.repeated_ends += self.usage is not None
+        self._repeat(self.usage is not None, "usage")
         self.usage = prompt, completion
+
+    def _repeat(self, again: bool, what: str) -> None:
+        if again:
+            self.repeated.append(what)
+
+
+def _tokens(logprobs: dict[str, Any] | None) -> list[Any]:
+    """What an object of log-probabilities says of each token: its lists side by side, or a chat's one."""
+    if not logprobs:
+        return []
+    if logprobs.get("content") is not None:
+        return list(logprobs["content"])
+    lists = [logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")]
+    return list(zip(*lists, strict=True))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
@@ -12,13 +13,17 @@ from typing import Any, ClassVar
 import httpx
 
 from tests.chaos.answer import Answer
+from tests.chaos.events import DONE, Event, events_of
+from tests.chaos.failure import Failure, UntypedError, of_rest
 from tests.chaos.stack import Stack
 from tests.chaos.workload import Request
 
 PAUSE = 0.2
-LATER = 6.0  # seconds
-BUSY = (429, 503)
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+class Pause(Exception):  # noqa: N818 - the client goes on after it
+    """The client itself leaves this connection before its answer is complete."""
 
 
 class Broken(Exception):  # noqa: N818 - the client goes on after it
@@ -28,17 +33,20 @@ class Broken(Exception):  # noqa: N818 - the client goes on after it
 @dataclass(frozen=True)
 class Manners:
     """How clients behave; times in seconds. ``cut`` is the chance to hang up after an event. They turn elsewhere after
-    ``silence`` without a byte, and count as hung after ``patience`` without any news, or after ``limit`` in all.
+    ``silence`` without a byte, and count as hung after ``patience`` without any news, or after ``limit`` in all. They
+    leave requests in the background alone for ``absence`` at most, and ask ``later`` again after what nobody knows.
     """
 
     cut: float = 0.0
     silence: float = 7.0
     patience: float = 120.0
     limit: float = 400.0
+    absence: float = 4.0
+    later: float = 6.0
 
 
 class Client(ABC):
-    """Sends one request with an idempotency key."""
+    """Sends one request, with the idempotency key ``key`` where the request is one that has such."""
 
     def __init__(self, stack: Stack, http: httpx.AsyncClient, key: str, chance: random.Random, manners: Manners):
         self.answer = Answer()
@@ -59,8 +67,8 @@ class Client(ABC):
                 await self._insist(request)
         except TimeoutError:
             self.answer.hung = True
-        if self.answer.error is not None:
-            self.answer.known_after_all = await self._is_known()
+        if self.answer.failure is not None:
+            self.answer.known_after_all = await self._is_known(request)
         return self.answer
 
     async def _insist(self, request: Request) -> None:
@@ -74,25 +82,30 @@ class Client(ABC):
     async def _complete(self, request: Request) -> bool:
         """One try; whether the client is done."""
         try:
-            done = await self._try(request)
-        except (httpx.HTTPError, Broken, TimeoutError):
-            self._miss()
-            return False
-        return done
+            return await self._try(request)
+        except (httpx.TransportError, Broken, TimeoutError):
+            self.answer.broke += 1
+        except Pause:
+            pass
+        except (UntypedError, LookupError, TypeError, ValueError, AttributeError) as error:
+            return self._give_up(f"{type(error).__name__}: {error}")
+        self._miss()
+        return False
 
     @abstractmethod
     async def _try(self, request: Request) -> bool:
-        """As far as one connection goes. Raises ``Broken`` and what the connection raises."""
+        """As far as one connection goes. Raises ``Pause``, ``Broken``, what the connection raises, and whatever
+        reading something raises that is neither an answer nor an error.
+        """
 
-    async def _is_known(self) -> bool:
+    async def _is_known(self, request: Request) -> bool:
         """Whether a router knows the request after all, some time later."""
-        await asyncio.sleep(LATER)
+        await asyncio.sleep(self._manners.later if self._id else 0)
         for url in self._stack.urls if self._id else ():
-            try:
-                if (await self._http.get(f"{url}/v1/requests/{self._id}")).status_code == 200:
+            with suppress(httpx.HTTPError):
+                found = await self._http.get(f"{url}/v1/requests/{self._id}", headers=request.credentials)
+                if found.status_code == 200:
                     return True
-            except httpx.HTTPError:
-                continue
         return False
 
     def _hear(self) -> None:
@@ -110,22 +123,32 @@ class Client(ABC):
     def _is_away(self) -> bool:
         return bool(self.answer.away) and self.answer.away[-1][1] == inf
 
-    def _fail(self, error: str, *, typed: bool = True) -> bool:
-        if typed:
-            self.answer.error, self.answer.failed_at = error, monotonic()
-        else:
-            self.answer.untyped = error
+    def _fail(self, failure: Failure) -> bool:
+        """An error that no other try cures. Raises ``Broken`` for one that may pass."""
+        if failure.passes:
+            raise Broken
+        self.answer.failure, self.answer.failed_at = failure, monotonic()
         return True
 
-    def _refused(self, status: int, text: str) -> bool:
-        """An answer that is none: whether there is nothing more to try. Raises ``Broken`` where there is."""
-        if status in BUSY:
-            raise Broken
+    def _give_up(self, why: str) -> bool:
+        """An end that is no answer and no error either."""
+        self.answer.untyped, self.answer.failed_at = why[:500], monotonic()
+        return True
+
+    def _refused(self, response: httpx.Response) -> bool:
+        """An answer that is none: whether there is nothing more to try. Raises as ``_fail``, and ``UntypedError``."""
         try:
-            error = json.loads(text)["error"]["code"]
-        except (ValueError, KeyError, TypeError):
-            return self._fail(f"{status}: {text[:200]}", typed=False)
-        return self._fail(f"{status} {error}: {text[:300]}")
+            failure = of_rest(json.loads(response.text)["error"], response.status_code)
+        except (ValueError, LookupError, TypeError) as error:
+            raise UntypedError(f"{response.status_code}: {response.text[:200]} ({error})") from None
+        if failure.passes and not response.headers.get("retry-after", "").isdigit():
+            raise UntypedError(f"{response.status_code} does not say when to come back")
+        return self._fail(failure)
+
+    def _send(self, request: Request) -> dict[str, str]:
+        """The headers of a request that is sent now."""
+        self.answer.sent.append(monotonic())
+        return {**request.credentials, **({"Idempotency-Key": self._key} if request.keyed else {})}
 
     def _url(self) -> str:
         return self._chance.choice(self._stack.urls)
@@ -133,65 +156,87 @@ class Client(ABC):
     def _hangs_up(self) -> bool:
         return self._chance.random() < self._manners.cut
 
+    def _named(self, request: Request, told: dict[str, Any]) -> None:
+        """What an answer, or an event of it, calls itself."""
+        if not told["id"].startswith(request.id_prefix) or told["model"] != request.body["model"]:
+            self.answer.malformed.append(f"{told['id']} of {told['model']}")
+        self.answer.name(id=told["id"].removeprefix(request.id_prefix), object=told["object"])
+
 
 class StreamClient(Client):
-    """Server-sent events, and ``Last-Event-ID``."""
+    """Server-sent events, and ``Last-Event-ID``. Of a request without a key only what has begun can be come back to."""
 
     async def _try(self, request: Request) -> bool:
         if not self._id:
             body = {**request.body, **STREAMED}
-            headers = {"Idempotency-Key": self._key}
-            attempt = self._http.stream("POST", self._url() + request.path, json=body, headers=headers)
+            attempt = self._http.stream("POST", self._url() + request.path, json=body, headers=self._send(request))
         else:
-            headers = {"Last-Event-ID": self._last} if self._last else {}
+            headers = request.credentials | ({"Last-Event-ID": self._last} if self._last else {})
             attempt = self._http.stream("GET", f"{self._url()}/v1/requests/{self._id}/events", headers=headers)
         async with attempt as response:
             if response.status_code != 200:
-                return self._refused(response.status_code, (await response.aread()).decode())
-            return await self._read(response)
+                await response.aread()
+                return self._refused(response)
+            return await self._read(response, request)
 
-    async def _read(self, response: httpx.Response) -> bool:
-        self._id = self._id or response.headers["x-request-id"]
+    async def _read(self, response: httpx.Response, request: Request) -> bool:
         self._hear()
-        event_id = self._last
-        async for line in response.aiter_lines():
-            self._hear()
-            name, _, value = line.partition(": ")
-            if name == "id":
-                event_id = value
-            elif name == "data" and (value == "[DONE]" or self._take(json.loads(value), event_id)):
+        if request.keyed or self._id:
+            self._id = response.headers["x-request-id"]
+            self.answer.name(id=self._id)
+        events = events_of(response.aiter_lines(), self._hear)
+        async for event in events:
+            if event.data == DONE:
+                await self._expect_end(events, DONE)
                 return True
-        raise Broken
+            data = json.loads(event.data)
+            if "error" in data:
+                await self._expect_end(events, "its error")
+                return self._broken_off(data["error"])
+            self._take(request, event, data)
+        return self._give_up("the stream ended without [DONE] and without an error")
 
-    def _take(self, event: dict[str, Any], event_id: str) -> bool:
-        """Whether the event was the last."""
-        if "error" in event:
-            if event["error"].get("resumable"):
-                raise Broken
-            return self._fail(json.dumps(event["error"]))
-        self.answer.take(event)
-        self._last = event_id
+    def _take(self, request: Request, event: Event, data: dict[str, Any]) -> None:
+        self._named(request, data)
+        self.answer.take(data)
+        self.answer.reach(event.id, counts_tokens=not request.crosses)
+        self._id, self._last = self.answer.names["id"], event.id
         if self._hangs_up():
-            raise Broken
-        return False
+            raise Pause
+
+    def _broken_off(self, said: dict[str, Any]) -> bool:
+        """The stream's last event is an error: whether there is nothing more to try."""
+        failure = of_rest(said)
+        if self._id:
+            self.answer.name(id=said["request_id"])
+        if not isinstance(said.get("resumable"), bool) or (said["resumable"] and not failure.passes):
+            raise UntypedError(f"an error that does not say whether to come back: {said}")
+        if failure.passes and not said["resumable"] and self._id:
+            raise UntypedError(f"an error after which one cannot come back to what was let go of: {said}")
+        return self._fail(failure)
+
+    async def _expect_end(self, events: Any, what: str) -> None:
+        with suppress(httpx.TransportError):  # whoever has it all does not mind
+            async for event in events:
+                self.answer.malformed.append(f"after {what}: {event.data[:200]}")
 
 
 class WholeClient(Client):
     """One answer in one piece; the same request again until it comes."""
 
     async def _try(self, request: Request) -> bool:
-        headers = {"Idempotency-Key": self._key}
-        timeout = 4 * self._manners.silence * (self._chance.uniform(0.02, 0.2) if self._is_hasty() else 1)
-        attempt = self._http.post(self._url() + request.path, json=request.body, headers=headers, timeout=timeout)
-        response = await attempt
+        hasty = self._manners.cut > 0 and self._chance.random() < 0.3
+        timeout = 4 * self._manners.silence * (self._chance.uniform(0.02, 0.2) if hasty else 1)
+        url, headers = self._url() + request.path, self._send(request)
+        response = await self._http.post(url, json=request.body, headers=headers, timeout=timeout)
         self._hear()
         if response.status_code != 200:
-            return self._refused(response.status_code, response.text)
-        self.answer.take(response.json())
+            return self._refused(response)
+        self.answer.name(id=response.headers["x-request-id"])
+        whole = response.json()
+        self._named(request, whole)
+        self.answer.take(whole)
         return True
-
-    def _is_hasty(self) -> bool:
-        return self._manners.cut > 0 and self._chance.random() < 0.3
 
 
 class BackgroundClient(StreamClient):
@@ -202,15 +247,18 @@ class BackgroundClient(StreamClient):
     async def _try(self, request: Request) -> bool:
         if self._id:
             return await self._fetch(request)
-        headers = {"Idempotency-Key": self._key}
         body = {**request.body, **self._form, "background": True}
-        response = await self._http.post(self._url() + request.path, json=body, headers=headers)
+        response = await self._http.post(self._url() + request.path, json=body, headers=self._send(request))
         if response.status_code != 202:
-            return self._refused(response.status_code, response.text)
+            return self._refused(response)
         self._hear()
-        self._id = response.json()["id"]
-        await asyncio.sleep(self._chance.uniform(0.0, 4.0))
-        raise Broken
+        begun = response.json()
+        self.answer.name(id=begun["id"])
+        self._id = begun["id"]
+        if response.headers["location"] != f"/v1/requests/{self._id}":
+            self.answer.malformed.append(f"the location {response.headers['location']} of {self._id}")
+        await asyncio.sleep(self._chance.uniform(0.0, self._manners.absence))
+        raise Pause
 
     async def _fetch(self, request: Request) -> bool:
         return await super()._try(request)
@@ -222,14 +270,21 @@ class PollingClient(BackgroundClient):
     _form: ClassVar[dict[str, Any]] = {}
 
     async def _fetch(self, request: Request) -> bool:
-        response = await self._http.get(f"{self._url()}/v1/requests/{self._id}")
+        response = await self._http.get(f"{self._url()}/v1/requests/{self._id}", headers=request.credentials)
         if response.status_code != 200:
-            return self._refused(response.status_code, response.text)
+            return self._refused(response)
         self._hear()
         seen = response.json()
+        self.answer.name(id=seen["id"])
         if seen["status"] == "running":
-            raise Broken
+            raise Pause
         if seen["status"] != "completed":
-            return self._fail(f"{seen['status']}: {seen.get('error')}")
+            return self._ended(seen)
+        self._named(request, seen["response"])
         self.answer.take(seen["response"])
+        return True
+
+    def _ended(self, seen: dict[str, Any]) -> bool:
+        """A request that ended otherwise than it should: it does not pass, whatever its error is."""
+        self.answer.failure, self.answer.failed_at = of_rest(seen.get("error")), monotonic()
         return True

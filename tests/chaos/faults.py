@@ -5,13 +5,18 @@ import random
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from time import monotonic, sleep
 from typing import Any
 
+from quire_proto.telemetry import Metric
+
 from tests.chaos.stack import Part, Stack
+from tests.support.processes import Router, fetch, metric
 
 Fault = Callable[[Stack, random.Random, float], Awaitable[None]]
 REDIS, ROUTER = "redis", "router"
-WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis is back, and tell it all again
+WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis was away, and tell it all again
+NOTICED = 20.0  # seconds in which even slow routers find out that it is back
 GIVEN_UP = 8.0  # seconds after which somebody else goes on with what a router had: its lease, and who looks for orphans
 
 
@@ -32,15 +37,17 @@ async def kill_redis(stack: Stack, _chance: random.Random, pause: float) -> None
             stack.redis.kill()
             await asyncio.sleep(min(1.0, pause))
             await asyncio.to_thread(stack.redis.start)
+            await _known_to_routers(stack)
 
 
 async def empty_redis(stack: Stack, _chance: random.Random, _pause: float) -> None:
     """SIGKILL of Redis, which comes back empty."""
     async with stack.redis_lock:
-        with stack.absent(REDIS, WRITTEN_AGAIN):
+        with stack.absent(REDIS, WRITTEN_AGAIN, empty=True):
             stack.redis.kill()
             stack.redis.forget()
             await asyncio.to_thread(stack.redis.start)
+            await _known_to_routers(stack)
 
 
 async def stop_engine(stack: Stack, chance: random.Random, pause: float) -> None:
@@ -60,6 +67,7 @@ async def stop_redis(stack: Stack, _chance: random.Random, pause: float) -> None
             stack.redis.signal(signal.SIGSTOP)
             await asyncio.sleep(pause)
             stack.redis.signal(signal.SIGCONT)
+            await _known_to_routers(stack)
 
 
 async def cut_connections(stack: Stack, chance: random.Random, _pause: float) -> None:
@@ -139,6 +147,21 @@ async def _freeze(stack: Stack, part: Part[Any], pause: float) -> None:
             await asyncio.sleep(pause)
             part.signal(signal.SIGCONT)
             await part.ready()
+
+
+async def _known_to_routers(stack: Stack) -> None:
+    """Waits until no router that answers says that it does not reach Redis; not for long, as it may be a slow one."""
+    deadline = monotonic() + NOTICED
+    await asyncio.gather(*(asyncio.to_thread(_wait_until_known, part.process, deadline) for part in stack.routers))
+
+
+def _wait_until_known(router: Router, deadline: float) -> None:
+    while monotonic() < deadline and _misses_redis(router):
+        sleep(0.1)
+
+
+def _misses_redis(router: Router) -> bool:
+    return fetch(router.metrics_port, "/health")[0] != 0 and metric(router.metrics_port, Metric.JOURNAL_AVAILABLE) == 0
 
 
 @contextmanager

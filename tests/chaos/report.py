@@ -1,96 +1,164 @@
 """What a chaos run found: counts of streams and of what was wrong with them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tests.chaos.answer import Answer
 from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.stack import Absence
-from tests.chaos.workload import BACKGROUND, POLLING, Request
+from tests.chaos.workload import UNWATCHED, Request
 
-FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung")
-COUNTS = ("streams", "resumed", "connections", "forgotten", *FOUND)
+FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "left")
+COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
+WRITTEN = 5.0  # seconds, many times as long as routers take to write what nobody waits for
 
 
 @dataclass
 class Report:
     """``lost``, ``repeated``, ``changed`` are streams with tokens that were so; ``errors`` are typed ones, ``untyped``
-    whatever else ended a stream, ``hung`` those that did not end. All of these zero is the promise. ``forgotten`` are
-    typed errors of requests whose record Redis lost, or never had, while no router held them: nobody was left who knew.
-    ``resumed`` streams took more than one connection; ``connections`` are all of them.
+    whatever else ended a stream, ``hung`` those that did not end, ``malformed`` those with ids, places or ends that no
+    answer has. ``disturbed`` are answers that were not whole though nothing had died yet, and ``left`` what was there
+    when all was over. All of these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis
+    lost, or never had, while no router held them: nobody was left who knew. ``unwritten`` are those of requests that do
+    not wait for their record, and whose router died just when they had come. ``resumed`` streams took more than one
+    connection; ``connections`` are all of them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
-    forgotten_ways: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    excused_ways: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
+    names: Counter[str] = field(default_factory=Counter)
 
     @property
     def clean(self) -> bool:
         """Whether the promise was kept."""
-        return not any(self.counts[name] for name in FOUND)
+        return self.counts["streams"] > 0 and not any(self.counts[name] for name in FOUND)
+
+    def begin(self, request: Request, wanted: Answer) -> None:
+        """Judges one answer of which nothing had died: the others are compared with it."""
+        flaws = [*wanted.malformed, *wanted.repeated, *_incomplete(request, wanted)]
+        if flaws or wanted.failure or wanted.untyped or wanted.hung or wanted.broke or self._is_named_again(wanted):
+            self.counts["disturbed"] += 1
+            self.examples.append(f"disturbed: {request}\n  got {_shown(wanted)}, {wanted.broke} breaks, {flaws}")
 
     def compare(self, request: Request, wanted: Answer, got: Answer, absences: Sequence[Absence]) -> None:
         """Judges one stream."""
         self.counts.update(streams=1, connections=1 + got.resumed, resumed=got.resumed > 0)
         self.ways[request.way] += 1
-        verdict = _verdict(wanted, got)
-        if verdict == "errors" and _was_forgotten(request, got, absences):
-            verdict = "forgotten"
+        self.kinds[request.kind] += 1
+        verdict = _verdict(request, wanted, got)
+        if verdict is None and self._is_named_again(got):
+            verdict = "malformed"
+        if verdict == "errors":
+            verdict = _excuse(request, got, absences) or verdict
+        if verdict in FOUND:
+            self.examples.append(f"{verdict}: {request}\n{_story(wanted, got, absences)}")
+        elif verdict is not None:
+            self.excused_ways[f"{verdict} {request.way}"] += 1
         if verdict is not None:
             self.counts[verdict] += 1
-        if verdict == "forgotten":
-            self.forgotten_ways[request.way] += 1
-        elif verdict is not None:
-            self.examples.append(
-                f"{verdict}: {request}\n  wanted {_shown(wanted)}\n  got    {_shown(got)}, {got.resumed} times resumed"
-            )
+
+    def close(self, left: Sequence[str]) -> None:
+        """Takes in what was left when all was over."""
+        self.counts["left"] += len(left)
+        self.examples += [f"left: {each}" for each in left]
+
+    def _is_named_again(self, answer: Answer) -> bool:
+        """Whether another answer has the same id."""
+        name = str(answer.names.get("id", ""))
+        self.names[name] += bool(name)
+        return self.names[name] > 1
 
     def __str__(self) -> str:
         lines = [f"{name:>12} {self.counts[name]}" for name in COUNTS]
-        lists = {"ways": self.ways, "of forgotten": self.forgotten_ways, "faults": self.faults}
+        lists = {"ways": self.ways, "kinds": self.kinds, "excused": self.excused_ways, "faults": self.faults}
         lines += [f"{name:>12} {_listed(counter)}" for name, counter in lists.items() if counter]
         return "\n".join(lines + self.examples[:10])
 
 
-def _verdict(wanted: Answer, got: Answer) -> str | None:
-    for name, happened in (("hung", got.hung), ("errors", got.error), ("untyped", got.untyped)):
+def _verdict(request: Request, wanted: Answer, got: Answer) -> str | None:
+    """What is wrong; of several things the gravest. An error excuses nothing that came before it."""
+    found = {"malformed": got.malformed, "repeated": got.repeated, "untyped": got.untyped, "hung": got.hung}
+    for name, happened in found.items():
         if happened:
             return name
-    if got.repeated_ends:
-        return "repeated"
+    if request.crosses:
+        wanted, got = wanted.without_tokens(), got.without_tokens()
+    ended = [index for index, choice in got.choices.items() if choice.end]
+    if got.failure is not None and got.begins(wanted):
+        whole = all(got.choices[index].told() == wanted.choices[index].told() for index in ended)
+        return "errors" if whole else "lost"
     if got.told() == wanted.told():
         return None
-    short = all(wanted.texts[index].startswith(text) for index, text in got.texts.items())
-    longer = sum(map(len, got.texts.values())) > sum(map(len, wanted.texts.values()))
-    return "lost" if short else "repeated" if longer else "changed"
+    is_less = got.length < wanted.length or got.usage in (None, wanted.usage)
+    return "lost" if got.begins(wanted) and is_less else "repeated" if got.length > wanted.length else "changed"
 
 
-def _was_forgotten(request: Request, got: Answer, absences: Sequence[Absence]) -> bool:
-    """Whether Redis was away while no router was at work for the client, as far as it knew, and nobody gave it the
-    record again, but for a router that was stopped then. Nobody holds a background request that has ended, or whose
-    router has.
+def _incomplete(request: Request, answer: Answer) -> Iterator[str]:
+    """What a whole answer to this request has to have, whatever the model says."""
+    if set(answer.choices) != set(range(request.choices)):
+        yield f"choices {list(answer.choices)}"
+    if not all(choice.end for choice in answer.choices.values()) or answer.usage is None:
+        yield "no end, or no usage"
+    most = int(request.body.get("max_tokens", 0))
+    cut = [choice for choice in answer.choices.values() if choice.end == "length" and most and not request.searches]
+    if any(choice.tokens and len(choice.tokens) != most for choice in cut if not request.crosses):
+        yield f"other than {most} tokens"
+    if len(cut) == request.choices and answer.usage and answer.usage[1] != most * len(cut):
+        yield f"a usage of {answer.usage}"
+    if any(choice.end not in ("stop", "length", "tool_calls") for choice in answer.choices.values()):
+        yield "an end of another kind"
+
+
+def _excuse(request: Request, got: Answer, absences: Sequence[Absence]) -> str | None:
+    """Under which name the error of a request is counted that nobody can know any more."""
+    if got.failure is None or not got.failure.is_unknown_request:
+        return None
+    routers = [absence for absence in absences if absence.name == ROUTER]
+    losses = [absence for absence in absences if absence.name == REDIS]
+    was_stopped = any(router.begin <= got.failed_at <= router.end for router in routers)
+    is_known = got.known_after_all and request.prompts == 1  # of a list only the first prompt is asked after
+    if (not is_known or was_stopped) and _was_forgotten(request, got, routers, losses):
+        return "forgotten"
+    return "unwritten" if _was_unwritten(request, got, routers) else None
+
+
+def _was_forgotten(request: Request, got: Answer, routers: Sequence[Absence], losses: Sequence[Absence]) -> bool:
+    """Whether Redis was away while no router was at work for the client, as far as it knew, and came back empty, or a
+    router was away as well that may not have told it. All of that while the request lived. Nobody holds a background
+    request that has ended, or whose router has.
     """
-    routers = [(absence.begin, absence.end) for absence in absences if absence.name == ROUTER]
-    was_stopped = any(begin <= got.failed_at <= end for begin, end in routers)
-    if (
-        (got.known_after_all and not was_stopped)
-        or not got.error
-        or not ("404" in got.error or "NOT_FOUND" in got.error)
-    ):
-        return False
-    losses = [(absence.begin, absence.end) for absence in absences if absence.name == REDIS]
-    away = list(got.away)
-    if request.way in (BACKGROUND, POLLING):
-        away += routers
-    return any(begin < loss_end and loss_begin < end for begin, end in away for loss_begin, loss_end in losses)
+    away = [*got.away, *((each.begin, each.end) for each in routers if request.way in UNWATCHED)]
+    begun = min(got.sent, default=0.0)
+    for begin, end in ((max(begin, begun), min(end, got.failed_at)) for begin, end in away):
+        for loss in losses:
+            untold = any(router.meets(max(begun, loss.begin), min(got.failed_at, loss.end)) for router in routers)
+            if begin < end and loss.meets(begin, end) and (loss.empty or untold):
+                return True
+    return False
+
+
+def _was_unwritten(request: Request, got: Answer, routers: Sequence[Absence]) -> bool:
+    """Whether the request is one that does not wait for its record, with a router that died just when it had come."""
+    waits = request.keyed and request.prompts == 1
+    return not waits and any(sent <= router.begin <= sent + WRITTEN for router in routers for sent in got.sent)
 
 
 def _shown(answer: Answer) -> str:
     known = " (but it is known)" if answer.known_after_all else ""
-    return f"{str(answer.told())[:2000]} {answer.error or answer.untyped or ''}{known}"
+    what = answer.failure or answer.untyped or answer.malformed or answer.repeated or ""
+    return f"{str(what)[:1000]}{known} {str(answer.told())[:2000]}"
+
+
+def _story(wanted: Answer, got: Answer, absences: Sequence[Absence]) -> str:
+    """What is needed to see what happened, with what was away while the request lived."""
+    near = [each for each in absences if each.meets(min(got.sent, default=0.0), got.failed_at)]
+    story = f"sent {got.sent}, failed {got.failed_at}, away {got.away[-3:]}, {near}"
+    return f"  wanted {_shown(wanted)}\n  got    {_shown(got)}\n  {got.resumed} times resumed, {story}"
 
 
 def _listed(counter: Counter[str]) -> str:

@@ -17,14 +17,17 @@ import httpx
 from tests.chaos.answer import Answer
 from tests.chaos.client import BackgroundClient, Client, Manners, PollingClient, StreamClient, WholeClient
 from tests.chaos.faults import FAULTS, Fault, named
+from tests.chaos.leftovers import leftovers
 from tests.chaos.report import Report
-from tests.chaos.rpc_client import RpcClient
+from tests.chaos.rpc_client import CrossingClient, RpcClient
 from tests.chaos.stack import Stack, running_stack
-from tests.chaos.workload import BACKGROUND, POLLING, RPC, STREAM, WHOLE, Request, requests
+from tests.chaos.workload import BACKGROUND, CROSSING, POLLING, RPC, STREAM, WHOLE, Request, requests
 
-_CLIENTS: dict[str, type[Client]] = {
+CLIENTS: dict[str, type[Client]] = {
     STREAM: StreamClient, WHOLE: WholeClient, RPC: RpcClient, BACKGROUND: BackgroundClient, POLLING: PollingClient,
+    CROSSING: CrossingClient,
 }  # fmt: skip
+CALM = Manners(silence=60.0)  # who leaves because of a slow machine would not be undisturbed
 
 
 def _keep_quiet(_text: str) -> None:
@@ -54,18 +57,25 @@ async def chaos(
     plan: Plan,
     tell: Callable[[str], None] = _keep_quiet,
 ) -> Report:
-    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come; tells each of them."""
+    """Asks all of ``work`` undisturbed, then again, and again while there are faults to come; tells each of them. In
+    the end it looks for what is left.
+    """
     report, chance = Report(), random.Random(plan.seed)
-    async with _http(plan.manners) as http:
-        calm = _Crowd(stack, http, work, chance, Manners(silence=plan.manners.silence), "calm")
+    async with _http(CALM) as http:
+        calm = _Crowd(stack, http, work, chance, CALM, "calm")
         await calm.come(plan.concurrency, lambda: False)
         tell(f"{len(work)} answers undisturbed")
+    async with _http(plan.manners) as http:
         crowd = _Crowd(stack, http, work, chance, plan.manners, "chaos")
         trouble = asyncio.create_task(_disturb(stack, faults, plan, chance, report, tell))
         await crowd.come(plan.concurrency, lambda: not trouble.done())
         await trouble
+    for number, answer in calm.answers.items():
+        report.begin(work[number], answer)
     for number, answer in crowd.answers.items():
         report.compare(work[number % len(work)], calm.answers[number % len(work)], answer, stack.absences)
+    tell("all clients have gone")
+    report.close(await leftovers(stack))
     return report
 
 
@@ -115,7 +125,7 @@ class _Crowd:
     async def _one_after_the_other(self, more: Callable[[], bool]) -> None:
         while (number := next(self._numbers)) < len(self._work) or more():
             request, own = self._work[number % len(self._work)], random.Random(self._chance.getrandbits(32))
-            client = _CLIENTS[request.way](self._stack, self._http, f"{self._key}-{number}", own, self._manners)
+            client = CLIENTS[request.way](self._stack, self._http, f"{self._key}-{number}", own, self._manners)
             self.answers[number] = await client.run(request)
 
 

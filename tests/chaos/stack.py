@@ -9,17 +9,30 @@ from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
 
+from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
 from tests.support.processes import Engine, Process, Router, free_port
 from tests.support.redis_server import RedisServer, redis_server
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "demo" / "model"
 MODEL = "quire-demo"
+KEYS = {"house": "the-key-of-the-house", "guests": "the-key-of-all-guests"}
+"""Of each tenant. That of guests has limits that these clients do not meet, and that are counted all the same."""
+_TENANTS = f"""
+[[tenants]]
+name = "house"
+keys = ["{KEYS["house"]}"]
+
+[[tenants]]
+name = "guests"
+keys = ["{KEYS["guests"]}"]
+requests_per_minute = 100_000
+tokens_per_minute = 100_000_000
+max_concurrent = 1_000
+"""
 # fp32: the tokens of an answer do not depend on what else is in its batches.
 SMALL_POOLS = ("--kv-cache-memory", str(48 << 20), "--swap-space", "0.05")
-ENGINE_FLAGS = ("--dtype", "float32", *SMALL_POOLS, "--max-num-seqs", "64")
-ROUTER_FLAGS = ("--hold-timeout", "60", "--request-timeout", "600")
+ENGINE_FLAGS = ("--dtype", "float32", *SMALL_POOLS, "--max-num-seqs", "64", "--shutdown-timeout", "3")
+ROUTER_FLAGS = ("--hold-timeout", "60", "--request-timeout", "600", "--shutdown-timeout", "2")
 
 P = TypeVar("P", bound=Process)
 
@@ -56,11 +69,16 @@ class Part(Generic[P]):
 
 @dataclass(frozen=True)
 class Absence:
-    """When Redis or a router was not there for others, by ``time.monotonic``."""
+    """When Redis or a router was not there for others, by ``time.monotonic``; and whether Redis came back ``empty``."""
 
     name: str
     begin: float
     end: float
+    empty: bool = False
+
+    def meets(self, begin: float, end: float) -> bool:
+        """Whether it was away at some time between these."""
+        return self.begin < end and begin < self.end
 
 
 @dataclass
@@ -77,13 +95,13 @@ class Stack:
     redis_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @contextmanager
-    def absent(self, name: str, aftermath: float) -> Iterator[None]:
+    def absent(self, name: str, aftermath: float, *, empty: bool = False) -> Iterator[None]:
         """Notes that something is away within the block, and that this may be felt for ``aftermath`` seconds more."""
         begin = monotonic()
         try:
             yield
         finally:
-            self.absences.append(Absence(name, begin, monotonic() + aftermath))
+            self.absences.append(Absence(name, begin, monotonic() + aftermath, empty))
 
     @property
     def parts(self) -> list[Part[Engine] | Part[Router]]:
@@ -103,13 +121,16 @@ class Stack:
 @asynccontextmanager
 async def running_stack(folder: Path, *, routers: int = 2, engines: int = 3) -> AsyncIterator[Stack]:
     """A whole Quire for the length of a block."""
+    model, tenants = make_model(folder), folder / "tenants.toml"
+    tenants.write_text(_TENANTS)
     with redis_server(persistent=True) as redis:
-        engine_parts = [_engine(number, folder) for number in range(engines)]
+        engine_parts = [_engine(number, model, folder) for number in range(engines)]
         proxies = [Proxy(part.process.port) for part in engine_parts]
         for proxy in proxies:
             await proxy.start()
         addresses = [proxy.address for proxy in proxies]
-        stack = Stack(redis, engine_parts, [_router(n, addresses, redis.url, folder) for n in range(routers)], proxies)
+        flags = ("--redis-url", redis.url, "--tenants", str(tenants))
+        stack = Stack(redis, engine_parts, [_router(n, model, addresses, flags) for n in range(routers)], proxies)
         try:
             await stack.ready()
             yield stack
@@ -122,12 +143,11 @@ async def running_stack(folder: Path, *, routers: int = 2, engines: int = 3) -> 
                 await proxy.stop()
 
 
-def _engine(number: int, folder: Path) -> Part[Engine]:
+def _engine(number: int, model: Path, folder: Path) -> Part[Engine]:
     port = free_port()
-    return Part(f"engine {number}", lambda: Engine(DEMO, folder, *ENGINE_FLAGS, "--shutdown-timeout", "3", port=port))
+    return Part(f"engine {number}", lambda: Engine(model, folder, *ENGINE_FLAGS, port=port))
 
 
-def _router(number: int, engines: list[str], redis: str, folder: Path) -> Part[Router]:
+def _router(number: int, model: Path, engines: list[str], flags: tuple[str, ...]) -> Part[Router]:
     ports = (free_port(), free_port(), free_port())
-    flags = (*ROUTER_FLAGS, "--redis-url", redis, "--shutdown-timeout", "2")
-    return Part(f"router {number}", lambda: Router(DEMO, engines, folder, *flags, ports=ports))
+    return Part(f"router {number}", lambda: Router(model, engines, model.parent, *ROUTER_FLAGS, *flags, ports=ports))

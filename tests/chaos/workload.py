@@ -1,5 +1,5 @@
-"""The requests that clients make, mixed: sampled, penalised, structured, several choices, log-probabilities, greedy,
-searched, each in one of several ways.
+"""The requests that clients make, mixed: sampled, penalised, structured, several choices and several prompts,
+log-probabilities, greedy, searched, tool calls, each in one of several ways, of one of two tenants.
 """
 
 import random
@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.chaos.stack import MODEL
+from tests.chaos.demo import CALL
+from tests.chaos.stack import KEYS, MODEL
 
 PROMPTS = (
     "Once upon a time there was a",
@@ -16,28 +17,77 @@ PROMPTS = (
     "A small bird sat on",
     "Nobody in the village knew why",
 )
+HEROES = ("duck", "fox", "boat", "bear")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 40}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
 
 
 STREAM, WHOLE, RPC, BACKGROUND, POLLING = "stream", "whole", "rpc", "background", "polling"
-_WAYS = (STREAM, RPC, STREAM, WHOLE, BACKGROUND, STREAM, POLLING)
+CROSSING = "crossing"
+UNWATCHED = (BACKGROUND, POLLING)
+_WAYS = (STREAM, RPC, STREAM, WHOLE, BACKGROUND, CROSSING, POLLING)
 _WAYS_OF_SEARCHES = (WHOLE, RPC, POLLING)  # nothing of them can be streamed over REST
+_WAYS_OF_LISTS = (STREAM, WHOLE, CROSSING)  # the gRPC API takes one prompt, but tells such an answer to its end
+_WITHOUT_KEY = 0.25
 Body = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Request:
-    """``way`` is how the client asks for it."""
+    """``way`` is how the client asks for it, and ``keyed`` whether with an idempotency key."""
 
     way: str
     kind: str
     path: str
     body: dict[str, Any]
+    keyed: bool = True
+    tenant: str = ""
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """The headers that say who asks."""
+        return {"Authorization": f"Bearer {KEYS[self.tenant]}"} if self.tenant else {}
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return self.path.endswith("chat/completions")
+
+    @property
+    def id_prefix(self) -> str:
+        """What the REST API puts before the ids of such requests."""
+        return "chatcmpl-" if self.is_chat else "cmpl-"
+
+    @property
+    def crosses(self) -> bool:
+        """Whether its answer comes in events of both APIs, of which only one tells tokens."""
+        return self.way == CROSSING
+
+    @property
+    def searches(self) -> bool:
+        """Whether more outputs are made than told."""
+        return "best_of" in self.body or "beam_width" in self.body
+
+    @property
+    def prompts(self) -> int:
+        """How many."""
+        prompt = self.body.get("prompt", "")
+        return len(prompt) if isinstance(prompt, list) else 1
+
+    @property
+    def choices(self) -> int:
+        """How many the answer has to have."""
+        return self.prompts * int(self.body.get("n", 1))
 
 
 def requests(count: int, seed: int) -> list[Request]:
@@ -47,20 +97,27 @@ def requests(count: int, seed: int) -> list[Request]:
 
 
 def _request(number: int, chance: random.Random) -> Request:
-    make = _KINDS[number % len(_KINDS)]
-    ways = _WAYS_OF_SEARCHES if make in (_best_of, _beams) else _WAYS
-    return Request(ways[number // len(_KINDS) % len(ways)], make.__name__.strip("_"), *make(chance))
+    turn, kind = divmod(number, len(_KINDS))
+    make = _KINDS[kind]
+    ways = _WAYS_OF_SEARCHES if make in (_best_of, _beams) else _WAYS_OF_LISTS if make is _prompts else _WAYS
+    way = ways[(turn + kind) % len(ways)]
+    keyed = way in UNWATCHED or chance.random() >= _WITHOUT_KEY
+    return Request(way, make.__name__.strip("_"), *make(chance), keyed, chance.choice(list(KEYS)))
 
 
 def _completion(chance: random.Random, **more: Any) -> Body:
     body = {
         "model": MODEL,
-        "prompt": chance.choice(PROMPTS) + " " + chance.choice(PROMPTS).lower(),
+        "prompt": _prompt(chance),
         "max_tokens": chance.randint(100, 400),
         "seed": chance.getrandbits(32),
         "ignore_eos": True,
     }
     return "/v1/completions", body | more
+
+
+def _prompt(chance: random.Random) -> str:
+    return chance.choice(PROMPTS) + " " + chance.choice(PROMPTS).lower()
 
 
 def _greedy(chance: random.Random) -> Body:
@@ -79,6 +136,11 @@ def _penalised(chance: random.Random) -> Body:
 
 def _several(chance: random.Random) -> Body:
     return _completion(chance, n=3, temperature=1.0, max_tokens=chance.randint(50, 150))
+
+
+def _prompts(chance: random.Random) -> Body:
+    prompts = [_prompt(chance) for _ in range(3)]
+    return _completion(chance, prompt=prompts, n=chance.randint(1, 2), max_tokens=chance.randint(50, 150))
 
 
 def _logprobs(chance: random.Random) -> Body:
@@ -104,6 +166,32 @@ def _chat(chance: random.Random, **more: Any) -> Body:
     return "/v1/chat/completions", body | more
 
 
+def _unlimited(chance: random.Random) -> Body:
+    """As long as the model likes."""
+    story = {"role": "user", "content": f"Tell me a story about a {chance.choice(HEROES)}."}
+    path, body = _chat(chance, messages=[story], temperature=1.6)
+    del body["max_tokens"]
+    return path, body
+
+
+def _forced(chance: random.Random) -> Body:
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+    return _chat(chance, **_calling(chance.choice(choices)), temperature=1.5)
+
+
+def _called(chance: random.Random) -> Body:
+    """The model begins calls of its own accord. A grammar holds those of strict tools to their schema, and others are
+    what the model makes of them, so mostly none: the reader holds back what may become one, and tells it as text.
+    """
+    tools = _calling("auto", strict=chance.random() < 0.7)
+    return _chat(chance, **tools, temperature=1.5, logit_bias={str(CALL): chance.choice([15, 16, 17])})
+
+
+def _calling(choice: Any, **more: Any) -> dict[str, Any]:
+    functions = [{"name": "weather", "parameters": WEATHER, **more}, {"name": "now", **more}]
+    return {"tools": [{"type": "function", "function": each} for each in functions], "tool_choice": choice}
+
+
 def _best_of(chance: random.Random) -> Body:
     return _completion(chance, n=2, best_of=4, temperature=1.0, max_tokens=chance.randint(30, 80))
 
@@ -113,5 +201,6 @@ def _beams(chance: random.Random) -> Body:
 
 
 _KINDS: tuple[Callable[[random.Random], Body], ...] = (
-    _greedy, _sampled, _penalised, _several, _logprobs, _stopped, _structured, _chat, _best_of, _beams,
+    _greedy, _forced, _sampled, _prompts, _penalised, _called, _several, _unlimited, _logprobs, _stopped, _structured,
+    _chat, _best_of, _beams,
 )  # fmt: skip

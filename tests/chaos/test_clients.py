@@ -1,0 +1,334 @@
+"""The clients of the chaos run take no bad answer for a good one: whatever a service might do wrong has a name."""
+
+import json
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+from tests.chaos.answer import Answer
+from tests.chaos.client import Manners
+from tests.chaos.report import FOUND, Report
+from tests.chaos.run import CLIENTS
+from tests.chaos.workload import BACKGROUND, POLLING, RPC, STREAM, WHOLE, Request
+
+MANNERS = Manners(silence=20.0, patience=0.5, limit=60.0, absence=0.0, later=0.0)
+PATH, BODY = "/v1/completions", {"model": "demo", "prompt": "x"}
+ID = "ab12"
+HEADERS = {"x-request-id": ID}
+HEAD = {"id": f"cmpl-{ID}", "object": "text_completion", "created": 1, "model": "demo"}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+DONE = "data: [DONE]\n\n"
+
+
+def event(place: str, *choices: dict[str, Any], **fields: Any) -> str:
+    return f"id: {place}\ndata: {json.dumps({**HEAD, 'choices': choices, **fields})}\n\n"
+
+
+def piece(text: str, **fields: Any) -> dict[str, Any]:
+    return {"index": 0, "text": text, **fields}
+
+
+ONE, TWO = event("1", piece("one")), event("2e", piece(" two", finish_reason="stop"))
+LAST = event("2eu", usage=USAGE)
+RIGHT = (ONE, TWO, LAST, DONE)
+
+
+def failure(status: int = 503, **fields: Any) -> dict[str, Any]:
+    kinds = {404: ("not_found_error", "not_found"), 500: ("server_error", "internal")}
+    kind, code = kinds.get(status, ("service_unavailable_error", "unavailable"))
+    known = {"message": "Why.", "type": kind, "param": None, "code": code, "request_id": ID}
+    return {"error": {**known, **fields}}
+
+
+def last(**fields: Any) -> str:
+    return f"data: {json.dumps(failure(**fields))}\n\n"
+
+
+class Body(httpx.AsyncByteStream):
+    """A body that breaks off behind its last event, unless it ``ends``."""
+
+    def __init__(self, events: tuple[str, ...], ends: bool) -> None:
+        self._events, self._ends = events, ends
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for each in self._events:
+            yield each.encode()
+        if not self._ends:
+            raise httpx.RemoteProtocolError("incomplete chunked read")
+
+
+def events(*events: str, ends: bool = True, headers: dict[str, str] | None = None) -> httpx.Response:
+    return httpx.Response(200, headers=headers or HEADERS, stream=Body(events, ends))
+
+
+def refusal(status: int = 503, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    after = {"retry-after": "1"} if headers is None else headers
+    return httpx.Response(status, json=failure(status, **fields), headers=after)
+
+
+async def asked(replies: list[httpx.Response], request: Request, manners: Manners = MANNERS) -> Answer:
+    """What a client has of a service that gives these replies, and then knows of nothing."""
+    left = iter(replies)
+    stack: Any = SimpleNamespace(urls=["http://router"])
+    transport = httpx.MockTransport(lambda _: next(left, None) or refusal(404, param="request_id"))
+    async with httpx.AsyncClient(transport=transport) as http:
+        client = CLIENTS[request.way](stack, http, "key", random.Random(1), manners)
+        return await client.run(request)
+
+
+def judged(request: Request, wanted: Answer, got: Answer) -> str:
+    report = Report()
+    report.compare(request, wanted, got, [])
+    return ", ".join(name for name in FOUND if report.counts[name])
+
+
+STREAMED = Request(STREAM, "greedy", PATH, BODY)
+UNKEYED = replace(STREAMED, keyed=False)
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [events(*RIGHT)],
+        [events(": waiting\n", *RIGHT)],
+        [refusal(), events(*RIGHT)],
+        [events(ONE, ends=False), events(TWO, LAST, DONE)],
+        [events(ONE, TWO, ends=False), events(LAST, DONE)],
+        [events(ONE, last(resumable=True)), refusal(), events(TWO, LAST, DONE)],
+    ],
+)
+async def test_a_stream_that_is_right_is_right_however_often_it_breaks(replies: list[httpx.Response]) -> None:
+    answer = await asked(replies, STREAMED)
+    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == ""
+
+
+AGAIN, OTHER_END = event("2", piece("one")), event("2e", piece(" two", finish_reason="length"))
+MORE, LESS = {**USAGE, "completion_tokens": 3, "total_tokens": 6}, {**USAGE, "total_tokens": 6}
+BAD_STREAMS = {
+    "a token lost at a break": (
+        [events(ONE, ends=False), events(event("2e", piece("", finish_reason="stop")), LAST, DONE)], "lost"),
+    "a token told again after a break": (
+        [events(ONE, ends=False), events(AGAIN, event("3e", piece(" two", finish_reason="stop")),
+                                         event("3eu", usage=USAGE), DONE)], "repeated"),
+    "an event told again after a break": ([events(ONE, ends=False), events(*RIGHT)], "malformed"),
+    "events in another order": (
+        [events(event("1", piece(" two")), event("2e", piece("one", finish_reason="stop")), LAST, DONE)], "changed"),
+    "another end": ([events(ONE, OTHER_END, LAST, DONE)], "changed"),
+    "no end": ([events(ONE, event("2", piece(" two")), event("2u", usage=USAGE), DONE)], "lost"),
+    "no usage": ([events(ONE, TWO, DONE)], "lost"),
+    "another usage": ([events(ONE, TWO, event("2eu", usage=MORE), DONE)], "changed"),
+    "a usage that does not add up": ([events(ONE, TWO, event("2eu", usage=LESS), DONE)], "malformed"),
+    "no [DONE]": ([events(ONE, TWO, LAST)], "untyped"),
+    "an end in the middle": ([events(ONE)], "untyped"),
+    "more after [DONE]": ([events(*RIGHT, TWO)], "malformed"),
+    "an event without an id": ([events(ONE.partition("\n")[2], TWO, LAST, DONE)], "malformed"),
+    "another id of the request": ([events(ONE, TWO.replace(ID, "cd34"), LAST, DONE)], "malformed"),
+    "another id after a break": (
+        [events(ONE, ends=False), events(TWO, LAST, DONE, headers={"x-request-id": "cd34"})], "malformed"),
+    "another model": ([events(ONE.replace("demo", "other"), TWO, LAST, DONE)], "malformed"),
+    "no resumable": ([events(ONE, last())], "untyped"),
+    "a resumable that says nothing": ([events(ONE, last(resumable="yes")), events(TWO, LAST, DONE)], "untyped"),
+    "resumable after what does not pass": (
+        [events(ONE, last(status=500, resumable=True)), events(TWO, LAST, DONE)], "untyped"),
+    "not resumable though it passes": ([events(ONE, last(resumable=False))], "untyped"),
+    "events after an error": ([events(ONE, last(resumable=True), TWO), events(TWO, LAST, DONE)], "malformed"),
+    "an error": ([events(ONE, last(status=500, resumable=False))], "errors"),
+    "an error of another request": ([events(ONE, last(resumable=True, request_id="cd34")),
+                                     events(TWO, LAST, DONE)], "malformed"),
+    "an error of nobody": ([events(ONE, 'data: {"error": "no"}\n\n')], "untyped"),
+    "what is no JSON": ([events(ONE, "data: one\n\n")], "untyped"),
+    "what is no event": ([events(ONE, 'data: {"choices": [{}]}\n\n')], "untyped"),
+    "an untyped refusal": ([httpx.Response(503, text="upstream")], "untyped"),
+    "an untyped limit": ([httpx.Response(429, json={"error": "no"})], "untyped"),
+    "a refusal without its time": ([refusal(headers={})], "untyped"),
+    "a status of another error": ([refusal(404, code="internal")], "untyped"),
+    "an unknown request": ([refusal(404, param="request_id")], "errors"),
+    "refusals without end": ([refusal() for _ in range(100)], "hung"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_STREAMS)
+async def test_a_bad_stream_has_a_name(name: str) -> None:
+    replies, verdict = BAD_STREAMS[name]
+    answer = await asked(replies, STREAMED)
+    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == verdict
+
+
+async def test_whoever_only_hears_of_its_answer_hangs() -> None:
+    breaks = [events(": waiting\n", ends=False) for _ in range(100)]
+    answer = await asked(breaks, STREAMED, replace(MANNERS, limit=0.5))
+    assert judged(STREAMED, await asked([events(*RIGHT)], STREAMED), answer) == "hung"
+
+
+async def test_a_request_without_a_key_is_sent_again_until_it_has_begun() -> None:
+    silent = events(": waiting\n", headers={"x-request-id": "cd34"}, ends=False)
+    answer = await asked([silent, events(": waiting\n", last(resumable=False)), events(*RIGHT)], UNKEYED)
+    assert judged(UNKEYED, await asked([events(*RIGHT)], UNKEYED), answer) == ""
+    assert len(answer.sent) == 3
+
+
+WHOLE_BODY = {**HEAD, "choices": [piece("one two", finish_reason="stop")], "usage": USAGE}
+
+
+def whole(**fields: Any) -> httpx.Response:
+    return httpx.Response(200, json={**WHOLE_BODY, **fields}, headers=HEADERS)
+
+
+BAD_WHOLES = {
+    "right": (whole(), ""),
+    "no choice": (whole(choices=[]), "lost"),
+    "no usage": (whole(usage=None), "lost"),
+    "less text": (whole(choices=[piece("one", finish_reason="stop")]), "lost"),
+    "no end": (whole(choices=[piece("one two")]), "lost"),
+    "another model": (whole(model="other"), "malformed"),
+    "another id than its header's": (whole(id="cmpl-cd34"), "malformed"),
+    "an id of another kind": (whole(id=f"chatcmpl-{ID}"), "malformed"),
+    "an error": (refusal(500), "errors"),
+    "an untyped error": (httpx.Response(500, text="oh"), "untyped"),
+    "no JSON": (httpx.Response(200, text="oh", headers=HEADERS), "untyped"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WHOLES)
+async def test_a_bad_whole_answer_has_a_name(name: str) -> None:
+    reply, verdict = BAD_WHOLES[name]
+    request = Request(WHOLE, "greedy", PATH, BODY)
+    assert judged(request, await asked([whole()], request), await asked([reply], request)) == verdict
+
+
+def begun(**fields: Any) -> httpx.Response:
+    headers = {"location": f"/v1/requests/{ID}", **HEADERS}
+    return httpx.Response(202, json={"id": ID, "status": "running", **fields}, headers=headers)
+
+
+def seen(status: str = "completed", **fields: Any) -> httpx.Response:
+    return httpx.Response(200, json={"id": ID, "status": status, "response": WHOLE_BODY, **fields}, headers=HEADERS)
+
+
+BAD_POLLS = {
+    "right": ([begun(), seen("running"), seen()], ""),
+    "another id": ([begun(), seen(id="cd34")], "malformed"),
+    "another id in its answer": ([begun(), seen(response={**WHOLE_BODY, "id": "cmpl-cd34"})], "malformed"),
+    "no answer": ([begun(), seen(response=None)], "untyped"),
+    "an error": ([begun(), seen("failed", **failure(500))], "errors"),
+    "an error that has passed": ([begun(), seen("failed", **failure())], "errors"),
+    "cancelled by nobody": ([begun(), seen("cancelled")], "untyped"),
+    "another status": ([begun(), seen("lost")], "untyped"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_POLLS)
+async def test_a_bad_background_request_has_a_name(name: str) -> None:
+    replies, verdict = BAD_POLLS[name]
+    request = Request(POLLING, "greedy", PATH, BODY)
+    assert judged(request, await asked([begun(), seen()], request), await asked(replies, request)) == verdict
+
+
+async def test_one_that_is_attached_to_is_read_as_a_stream() -> None:
+    request = Request(BACKGROUND, "greedy", PATH, BODY)
+    right = await asked([begun(), events(*RIGHT)], request)
+    assert judged(request, right, await asked([begun(), events(ONE, TWO, LAST)], request)) == "untyped"
+    assert judged(request, right, await asked([begun(id="cd34"), events(*RIGHT)], request)) == "malformed"
+
+
+def message(place: str, text: str = "", *tokens: int, **fields: Any) -> pb.GenerateResponse:
+    return pb.GenerateResponse(request_id=ID, event_id=place, text=text, token_ids=tokens, **fields)
+
+
+FIRST = message("1", "one", 1)
+TOLD = types_pb2.Usage(prompt_tokens=3, completion_tokens=2)
+SECOND = message("2eu", " two", 2, finish_reason=types_pb2.FINISH_REASON_STOP, usage=TOLD)
+OTHER = pb.GenerateResponse.FromString(SECOND.SerializeToString().replace(ID.encode(), b"cd34"))
+Said = pb.GenerateResponse | pb.ResumeResponse | tuple[grpc.StatusCode, str, int]
+
+
+class Scripted(InferenceServicer):
+    """Each call says what comes next, and ends with an error where that is one: its status, its words, and which error
+    is beside it, 0 for none.
+    """
+
+    def __init__(self, calls: list[list[Said]]) -> None:
+        self._calls = list(calls)
+
+    async def Generate(self, _request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        for each in self._next():
+            yield await _told(each, context)
+
+    async def Resume(self, _request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        for each in self._next():
+            told = await _told(each, context)
+            yield pb.ResumeResponse(generate=told)
+
+    def _next(self) -> Iterator[Said]:
+        return iter(self._calls.pop(0) if len(self._calls) > 1 else self._calls[0])
+
+
+async def _told(said: Said, context: Any) -> Any:
+    if not isinstance(said, tuple):
+        return said
+    status, words, code = said
+    error = types_pb2.Error(code=code, message="Why.").SerializeToString()  # type: ignore[arg-type]
+    await context.abort(status, words, (("quire-error-bin", error),) if code else ())
+
+
+@asynccontextmanager
+async def serving(calls: list[list[Said]]) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    add_InferenceServicer_to_server(Scripted(calls), server)  # type: ignore[abstract]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def called(calls: list[list[Said]]) -> Answer:
+    request = Request(RPC, "greedy", PATH, BODY)
+    async with serving(calls) as address, httpx.AsyncClient() as http:
+        router = SimpleNamespace(process=SimpleNamespace(grpc_address=address))
+        stack: Any = SimpleNamespace(routers=[router], urls=[])
+        return await CLIENTS[RPC](stack, http, "key", random.Random(1), MANNERS).run(request)
+
+
+BUSY, GONE, OURS = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INTERNAL
+BAD_CALLS: dict[str, tuple[list[list[Said]], str]] = {
+    "right": ([[FIRST, SECOND]], ""),
+    "right after a break": ([[FIRST, (BUSY, "Socket closed", 0)], [SECOND]], ""),
+    "right after an error that passes": ([[FIRST, (BUSY, "Why.", 7)], [SECOND]], ""),
+    "right with a message that says nothing": ([[FIRST, message("1"), SECOND]], ""),
+    "a message that says nothing at another place": ([[FIRST, message("-"), SECOND]], "malformed"),
+    "a token told again": ([[FIRST, (BUSY, "Why.", 7)], [FIRST, SECOND]], "malformed"),
+    "a token lost": ([[message("2eu", "one", 1, finish_reason=1, usage=TOLD)]], "malformed"),
+    "a token lost, and its place": ([[message("1eu", "one", 1, finish_reason=1, usage=TOLD)]], "lost"),
+    "another token": ([[message("1", "one", 3), SECOND]], "changed"),
+    "another id": ([[FIRST, OTHER]], "malformed"),
+    "no usage": ([[FIRST, message("2e", " two", 2, finish_reason=1)]], "untyped"),
+    "nothing": ([[]], "untyped"),
+    "more after the usage": ([[FIRST, SECOND, message("3eu", "", 3)]], "malformed"),
+    "an error after the usage": ([[FIRST, SECOND, (OURS, "Why.", 9)]], "untyped"),
+    "an error": ([[FIRST, (OURS, "Why.", 9)]], "errors"),
+    "an unknown request": ([[(GONE, "Why.", 4)]], "errors"),
+    "a status of another error": ([[(GONE, "Why.", 9)]], "untyped"),
+    "words of another error": ([[(GONE, "Other words.", 4)]], "untyped"),
+    "an error of no kind": ([[(OURS, "Why.", 77)]], "untyped"),
+    "a failure without our words": ([[(OURS, "Why.", 0)]], "untyped"),
+    "an unexpected failure": ([[(grpc.StatusCode.UNKNOWN, "Unexpected", 0)]], "untyped"),
+    "breaks without end": ([[(BUSY, "Socket closed", 0)]], "hung"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+async def test_a_bad_call_has_a_name(name: str) -> None:
+    calls, verdict = BAD_CALLS[name]
+    assert judged(Request(RPC, "greedy", PATH, BODY), await called([[FIRST, SECOND]]), await called(calls)) == verdict
