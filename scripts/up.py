@@ -17,32 +17,97 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from threading import Thread
-
-from honcho.manager import Manager
-from honcho.printer import Message, Printer
+from queue import SimpleQueue
+from threading import Lock, Thread
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "demo" / "model"
 DEMO_NAME = "quire-demo"
 READY_TIMEOUT = 600.0
+SLOW_START = 10.0  # seconds after which a start is worth an explanation
+STOP_TIMEOUT = 8.0  # seconds that a process may take to end before it is killed
 MAX_PORT = 65535
+PRINTING = Lock()  # a line and its end are written apart
 # Whatever proxy the environment names, these addresses are this machine's own.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class PatientPrinter(Printer):
-    """Prints what the processes say. A reader that went away (``| head``, a closed terminal) must not end the manager
-    before it has stopped them.
+class Program:
+    """One started program, in a session of its own, so that a terminal's Ctrl-C does not reach it. What it says is
+    printed; ``ended`` gets its status when it ends.
     """
 
-    def write(self, message: Message) -> None:
-        """Prints one message, or loses it."""
-        with suppress(OSError):
-            super().write(message)
+    def __init__(self, name: str, command: Sequence[str], ended: SimpleQueue[int]) -> None:
+        self.name = name
+        self._ended = ended
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        self._watcher = Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the program and those that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether it ended in time and all that it said is printed."""
+        self._watcher.join(timeout)
+        return not self._watcher.is_alive()
+
+    def _watch(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            say(line.rstrip("\n"), self.name)
+        self._ended.put(self._process.wait())
+
+
+class Programs:
+    """Programs that run together: when one ends, all do."""
+
+    def __init__(self) -> None:
+        self._programs: list[Program] = []
+        self._ended: SimpleQueue[int] = SimpleQueue()  # may be put to by a signal's handler, which others may not
+
+    def run(self, commands: Iterable[tuple[str, Sequence[str]]]) -> int:
+        """Starts them, waits for ``stop`` or the first that ends, and ends the others; the status to exit with."""
+        try:
+            for name, command in commands:
+                self._programs.append(Program(name, command, self._ended))
+            status = self._ended.get()
+        finally:
+            self._stop_all()
+        return status if status >= 0 else 128 - status
+
+    def stop(self, status: int) -> None:
+        """Begins the end. May be called from anywhere, and more than once."""
+        self._ended.put(status)
+
+    def _stop_all(self) -> None:
+        """The last one first, and those of one kind (engines) together: whoever is still asked for something by others
+        outlives them, so that a router hands its requests to engines that run, and writes them to a Redis that does.
+        """
+        for _, alike in groupby(reversed(self._programs), key=lambda program: program.name.partition("-")[0]):
+            programs = list(alike)
+            for program in programs:
+                program.signal(signal.SIGTERM)
+            end = time.monotonic() + STOP_TIMEOUT
+            for program in programs:
+                if not program.wait(max(0.0, end - time.monotonic())):
+                    say(f"{program.name} does not end and is killed")
+                    program.signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -71,18 +136,16 @@ def main() -> None:
     """Starts everything, says when it is ready, and stops everything."""
     plan = make_plan()
     refuse_busy_ports(plan)
-    manager = Manager(PatientPrinter(sys.stdout))
+    programs = Programs()
     run_dir = ROOT / ".run"
     run_dir.mkdir(exist_ok=True)
-    for name, command in commands(plan, run_dir):
-        manager.add_process(name, "exec " + shlex.join(command), cwd=str(ROOT))
     # A closed terminal and Ctrl-\\ end everything just like Ctrl-C.
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    Thread(target=announce, args=(plan, manager), daemon=True).start()
-    manager.loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: programs.stop(128 + number))
+    Thread(target=announce, args=(plan, programs), daemon=True).start()
+    status = programs.run(commands(plan, run_dir))
     say("stopped")
-    sys.exit(manager.returncode)
+    sys.exit(status)
 
 
 def make_plan() -> Plan:
@@ -155,11 +218,14 @@ def unless_set(service: str, flag: str, value: str) -> list[str]:
     return [] if os.environ.get(variable) else [flag, value]
 
 
-def announce(plan: Plan, manager: Manager) -> None:
+def announce(plan: Plan, programs: Programs) -> None:
     """Tells how far the start is, then how to try it."""
-    begin, last = time.monotonic(), -1
+    begin, last, explained = time.monotonic(), -1, False
     while time.monotonic() - begin < READY_TIMEOUT:
         ready = sum(is_up(port) for _, port in plan.engine_ports)
+        if not explained and time.monotonic() - begin > SLOW_START:
+            say("the first time, engines build their kernels, which takes about a minute")
+            explained = True
         if ready != last:
             say(f"{ready} of {plan.engines} engines ready after {time.monotonic() - begin:.0f} s")
             last = ready
@@ -168,7 +234,7 @@ def announce(plan: Plan, manager: Manager) -> None:
             return
         time.sleep(0.25)
     say(f"not ready after {READY_TIMEOUT:.0f} s, stopping")
-    manager.terminate()
+    programs.stop(1)
 
 
 def how_to_try(plan: Plan) -> str:
@@ -236,10 +302,12 @@ def number(variable: str, default: int) -> int:
     return int(text)
 
 
-def say(text: str) -> None:
-    """One line to the person who started this, if there still is one."""
-    with suppress(OSError):
-        print(f"quire | {text}", flush=True)
+def say(text: str, speaker: str = "quire") -> None:
+    """One line to the person who started this, if there still is one: a reader that went away (``| head``, a closed
+    terminal) must not keep the programs from being stopped.
+    """
+    with suppress(OSError), PRINTING:
+        print(f"{speaker:8} | {text}", flush=True)
 
 
 def fail(text: str) -> None:

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+from quire_proto.flags import own_variables
 
 from quire_engine.scheduling.config import Batching, Policy
 
@@ -19,6 +26,7 @@ def _split(value: object) -> object:
     return [name.strip() for part in parts for name in str(part).split(",") if name.strip()]
 
 
+PREFIX = "QUIRE_ENGINE_"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
@@ -30,7 +38,7 @@ class EngineConfig(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="QUIRE_ENGINE_",
+        env_prefix=PREFIX,
         cli_kebab_case=True,
         cli_implicit_flags=True,
         cli_prog_name="quire-engine",
@@ -120,6 +128,21 @@ class EngineConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags count more than variables, of which those of Kubernetes' Services are left out."""
+        del settings_cls, dotenv_settings, file_secret_settings
+        if isinstance(env_settings, EnvSettingsSource):
+            env_settings.env_vars = own_variables(env_settings.env_vars)
+        return init_settings, env_settings
 
     @property
     def names(self) -> list[str]:

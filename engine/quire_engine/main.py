@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
+from quire_proto.flags import unknown_variables
+from quire_proto.text.vocabulary import digest_of_folder
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.assembly import grammar_source, load_executor, make_scheduler
 from quire_engine.command import quit_with, read_settings
-from quire_engine.config import EngineConfig
+from quire_engine.config import PREFIX, EngineConfig
 from quire_engine.service.server import EngineServer, ServerConfig
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quire_engine")
 
 SECONDS_FOR_LAST_SPANS = 2.0
+OTHER_VARIABLES = ("cpu_kernels",)  # read where the kernels are, which may not know of settings
 
 
 def main() -> None:
@@ -40,7 +43,15 @@ def main() -> None:
 
         bench(arguments[1:])
     else:
+        _refuse_unknown_variables()
         _run(read_settings(EngineConfig, arguments))
+
+
+def _refuse_unknown_variables() -> None:
+    """One that begins like a setting and is none would leave something as it is that somebody meant to change."""
+    unknown = unknown_variables(PREFIX, (*EngineConfig.model_fields, *OTHER_VARIABLES), os.environ)
+    if unknown:
+        quit_with(2, " ".join(unknown))
 
 
 def _run(config: EngineConfig) -> None:
@@ -109,6 +120,7 @@ def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -
         dtype=executor.dtype_name,
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
+        tokenizer_digest=digest_of_folder(config.model),
     )
 
 

@@ -5,91 +5,37 @@ several processes on one port scale. All in one run, with a steady engine behind
 
 Processor time is the router's own, user and system, of all its processes; the engine and the clients are other
 processes. A token's is taken while all streams run, so that it has no part of a request's. The floor is what the kernel
-takes to send one event on a socket of this machine, whoever does it. Latency: the same requests over one connection to
-the engine's contract and through the router, in turns.
+takes to send one event on a socket of this machine, whoever does it.
+
+The load of one process is full when it streams as many tokens as fit into a second of processor time; half load is half
+of these tokens. ``added_latency`` tells how the latency beside that is measured. Scaling is told twice: by the clock,
+which needs a core for each worker and more for clients and engine, and in requests for each second of processor time.
+As long as the latter stays what it is with one worker, more of them scale linearly until the cores are used up.
 """
 
 import argparse
 import asyncio
-import json
 import selectors
 import socket
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import cast
 
-import grpc
 import psutil
-from quire.v1 import engine_pb2 as pb
-from quire.v1 import types_pb2
-from quire.v1.engine_pb2_grpc import EngineStub
 
-from tests.bench.steady_engine import MODEL
-from tests.support.processes import Process, Router, free_port
+from tests.bench.added_latency import measure_added
+from tests.bench.router_stage import body, processor_seconds, read_answer, running, stream_one
 from tests.support.redis_server import redis_server
 
-DEMO = Path(__file__).parents[2] / "demo" / "model"
-PROMPT = list(range(100, 132))
 PAUSE = 0.04  # seconds between two steps: with 256 streams, half of a core or so is left to spare
 EVENT_BYTES = 220
-REQUESTS, LOADED_REQUESTS = 600, 2_000
-
-
-class SteadyEngineProcess(Process):
-    """The steady engine, one step every ``pause`` seconds."""
-
-    def __init__(self, folder: Path, pause: float) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "tests.bench.steady_engine", "--port", str(self.port), "--pause", str(pause)]
-        super().__init__(command, folder / f"engine-{self.port}.log")
-
-
-@contextmanager
-def running(folder: Path, pause: float, *flags: str) -> Iterator[tuple[SteadyEngineProcess, Router]]:
-    """An engine and a router before it."""
-    engine = SteadyEngineProcess(folder, pause)
-    router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, "--max-concurrent-requests", "4096", *flags)
-    try:
-        router.wait_ready()
-        yield engine, router
-    finally:
-        router.stop()
-        engine.kill()
-
-
-def body(tokens: int, *, stream: bool) -> bytes:
-    """A completion of a prompt that is tokens already."""
-    request = {"model": MODEL, "prompt": PROMPT, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
-    data = json.dumps(request).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
-
-
-async def stream_one(port: int, tokens: int, counts: list[int], number: int) -> None:
-    """A client that does nothing but count the events of its stream, in its place of ``counts``."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    writer.write(body(tokens, stream=True))
-    tail = b""
-    while b"[DONE]" not in tail:
-        data = await reader.read(1 << 16)
-        if not data:
-            raise ConnectionError(f"the stream ended early: {tail!r}")
-        counts[number] += data.count(b"data: ")
-        tail = tail[-16:] + data
-    writer.close()
-
-
-def processor_seconds(process: psutil.Process) -> float:
-    """Of a process and its children."""
-    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+REQUESTS, LOADED_REQUESTS, PAIRS = 600, 2_000, 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,57 +115,6 @@ async def measure_requests(port: int, router: psutil.Process, requests: int, wid
     return 1e3 * (processor_seconds(router) - before) / requests
 
 
-async def read_answer(reader: asyncio.StreamReader) -> bytes:
-    """One answer of known length."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert b" 200 " in head[:20], head
-    length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-length"))
-    return await reader.readexactly(length)
-
-
-async def measure_latency(engine_port: int, port: int, rounds: int) -> list[float]:
-    """Milliseconds that the router adds to the first token, one value for each pair of requests."""
-    added = []
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{engine_port}") as channel:
-        call = EngineStub(channel).Session()
-        await call.write(pb.SessionRequest(open=pb.Open(session_id="bench")))
-        await call.read()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        for number in range(rounds):
-            began = time.perf_counter()
-            await direct(call, f"r{number}")
-            between = time.perf_counter()
-            writer.write(body(1, stream=False))
-            await read_answer(reader)
-            added.append(1e3 * ((time.perf_counter() - between) - (between - began)))
-        writer.close()
-    return sorted(added)
-
-
-async def direct(call: grpc.aio.StreamStreamCall, request_id: str) -> None:
-    """One request of one token, without a router."""
-    sampling = types_pb2.SamplingParams(max_tokens=1)
-    await call.write(
-        pb.SessionRequest(submit=pb.Submit(request_id=request_id, prompt_token_ids=PROMPT, sampling=sampling))
-    )
-    while True:
-        response = await call.read()
-        if any(output.request_id == request_id for output in response.step_batch.outputs):
-            return
-
-
-async def under_load(engine_port: int, port: int, rounds: int, streams: int) -> list[float]:
-    """The same, while other streams keep the router busy."""
-    others = [asyncio.create_task(stream_one(port, 100_000, [0], 0)) for _ in range(streams)]
-    try:
-        await asyncio.sleep(0.5)
-        return await measure_latency(engine_port, port, rounds)
-    finally:
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-
 def report_streams(folder: Path, options: argparse.Namespace) -> None:
     """Processor time of one process, without Redis and with it, in turns."""
     with (
@@ -248,32 +143,41 @@ def report_streams(folder: Path, options: argparse.Namespace) -> None:
 
 
 def report_latency(folder: Path, options: argparse.Namespace) -> None:
-    """Of one process, idle and beside other streams."""
-    with running(folder, 0.0005) as (engine, router):
-        _tell_latency("idle", asyncio.run(measure_latency(engine.port, router.http_port, 200)))
-    with running(folder, 0.005) as (engine, router):
-        _tell_latency(
-            f"beside {options.others} streams",
-            asyncio.run(under_load(engine.port, router.http_port, 200, options.others)),
+    """Of one process, idle and at half load."""
+    with running(folder, PAUSE) as (_, router):
+        process = psutil.Process(router.popen.pid)
+        full = asyncio.run(measure_streams(router.http_port, process, options.streams, options.tokens))
+    most = 1e6 / full.cost
+    print(f"one process streams {most:.0f} tokens/s at most ({full.cost:.1f} us each)")
+    print(f"added latency, idle: {measure_added(folder, streams=0, pause=PAUSE, pairs=PAIRS)}")
+    half = measure_added(folder, streams=options.streams, pause=2 * options.streams / most, pairs=PAIRS)
+    load = f"{options.streams} streams, {half.tokens:.0f} tokens/s, busy for {half.share:.0%} of the time"
+    print(f"added latency, half load ({load}): {half}")
+
+
+def report_workers(folder: Path, counts: Sequence[int]) -> None:
+    """Requests a second of several processes on one port, by the clock and by their processor time."""
+    alone = 0.0
+    for workers in counts:
+        rate, spent = measure_workers(folder, workers)
+        alone = alone or spent
+        print(
+            f"{workers} workers: {rate:.0f} requests/s; {1e3 / spent:.0f} for each second of processor time"
+            f" ({spent:.2f} ms each), {alone / spent:.0%} of the first"
         )
 
 
-def _tell_latency(name: str, added: list[float]) -> None:
-    p50, p99 = statistics.median(added), added[int(0.99 * len(added))]
-    print(f"added latency, {name}: p50 {p50:.2f} ms, p99 {p99:.2f} ms")
-
-
-def report_workers(folder: Path, workers: int) -> None:
-    """Requests a second of several processes on one port."""
+def measure_workers(folder: Path, workers: int) -> tuple[float, float]:
+    """Requests a second, and milliseconds of processor time for each, of all processes."""
     with (
         redis_server() as redis,
         running(folder, 0.002, "--workers", str(workers), "--redis-url", redis.url) as (_, router),
     ):
         process = psutil.Process(router.popen.pid)
+        asyncio.run(measure_requests(router.http_port, process, REQUESTS, 64))  # until all of them are warm
         began = time.perf_counter()
         spent = asyncio.run(measure_requests(router.http_port, process, LOADED_REQUESTS, 64))
-        rate = LOADED_REQUESTS / (time.perf_counter() - began)
-        print(f"{workers} workers: {rate:.0f} requests/s, {spent:.2f} ms of processor time each")
+        return LOADED_REQUESTS / (time.perf_counter() - began), spent
 
 
 def main() -> None:
@@ -282,7 +186,6 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--others", type=int, default=48, help="streams beside the requests whose latency is taken")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--parts", default="streams,latency,workers")
     options = parser.parse_args()
@@ -291,8 +194,8 @@ def main() -> None:
             report_streams(Path(folder), options)
         if "latency" in options.parts:
             report_latency(Path(folder), options)
-        for workers in map(int, options.workers.split(",") if "workers" in options.parts else ()):
-            report_workers(Path(folder), workers)
+        if "workers" in options.parts:
+            report_workers(Path(folder), [int(count) for count in options.workers.split(",")])
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
-from tests.bench.router import MODEL, running
+from tests.bench.router_stage import MODEL, running
 
 PAUSE = 0.04  # seconds between two steps of the engine
 WATCHED, TOKENS, ECHO = 8, 125, 20_000

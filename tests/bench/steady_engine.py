@@ -1,5 +1,5 @@
-"""An engine without a model: one token for each of its requests in every step, at a steady pace. For benchmarks of what
-stands before engines. Speaks the engine's contract and nothing more.
+"""An engine without a model: one token for each of its requests in every step, at a steady pace while it has any. For
+benchmarks of what stands before engines. Speaks the engine's contract and nothing more.
 """
 
 import argparse
@@ -16,10 +16,29 @@ from quire.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_serve
 MODEL = "quire-demo"
 
 
+class _Live:
+    """The requests of one session, each with its position and its length."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, list[int]] = {}
+        self._any = asyncio.Event()
+
+    def add(self, submit: pb.Submit) -> None:
+        self.places[submit.request_id] = [0, submit.sampling.max_tokens]
+        self._any.set()
+
+    async def wait(self) -> None:
+        """Returns when there is one."""
+        while not self.places:
+            self._any.clear()
+            await self._any.wait()
+
+
 class SteadyEngine(EngineServicer):  # type: ignore[misc]
     """``pause`` seconds between steps; token ids are drawn below ``vocabulary``."""
 
-    def __init__(self, pause: float, vocabulary: int) -> None:
+    def __init__(self, model: str, pause: float, vocabulary: int) -> None:
+        self._model = model
         self._pause = pause
         self._generation = random.getrandbits(63)
         self._tokens = [random.randrange(vocabulary // 2, vocabulary - 8) for _ in range(4096)]
@@ -28,7 +47,7 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
         self, request: pb.DescribeRequest, context: object
     ) -> pb.DescribeResponse:
         return pb.DescribeResponse(
-            served_model_names=[MODEL],
+            served_model_names=[self._model],
             model_revision="steady",
             max_model_len=1 << 20,
             vocab_size=1024,
@@ -43,23 +62,24 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
     async def Session(  # noqa: N802
         self, requests: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.SessionResponse]:
-        live: dict[str, list[int]] = {}
+        live = _Live()
         reading = asyncio.create_task(self._read(requests, live))
         load = pb.Load(blocks_total=1 << 20, blocks_free=1 << 20)
         yield pb.SessionResponse(snapshot=pb.Snapshot(generation=self._generation, load=load))
         try:
             for step in count(1):
+                await live.wait()
                 await asyncio.sleep(self._pause)
-                yield pb.SessionResponse(step_batch=self._step(step, live, load))
+                yield pb.SessionResponse(step_batch=self._step(step, live.places, load))
         finally:
             reading.cancel()
 
-    async def _read(self, requests: AsyncIterator[pb.SessionRequest], live: dict[str, list[int]]) -> None:
+    async def _read(self, requests: AsyncIterator[pb.SessionRequest], live: _Live) -> None:
         async for request in requests:
             if request.WhichOneof("command") == "submit":
-                live[request.submit.request_id] = [0, request.submit.sampling.max_tokens]
+                live.add(request.submit)
             elif request.WhichOneof("command") == "cancel":
-                live.pop(request.cancel.request_id, None)
+                live.places.pop(request.cancel.request_id, None)
 
     def _step(self, step: int, live: dict[str, list[int]], load: pb.Load) -> pb.StepBatch:
         batch = pb.StepBatch(sequence=step, step=step, load=load)
@@ -74,9 +94,9 @@ class SteadyEngine(EngineServicer):  # type: ignore[misc]
         return batch
 
 
-async def serve(port: int, pause: float) -> None:
+async def serve(port: int, model: str, pause: float) -> None:
     server = grpc.aio.server()
-    add_EngineServicer_to_server(SteadyEngine(pause, 1024), server)
+    add_EngineServicer_to_server(SteadyEngine(model, pause, 1024), server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     await server.wait_for_termination()
@@ -85,6 +105,7 @@ async def serve(port: int, pause: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--pause", type=float, default=0.025)
     options = parser.parse_args()
-    asyncio.run(serve(options.port, options.pause))
+    asyncio.run(serve(options.port, options.model, options.pause))

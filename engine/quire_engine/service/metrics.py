@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from http.server import ThreadingHTTPServer
 from threading import Thread
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler, disable_created_metrics
 from quire_proto.telemetry import Metric
 
 from quire_engine.core import StepOutput
@@ -17,6 +17,7 @@ from quire_engine.structured.compiler import Outcome
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 log = logging.getLogger(__name__)
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
 
 
 class EngineMetrics:
@@ -39,7 +40,7 @@ class EngineMetrics:
         self._phases = Histogram(
             Metric.ENGINE_STEP_SECONDS,
             "Duration of a step",
-            ("model_name", "phase"),
+            ("model", "phase"),
             buckets=_STEP_BUCKETS,
             registry=self.registry,
         )
@@ -47,7 +48,7 @@ class EngineMetrics:
         self._grammar_seconds = Histogram(
             Metric.ENGINE_GRAMMAR_SECONDS,
             "Time to compile a grammar, or to refuse it",
-            ("model_name",),
+            ("model",),
             buckets=_GRAMMAR_BUCKETS,
             registry=self.registry,
         )
@@ -121,7 +122,7 @@ class EngineMetrics:
             "out_of_memory": (Metric.ENGINE_OUT_OF_MEMORY, "Requests that were alone and could not grow"),
             "prefix_query_tokens": (Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up"),
             "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
-            "generated_tokens": (Metric.GENERATION_TOKENS, "Tokens generated"),
+            "generated_tokens": (Metric.ENGINE_GENERATION_TOKENS, "Tokens generated"),
         }
         counters = {key: self._counter(name, text).labels(self._model) for key, (name, text) in totals.items()}
         hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
@@ -132,10 +133,11 @@ class EngineMetrics:
         return counters
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self.registry)
+        return Counter(name, text, ("model", *labels), registry=self.registry)
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
-        gauge = Gauge(name, text, ("model_name", *labels), registry=self.registry)
+        model = "model_name" if name.startswith("vllm:") else "model"  # what dashboards made for vLLM ask for
+        gauge = Gauge(name, text, (model, *labels), registry=self.registry)
         return gauge if labels else gauge.labels(self._model)
 
 

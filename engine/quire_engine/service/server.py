@@ -139,6 +139,7 @@ class EngineServer:
 
     async def _drain(self) -> None:
         """Takes nothing new and lets running requests end, for a bounded time."""
+        log.info("stopping: %d requests in progress", self._hub.in_progress)
         self._hub.drain()
         if self._failure is None:
             with suppress(TimeoutError):

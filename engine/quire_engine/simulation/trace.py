@@ -66,7 +66,8 @@ def read_trace(
             rows = _mooncake(file, seed) if path.suffix == ".jsonl" else _azure(file)
             arrivals = sorted(islice(rows, start, stop), key=lambda arrival: arrival.time)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path} cannot be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TraceError(f"{path} cannot be read: {reason}.") from error
     if not arrivals:
         raise TraceError(f"{path} holds no request from row {start} on.")
     first = arrivals[0].time

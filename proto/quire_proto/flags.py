@@ -1,0 +1,79 @@
+"""What the services' command lines share: flags as people read them, and variables that are nobody's."""
+
+import re
+from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from inspect import cleandoc
+from typing import Any, TypeVar
+
+from quire_proto import __version__
+
+# What Kubernetes gives a container for each Service of its namespace, as NAME_SERVICE_HOST or NAME_PORT_8000_TCP_ADDR.
+_SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
+_KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
+_Value = TypeVar("_Value", bound=str | None)
+_NO_DEFAULTS = (" (default: null)", " (default: [])")
+
+
+class FlagParser(ArgumentParser):
+    """The root of a command line of pydantic-settings: says what a value is rather than which type holds it, and knows
+    ``--version``. Its ``add_argument`` is to be the source's ``add_argument_method``.
+
+    ``metavars`` are what stands for a flag's value in its help, by the flag's name; other values are called by their
+    type. A default that is nothing is not told.
+    """
+
+    def __init__(self, program: str, description: str, metavars: Mapping[str, str]) -> None:
+        self._metavars = dict(metavars)
+        super().__init__(
+            prog=program,
+            description=cleandoc(description),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self.add_argument("--version", action="version", version=f"{program} {__version__}", help="show it and exit")
+
+    def add_argument(self, *names: str, **options: Any) -> Action:
+        """As ``ArgumentParser`` does."""
+        if "metavar" in options:
+            options["metavar"] = self._metavars.get(names[0]) or _kind(options["metavar"])
+        for nothing in _NO_DEFAULTS:
+            options["help"] = (options.get("help") or "").removesuffix(nothing)
+        return super().add_argument(*names, **options)
+
+
+def own_variables(environment: Mapping[str, _Value]) -> dict[str, _Value]:
+    """The variables without what Kubernetes says of its Services: a Service ``quire-engine`` gives every container a
+    ``QUIRE_ENGINE_PORT`` such as ``tcp://10.0.0.1:9000``, which is not meant as the port of an engine.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not _SERVICE_LINK.fullmatch(name.upper())
+        and not (name.upper().endswith("PORT") and _SERVICE_ADDRESS.fullmatch(str(value)))
+    }
+
+
+def unknown_variables(prefix: str, fields: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+    """One sentence for each variable that begins with ``prefix`` and is the setting of no field."""
+    known = {field.upper() for field in fields}
+    wanted = {name: name.upper().removeprefix(prefix) for name in own_variables(environment)}
+    return [
+        f"{name} is no setting{_meant(prefix, field, known)}."
+        for name, field in wanted.items()
+        if name.upper() == prefix + field and field not in known
+    ]
+
+
+def _meant(prefix: str, field: str, known: Iterable[str]) -> str:
+    close = get_close_matches(field, known, 1, cutoff=0.7)
+    return f"; {prefix}{close[0]} is one" if close else ""
+
+
+def _kind(metavar: Any) -> Any:
+    """The library's name of a type as a word; ``list[str]`` is one of its entries."""
+    if not isinstance(metavar, str):
+        return metavar
+    return _KINDS.get(metavar.removeprefix("list[").removesuffix("]"), metavar)

@@ -1,0 +1,75 @@
+"""A router before a steady engine, and raw clients of it, for benchmarks."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.bench.steady_engine import MODEL
+from tests.support.processes import Process, Router, free_port
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+PROMPT = list(range(100, 132))
+
+
+class SteadyEngineProcess(Process):
+    """The steady engine, one step every ``pause`` seconds."""
+
+    def __init__(self, folder: Path, pause: float, model: str = MODEL) -> None:
+        self.port = free_port()
+        command = [sys.executable, "-m", "tests.bench.steady_engine", "--port", str(self.port)]
+        command += ["--pause", str(pause), "--model", model]
+        super().__init__(command, folder / f"engine-{self.port}.log")
+
+
+@contextmanager
+def running(folder: Path, pause: float, *flags: str) -> Iterator[tuple[SteadyEngineProcess, Router]]:
+    """An engine and a router before it."""
+    engine = SteadyEngineProcess(folder, pause)
+    router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, "--max-concurrent-requests", "4096", *flags)
+    try:
+        router.wait_ready()
+        yield engine, router
+    finally:
+        router.stop()
+        engine.kill()
+
+
+def body(tokens: int, *, stream: bool, model: str = MODEL) -> bytes:
+    """A completion of a prompt that is tokens already."""
+    request = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "stream": stream, "ignore_eos": True}
+    data = json.dumps(request).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def stream_one(port: int, tokens: int, counts: list[int], number: int) -> None:
+    """A client that does nothing but count the events of its stream, in its place of ``counts``."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    writer.write(body(tokens, stream=True))
+    tail = b""
+    while b"[DONE]" not in tail:
+        data = await reader.read(1 << 16)
+        if not data:
+            raise ConnectionError(f"the stream ended early: {tail!r}")
+        counts[number] += data.count(b"data: ")
+        tail = tail[-16:] + data
+    writer.close()
+
+
+def processor_seconds(process: psutil.Process) -> float:
+    """Of a process and its children."""
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
+
+
+async def read_answer(reader: asyncio.StreamReader) -> bytes:
+    """One answer of known length."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in head[:20], head
+    length = next(int(line.split(b":")[1]) for line in head.splitlines() if line.lower().startswith(b"content-length"))
+    return await reader.readexactly(length)
