@@ -31,14 +31,15 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 up: $(READY)
 	@MODEL="$(MODEL)" NAME="$(NAME)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
 
-# What needs no process of its own runs in two workers; with ARGS just those tests run, one after the other.
+# In two workers, but for the models' tests, which use all cores; with ARGS just those tests run, one after the other.
 test: $(READY)
 	@scripts/redis.sh
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/sim
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/service tests/chaos
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/sim --ignore tests/service --ignore tests/chaos
 endif
 
 soak: $(READY)

@@ -28,11 +28,12 @@ class RpcClient(Client):
 
     async def _try_call(self, request: Request) -> bool:
         address = self._chance.choice(self._stack.routers).process.grpc_address
+        had_all = self.answer.usage is not None  # it hung up before the last word over REST
         async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
             try:
                 return await self._read_call(self._call(InferenceStub(channel), request), request)
             except grpc.aio.AioRpcError as error:
-                return self._judge(error)
+                return self._judge(error, had_all)
 
     def _call(self, stub: InferenceStub, request: Request) -> Any:
         if self._id:
@@ -77,14 +78,14 @@ class RpcClient(Client):
         finally:
             call.cancel()
 
-    def _judge(self, error: grpc.aio.AioRpcError) -> bool:
+    def _judge(self, error: grpc.aio.AioRpcError, had_all: bool) -> bool:
         failure = of_rpc(error.code(), error.details() or "", tuple(error.trailing_metadata() or ()))
         is_complete = self.answer.usage is not None
         if failure is None and error.code() in BREAKS:
             if is_complete:
                 return True  # whoever has it all does not mind
             raise Broken  # without our own words it is the connection that broke
-        if failure is None or is_complete:
+        if failure is None or (is_complete and not had_all):
             raise UntypedError(f"{error.code()}: {error.details()}")
         return self._fail(failure)
 
