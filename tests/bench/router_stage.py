@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 from tests.bench.steady_engine import MODEL
-from tests.support.processes import Process, Router, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Process, Router
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 PROMPT = list(range(100, 132))

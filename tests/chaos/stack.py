@@ -11,7 +11,8 @@ from typing import Generic, TypeVar
 
 from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
-from tests.support.processes import Engine, Process, Router, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Engine, Process, Router
 from tests.support.redis_server import RedisServer, redis_server
 
 MODEL = "quire-demo"

@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.service.conftest import DEMO
 from tests.support.engine_link import Link
 from tests.support.fake_container import container
-from tests.support.processes import MIB, Engine, Process, free_port
+from tests.support.ports import free_port
+from tests.support.processes import MIB, Engine, Process
 
 # The engine's own command, in a process that reads its limits below another folder than /.
 CONFINED = """

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.service.conftest import ROOT
-from tests.support.processes import Process, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Process, eventually
 
 
 def start(tmp_path: Path, stdout: int | None = None, **variables: str) -> Process:

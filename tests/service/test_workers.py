@@ -16,7 +16,8 @@ import pytest
 
 from tests.bench.router_stage import SteadyEngineProcess, body
 from tests.service.conftest import DEMO, MODEL
-from tests.support.processes import Process, Router, eventually, fetch, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Process, Router, eventually, fetch
 from tests.support.redis_server import redis_server
 
 WORKERS = 2

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,16 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.ports import free_port
+
 START_TIMEOUT = 180.0
 MIB = 1 << 20
-
-
-def free_port() -> int:
-    """A port that nothing listens on. Another process could take it before it is used; tests accept that."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
+
 
 class RedisServer:
     """``persistent`` keeps what was written over a restart; without it a restart begins empty."""
@@ -21,7 +23,7 @@ class RedisServer:
         self._persistent = persistent
         self._password = password
         self._process: subprocess.Popen[bytes] | None = None
-        self.port = _free_port()
+        self.port = free_port()
 
     @property
     def url(self) -> str:
@@ -89,9 +91,3 @@ def redis_server(
             yield server
         finally:
             server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.model_folders import write_model_folder
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -24,11 +25,7 @@ ENVIRONMENT = {
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    return [free_port() for _ in range(count)]
 
 
 def command(folder: Path, ports: list[int], *more: str) -> list[str]:

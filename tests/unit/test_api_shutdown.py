@@ -15,7 +15,7 @@ from quire_router.process import Router
 
 from tests.support.api_stage import Answer, ask, completion, read_answer
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 
 STREAM = completion(stream=True, max_tokens=50) | {"model": "m"}

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,12 +11,12 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.fleet.link import EngineLink
+from quire_router.fleet.link import OUTPUTS_IN_A_TURN, EngineLink, _in_turns
 from quire_router.fleet.output import EngineFull, EngineLost, Output
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
@@ -127,6 +127,26 @@ async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
         link.session.apply(batch)
         engine.send(output("a", [1, 2], 0, STOP))  # the engine repeats itself under a new sequence
         assert (await rest(stream))[0] == [2]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_others_have_their_turn_within_a_large_batch_and_it_is_handed_out_whole(interrupted: bool) -> None:
+    handed, turns = [], []
+
+    def outputs() -> Iterator[None]:
+        for number in range(5 * OUTPUTS_IN_A_TURN):
+            handed.append(number)
+            yield
+
+    handing = asyncio.create_task(_in_turns(outputs()))
+    while not handing.done():
+        await asyncio.sleep(0)
+        turns.append(len(handed))
+        if interrupted and len(turns) == 2:
+            handing.cancel()
+    assert handing.cancelled() == interrupted
+    assert handed == [*range(5 * OUTPUTS_IN_A_TURN)]
+    assert turns[0] == OUTPUTS_IN_A_TURN
 
 
 async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:

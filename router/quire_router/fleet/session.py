@@ -1,7 +1,7 @@
 """One router's conversation with one engine, as state: what is in flight and what can be trusted. Does no I/O."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from uuid import uuid4
 
 from quire.v1 import engine_pb2
@@ -101,11 +101,17 @@ class Session:
         self._take_load(snapshot.load)
 
     def apply(self, batch: engine_pb2.StepBatch) -> None:
-        """Hands a batch's outputs to their requests. A batch that came before is ignored; raises ``SequenceGap`` when
+        """As ``take``, all at once."""
+        for _ in self.take(batch):
+            pass
+
+    def take(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+        """Takes a batch's news; each step of what is returned hands one of its outputs to its request, and all of them
+        have to be made before anything else is taken. A batch that came before is ignored; raises ``SequenceGap`` when
         one is missing.
         """
         if batch.sequence <= self.sequence:
-            return
+            return iter(())
         if batch.sequence != self.sequence + 1:
             raise SequenceGap(f"batch {batch.sequence} came after {self.sequence}")
         self.sequence = batch.sequence
@@ -113,8 +119,12 @@ class Session:
         if batch.HasField("load"):
             self._take_load(batch.load)
         self._report_kv_events(batch)
+        return self._outputs(batch)
+
+    def _outputs(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
         for output in batch.outputs:
             self._receive(output)
+            yield
         if self._run_twice:
             self._forget_run_twice()
 
