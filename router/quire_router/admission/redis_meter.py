@@ -89,10 +89,8 @@ class RedisMeter:
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
         if self._telling is not None:
-            while not self._telling.done():
-                # Again and again: the client swallows a cancellation that comes in the moment it is connected.
-                self._telling.cancel()
-                await asyncio.wait([self._telling], timeout=0.1)
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
             try:
                 async with asyncio.timeout(_LAST_WORDS):
                     await self._tell_ends()

@@ -237,10 +237,8 @@ class RedisJournal:
                 await self._writer.flush()
         except TimeoutError:
             log.warning("the state of %d requests was not written to Redis", len(self._pending))
-        while not task.done():
-            # Again and again: the client swallows a cancellation that comes in the moment it is connected.
-            task.cancel()
-            await asyncio.wait([task], timeout=0.1)
+        task.cancel()
+        await asyncio.wait([task])
 
     async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease] | None:
         """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""
