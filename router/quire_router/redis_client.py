@@ -8,6 +8,7 @@ from redis.asyncio import BlockingConnectionPool, Connection, ConnectionPool, Re
 from redis.asyncio.connection import AbstractConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 
 def redis_client(url: str, *, timeout: float, repeats: int = 0, connections: int | None = None) -> Redis:
@@ -25,36 +26,41 @@ def redis_client(url: str, *, timeout: float, repeats: int = 0, connections: int
     except ValueError:
         # The library's text can quote a part of a password that holds a slash or a colon.
         raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None
-    pool.connection_class = _HEEDFUL[pool.connection_class]
+    pool.connection_class = _MENDED[pool.connection_class]
     return Redis.from_pool(pool)
 
 
-class _Heedful(AbstractConnection):
+class _Mended(AbstractConnection):
     """Ends when its task is cancelled. The library sends within ``asyncio.wait_for``, which in Python 3.11 loses a
     cancellation that comes in the moment in which the command is on its way: its task would go on for ever, for nobody.
     (https://github.com/python/cpython/issues/86296, mended in 3.12.)
+
+    Says of a connection that broke just before that it did: uvloop raises a RuntimeError, which the library lets pass.
     """
 
     async def send_packed_command(self, command: bytes | str | Iterable[bytes], check_health: bool = True) -> None:
         """As the library's."""
         task = asyncio.current_task()
         before = 0 if task is None else task.cancelling()
-        await super().send_packed_command(command, check_health)
+        try:
+            await super().send_packed_command(command, check_health)
+        except RuntimeError as error:
+            raise RedisConnectionError(str(error)) from error
         if task is not None and task.cancelling() > before:
             await self.disconnect(nowait=True)  # the next one here would be given this command's answer
             raise asyncio.CancelledError
 
 
-class _Tcp(_Heedful, Connection):
+class _Tcp(_Mended, Connection):
     pass
 
 
-class _Tls(_Heedful, SSLConnection):
+class _Tls(_Mended, SSLConnection):
     pass
 
 
-class _Unix(_Heedful, UnixDomainSocketConnection):
+class _Unix(_Mended, UnixDomainSocketConnection):
     pass
 
 
-_HEEDFUL: Final[dict[type, type[_Heedful]]] = {Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix}
+_MENDED: Final[dict[type, type[_Mended]]] = {Connection: _Tcp, SSLConnection: _Tls, UnixDomainSocketConnection: _Unix}

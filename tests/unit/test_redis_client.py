@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from itertools import count
 
 import pytest
+import uvloop
 from quire_router.redis_client import redis_client
 from redis.asyncio import Connection, Redis, SSLConnection
 from redis.asyncio.connection import UnixDomainSocketConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests.support.redis_server import RedisServer, redis_server
 
@@ -43,6 +45,23 @@ async def test_a_time_limit_ends_who_asks(redis: RedisServer) -> None:
         async with asyncio.timeout(0.05):
             await _ask(client)
     await client.aclose()
+
+
+def test_a_connection_that_breaks_before_a_command_is_sent_is_said_to_have_broken(redis: RedisServer) -> None:
+    async def ask_over_a_broken_one() -> None:
+        client = redis_client(redis.url, timeout=5.0)
+        connection = await client.connection_pool.get_connection()
+        connection._writer.transport.abort()
+        await asyncio.sleep(0.05)
+        try:
+            await connection.send_command("PING")
+        finally:
+            await client.connection_pool.release(connection)
+            assert await client.ping()
+            await client.aclose()
+
+    with pytest.raises(RedisConnectionError):
+        uvloop.run(ask_over_a_broken_one())
 
 
 @pytest.mark.parametrize(
