@@ -6,7 +6,7 @@ is ``ROOT``.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from sys import byteorder
 
@@ -25,12 +25,17 @@ def extra_key(model_revision: str, salt: bytes = b"") -> bytes:
 
 def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
     """The 16-byte name of one full block of ``tokens`` (each below 2^31) that follows ``parent``."""
-    return hash_packed(parent, pack(tokens), extra)
+    return blake2b(parent + pack(tokens) + extra, digest_size=HASH_BYTES).digest()
 
 
-def hash_packed(parent: bytes, packed: bytes, extra: bytes) -> bytes:
-    """The same of tokens that ``pack`` has packed, each in ``TOKEN_BYTES``."""
-    return blake2b(parent + packed + extra, digest_size=HASH_BYTES).digest()
+def hash_chain(packed: bytes, block_bytes: int, extra: bytes) -> Iterator[bytes]:
+    """The names of the full blocks of tokens that ``pack`` has packed, in order, each computed when it is asked for: in
+    one loop, as a router names each prompt's blocks and a call for each takes as long as the hash.
+    """
+    name = ROOT
+    for end in range(block_bytes, len(packed) + 1, block_bytes):
+        name = blake2b(name + packed[end - block_bytes : end] + extra, digest_size=HASH_BYTES).digest()
+        yield name
 
 
 def pack(tokens: Sequence[int]) -> bytes:

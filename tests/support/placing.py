@@ -1,18 +1,23 @@
 """Fleets and requests as placement's tests need them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
 from quire_router.placement.outlook import Outlook
 from quire_router.placement.query import Matches, Query
-from quire_router.placement.table import EngineTable, Pace
+from quire_router.placement.table import Columns, EngineTable, Pace
 
 PACE = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=2e-4)
 Engine = Mapping[str, float]
 """One engine: what is not zero of its columns, and ``device`` and ``host``, the tokens it has of the prompt."""
+
+LOAD = frozenset(field.name for field in fields(Columns)) - {
+    "block_size", "step_tokens", "step_seconds", "token_seconds", "sequence_seconds", "host_block_seconds", "paced",
+}  # fmt: skip
+"""Columns that change with what an engine does, and may be written to."""
 
 IDLE: Engine = {"blocks_total": 1000, "blocks_free": 1000, "max_sequences": 64}
 
@@ -23,11 +28,19 @@ def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, Query]:
     rows = [table.add(f"engine-{number}") for number in range(len(engines))]
     device, host = np.zeros(len(table)), np.zeros(len(table))
     for row, engine in zip(rows, engines, strict=True):
-        table.set_pace(row, PACE)
         device[row], host[row] = engine.get("device", 0), engine.get("host", 0)
-        for name in engine.keys() - {"device", "host"}:
-            getattr(table, name)[row] = engine[name]
+        describe(table, row, engine)
     return table, Query(1000, 256, 1, np.array(rows, np.intp), Matches(device, host))
+
+
+def describe(table: EngineTable, row: int, engine: Engine) -> None:
+    """Writes what the engine says into its row."""
+    if engine.get("paced", 1):
+        table.set_pace(row, Pace(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(Pace))))
+    sizes = {name: int(engine.get(name, getattr(table, name)[row])) for name in ("block_size", "step_tokens")}
+    table.set_sizes(row, **sizes)
+    for name in engine.keys() & LOAD:
+        getattr(table, name)[row] = engine[name]
 
 
 def outlook(*engines: Engine, **request: object) -> Outlook:

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -83,7 +84,7 @@ def test_what_may_not_run_it_does_not_get_it() -> None:
 
 def test_a_full_hit_leaves_a_token_to_compute_and_no_less_than_nothing_to_copy() -> None:
     stage = Stage(1)
-    stage.table.host_block_seconds[0] = 100
+    stage.table.set_pace(0, replace(PACE, host_block_seconds=100))
     stage.caches(0, 10)
     decision = stage.place(explained=True)
     assert decision.cached_tokens == 159

@@ -1,5 +1,7 @@
 """Each term of the cost: what it is worth in seconds, and in which direction it pushes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -40,7 +42,7 @@ def test_waiting_goes_by_each_engines_own_pace() -> None:
 
 def test_an_engine_that_has_not_told_its_pace_is_taken_to_be_as_fast_as_the_usual() -> None:
     told = [{"token_seconds": seconds, "pending_tokens": 1000} for seconds in (1e-4, 1.1e-4, 9e-4)]
-    usual, _, slow, silent = waiting(outlook(*told, {"pending_tokens": 1000, "token_seconds": 9.0, "paced": 0}))
+    usual, _, slow, silent = waiting(outlook(*told, {"pending_tokens": 1000, "paced": 0}))
     assert silent == usual < slow
 
 
@@ -200,4 +202,28 @@ def test_a_row_that_another_engine_had_has_told_nothing_of_the_new_one() -> None
     table = EngineTable()
     table.set_pace(table.add("one"), PACE)
     table.remove("one")
-    assert table.paced[table.add("other")] == 0
+    row = table.add("other")
+    assert table.paced[row] == 0
+    table.set_pace(row, PACE)
+    assert table.paced[row] == 1
+    assert table.step_seconds[row] == PACE.step_seconds
+
+
+def test_only_a_change_of_what_an_engine_is_makes_a_new_version() -> None:
+    table = EngineTable()
+    row = table.add("one")
+    table.set_pace(row, PACE)
+    known = table.version
+    table.set_pace(row, replace(PACE))
+    table.requests[row], table.stepped[row] = 5, 1.0
+    assert table.version == known
+    table.set_pace(row, replace(PACE, token_seconds=1.0))
+    assert table.version > known
+    with pytest.raises(ValueError, match="read-only"):
+        table.token_seconds[row] = 2.0
+
+
+def test_a_term_is_computed_once_however_many_need_it() -> None:
+    place = outlook({"pending_tokens": 100}, {})
+    assert place.term(waiting) is place.term(waiting)
+    assert place.term(memory) is place.nothing

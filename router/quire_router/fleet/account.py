@@ -57,17 +57,15 @@ class Account:
         self._token_seconds = 0.0
         self.describe(engine_pb2.DescribeResponse())
 
-    @property
-    def waiting_seconds(self) -> float:
-        """How long the engine computes prompts that came before one that comes now."""
-        return self._pending() * self._token_seconds
-
     def describe(self, description: engine_pb2.DescribeResponse) -> None:
         """Takes how large the engine is."""
         self._max_sequences = description.max_num_seqs or inf
         self._table.max_sequences[self.row] = description.max_num_seqs
-        self._table.block_size[self.row] = description.block_size or ASSUMED_BLOCK_SIZE
-        self._table.step_tokens[self.row] = description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS
+        self._table.set_sizes(
+            self.row,
+            block_size=description.block_size or ASSUMED_BLOCK_SIZE,
+            step_tokens=description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS,
+        )
         self._time_prompts()
         self._write()
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from quire_router.placement.outlook import Outlook
+from quire_router.placement.outlook import Outlook, Scorer
 from quire_router.placement.policy import TIE, lowest, spread
 from quire_router.placement.query import Query
-from quire_router.placement.scorers import Scorer
+from quire_router.placement.speeds import KnownSpeeds
 from quire_router.placement.table import Column, EngineTable
 
 BOTH = 2.0
@@ -17,7 +17,7 @@ _TICKETS = 1 << 32
 
 
 class Cost:
-    """The smallest sum of all ``scorers``.
+    """The smallest sum of all ``scorers``. Chooses from one table, as it remembers the speeds of its engines.
 
     Several routers that look for it at one moment would find the same engine. The work that the others have just sent
     and not told yet goes where this choice goes if all choose alike; so engines that are worse by less than that share
@@ -26,22 +26,25 @@ class Cost:
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = tuple(scorers.values())
+        self._speeds = KnownSpeeds()
 
     def choose(self, query: Query, table: EngineTable) -> int:
         """See ``Policy.choose``."""
-        outlook = Outlook(query, table)
+        outlook = Outlook(query, table, self._speeds)
         total = self._sum(outlook)
-        width = BOTH * table.unseen_tokens * float(outlook.token_seconds.mean())
+        width = BOTH * table.unseen_tokens * float(outlook.token_seconds.mean()) if table.unseen_tokens else 0.0
         if width <= TIE:
             return int(query.rows[lowest(total, query.ticket)])
         return int(query.rows[spread(total, width, query.ticket % _TICKETS / _TICKETS)])
 
     def total(self, query: Query, table: EngineTable) -> Column:
         """Seconds at each of the query's rows."""
-        return self._sum(Outlook(query, table))
+        return self._sum(Outlook(query, table, self._speeds))
 
     def _sum(self, outlook: Outlook) -> Column:
         total = np.zeros(len(outlook.query.rows))
         for scorer in self._scorers:
-            total += scorer(outlook)
+            term = outlook.term(scorer)
+            if term is not outlook.nothing:
+                total += term
         return total

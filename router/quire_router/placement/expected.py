@@ -5,7 +5,7 @@ what is cached would be computed twice. The idea of such entries is llm-d's.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 EXPECTED_SECONDS = 2.0
@@ -47,12 +47,9 @@ class Expected:
         while self._ticks and self._ticks[0][0] < oldest:
             self._left += len(self._ticks.popleft()[1])
 
-    def holders(self, key: int) -> int:
-        """The bits of all who will have the block."""
-        bits = 0
-        for _, entries in self._ticks:
-            bits |= entries.get(key, 0)
-        return bits
+    def entries(self) -> list[Mapping[int, int]]:
+        """Of each tick the blocks, each with the bits of those who will have it."""
+        return [entries for _, entries in self._ticks]
 
     def knows(self, tick: int) -> bool:
         """Whether entries that live with this tick may be left."""

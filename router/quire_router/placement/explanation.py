@@ -24,7 +24,7 @@ def explain(query: Query, table: EngineTable, settings: PlacementSettings, chose
     to a tenth of a millisecond. Another policy's choice is explained by the same terms: what it cost.
     """
     outlook = Outlook(query, table)
-    columns = {name: scorer(outlook) for name, scorer in cost_scorers(settings).items()}
+    columns = {name: outlook.term(scorer) for name, scorer in cost_scorers(settings).items()}
     total = np.sum(list(columns.values()), axis=0)
     best = np.argsort(total, kind="stable")
     shown = [place for place in best if query.rows[place] == chosen] + [

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 
 from quire_router.placement.namespace import Namespace
+from quire_router.placement.remembered import Remembered
 from quire_router.placement.table import Rows
-
-MAX_KNOWN = 16
 
 Grouped = list[tuple[Namespace, Rows]]
 
@@ -17,19 +16,11 @@ class Groups:
 
     def __init__(self, namespace_of: Callable[[int], Namespace]) -> None:
         self._namespace_of = namespace_of
-        self._known: dict[int, tuple[Rows, Grouped]] = {}
+        self._known: Remembered[Grouped] = Remembered()
 
     def of(self, rows: Rows) -> Grouped:
         """Each namespace with its rows."""
-        if rows.flags.writeable:
-            return self._group(rows)
-        # What is kept holds the array, so that its identity cannot become another's.
-        known = self._known.get(id(rows))
-        if known is None:
-            if len(self._known) == MAX_KNOWN:
-                self._known.clear()
-            known = self._known[id(rows)] = rows, self._group(rows)
-        return known[1]
+        return self._known.of(rows) or self._known.keep(rows, self._group(rows))
 
     def _group(self, rows: Rows) -> Grouped:
         each = list(map(self._namespace_of, rows.tolist()))

@@ -6,7 +6,7 @@ of them so far. Knows no protocol and no link.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from quire_proto.hashing import HASH_BYTES
@@ -62,6 +62,8 @@ class PrefixIndex:
         """The row's engine has these blocks from now on. What has no room is dropped, and so is what is no name."""
         slot = self._take_slot(row)
         bit = slot.bits[tier]
+        if tier == Tier.HOST:
+            self._slots.hosting |= bit
         for key in self._keys(hashes):
             if key in slot.held or self._admit(slot, key):
                 shard = self._shards[key & _SHARD]
@@ -114,17 +116,21 @@ class PrefixIndex:
         The arrays have an entry for each row that was stored to, and at least ``num_rows``.
         """
         self._expected.expire(now)
+        shards, expected, hosting = self._shards, self._expected.entries(), self._slots.hosting
         device = anywhere = self._slots.live
         left_device, left = _Leavers(), _Leavers()
         depth = 0
         for name in hashes:
             key = int.from_bytes(name, "big")
-            holders = self._shards[key & _SHARD].get(key, 0)
-            on_device = holders | self._expected.holders(key)
+            on_device = holders = shards[key & _SHARD].get(key, 0)
+            for entries in expected:
+                on_device |= entries.get(key, 0)
             if (kept := device & on_device) != device:
                 left_device.note(device ^ kept, depth)
                 device = kept
-            if (kept := anywhere & (on_device | holders >> 1)) != anywhere:
+            if not hosting:
+                anywhere = device
+            elif (kept := anywhere & (on_device | holders >> 1)) != anywhere:
                 left.note(anywhere ^ kept, depth)
                 anywhere = kept
             if not anywhere:
@@ -134,6 +140,8 @@ class PrefixIndex:
         left.note(anywhere, depth)
         num_rows = max(num_rows, self._slots.num_rows)
         in_device = left_device.depths(self._slots, num_rows)
+        if not hosting or left == left_device:  # of most prompts nobody has more in the host pool
+            return BlockMatches(in_device, np.zeros_like(in_device))
         return BlockMatches(in_device, left.depths(self._slots, num_rows) - in_device)
 
     # Inside
@@ -181,12 +189,12 @@ class PrefixIndex:
         return mask
 
 
+@dataclass(slots=True)
 class _Leavers:
     """Who was left behind at which depth. Those that never had anything are not noted."""
 
-    def __init__(self) -> None:
-        self._depths: list[int] = []
-        self._masks: list[int] = []
+    _depths: list[int] = field(default_factory=list)
+    _masks: list[int] = field(default_factory=list)
 
     def note(self, mask: int, depth: int) -> None:
         """Those in ``mask`` have so many blocks, and not the next one."""

@@ -1,6 +1,6 @@
 """Engines of one kind are taken to be equally fast, although what each has learned of itself differs a little."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,24 @@ PACE_SECONDS = 60.0
 """How long an engine that has nothing to do is believed what it last said of its pace."""
 
 
-def alike(engines: Columns, now: float) -> Columns:
-    """The engines with the mean pace of their kind; those that are of another kind keep their own.
+@dataclass(frozen=True, slots=True)
+class Paces:
+    """How fast engines are, as ``Pace``: each a column, or an array of no axes where one number holds for all."""
+
+    step_seconds: Column
+    token_seconds: Column
+    sequence_seconds: Column
+    host_block_seconds: Column
+
+
+def recently(engines: Columns, now: float) -> Flags:
+    """Which engines made a step so lately that they are believed what they last said of their pace."""
+    return engines.stepped > now - PACE_SECONDS
+
+
+def alike(engines: Columns, stepped: Flags) -> Paces:
+    """The mean pace of the engines' kind; those that are of another kind keep their own. ``stepped`` are those that
+    made a step ``recently``.
 
     A pace is fitted to an engine's last steps and moves with what these were. Believed to the last percent, one engine
     after the other would look like the fastest and draw all requests. How long a step takes that is full of prompts,
@@ -31,32 +47,48 @@ def alike(engines: Columns, now: float) -> Columns:
     does not move.
     """
     told = engines.paced > 0
-    recent = told & (engines.stepped > now - PACE_SECONDS)
+    recent = told & stepped
     known = recent if np.count_nonzero(recent) else told
     if not np.count_nonzero(known):
-        return engines
-    full = engines.step_seconds + engines.step_tokens * engines.token_seconds
-    short = engines.step_seconds + SHORT_PROMPT * engines.token_seconds
-    other = recent & (_unusual(full, known) | _unusual(short, known))
-    exceptions = np.count_nonzero(other) > 0
-    usual_ones = known & ~other if exceptions else known
-    weights = (usual_ones if np.count_nonzero(usual_ones) else known).astype(np.float64)
-    weights /= weights.sum()
-
-    def usual(column: Column) -> Column:
-        mean = float(column @ weights)
-        return np.where(other, column, mean) if exceptions else np.full(len(column), mean)
-
-    return replace(
-        engines,
-        step_seconds=usual(engines.step_seconds),
-        token_seconds=usual(engines.token_seconds),
-        sequence_seconds=usual(engines.sequence_seconds),
-        host_block_seconds=usual(engines.host_block_seconds),
+        return _own(engines)
+    other = recent & _unusual(engines, known)
+    if not np.count_nonzero(other):
+        return _mean(engines, known)
+    usual = known & ~other
+    mean, own = _mean(engines, usual if np.count_nonzero(usual) else known), _own(engines)
+    return Paces(
+        np.where(other, own.step_seconds, mean.step_seconds),
+        np.where(other, own.token_seconds, mean.token_seconds),
+        np.where(other, own.sequence_seconds, mean.sequence_seconds),
+        np.where(other, own.host_block_seconds, mean.host_block_seconds),
     )
 
 
-def _unusual(seconds: Column, known: Flags) -> Flags:
+def _own(engines: Columns) -> Paces:
+    return Paces(
+        engines.step_seconds, engines.token_seconds, engines.sequence_seconds, engines.host_block_seconds
+    )  # fmt: skip
+
+
+def _mean(engines: Columns, members: Flags) -> Paces:
+    """One pace for all: the mean of the ``members``, at least one."""
+    weights = members / np.count_nonzero(members)
+    return Paces(
+        np.asarray(engines.step_seconds @ weights),
+        np.asarray(engines.token_seconds @ weights),
+        np.asarray(engines.sequence_seconds @ weights),
+        np.asarray(engines.host_block_seconds @ weights),
+    )
+
+
+def _unusual(engines: Columns, known: Flags) -> Flags:
+    """Whose steps take another time than the usual one, be they full of prompts or with a short one."""
+    full = engines.step_seconds + engines.step_tokens * engines.token_seconds
+    short = engines.step_seconds + SHORT_PROMPT * engines.token_seconds
+    return _far_off(full, known) | _far_off(short, known)
+
+
+def _far_off(seconds: Column, known: Flags) -> Flags:
     middle = _middle(seconds if np.count_nonzero(known) == len(known) else seconds[known])
     return np.abs(seconds - middle) > NOISE * middle
 

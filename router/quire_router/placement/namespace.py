@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from quire_proto.hashing import ROOT, TOKEN_BYTES, extra_key, hash_packed, pack
+from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +26,22 @@ class BlockHashes:
     """
 
     def __init__(self, tokens: Sequence[int], block_size: int, extra: bytes) -> None:
-        self._packed = pack(tokens)  # once: in pieces it takes half as long again
-        self._block_bytes = block_size * TOKEN_BYTES
-        self._extra = extra
+        self._count = len(tokens) // block_size
+        self._more = hash_chain(pack(tokens), block_size * TOKEN_BYTES, extra)
         self._known: list[bytes] = []
 
     def __len__(self) -> int:
         """How many full blocks there are."""
-        return len(self._packed) // self._block_bytes
+        return self._count
 
     def __iter__(self) -> Iterator[bytes]:
-        for index in range(len(self)):
-            if index == len(self._known):
-                self._known.append(self._compute(index))
-            yield self._known[index]
+        known = self._known
+        for index in range(self._count):
+            if index == len(known):
+                known.append(next(self._more))
+            yield known[index]
 
     @property
     def computed(self) -> int:
         """How many names have been computed so far."""
         return len(self._known)
-
-    def _compute(self, index: int) -> bytes:
-        begin = index * self._block_bytes
-        parent = self._known[-1] if self._known else ROOT
-        return hash_packed(parent, self._packed[begin : begin + self._block_bytes], self._extra)

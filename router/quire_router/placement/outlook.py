@@ -1,46 +1,70 @@
 """``Outlook``: what one request would meet at each engine that may run it, in the columns that several scorers need."""
 
+from collections.abc import Callable
+
 import numpy as np
 
-from quire_router.placement.likeness import alike
 from quire_router.placement.query import Query
-from quire_router.placement.table import Column, Columns, EngineTable
+from quire_router.placement.speeds import KnownSpeeds
+from quire_router.placement.table import Column, Columns, EngineTable, most
+
+Scorer = Callable[["Outlook"], Column]
+"""Seconds, one number for each of the query's rows; ``Outlook.nothing`` where they are all zero."""
 
 
 class Outlook:
-    """Columns over ``query.rows``, each computed once for all scorers.
+    """Columns over ``query.rows``, each computed once for all scorers. None of them is to be written to.
 
-    ``engines`` are the table's columns, with paces made ``alike``. ``device`` and ``cached`` are tokens of the prompt
-    that are in device memory there, and in either tier; ``uncached`` the others, and ``copies`` the host tier's blocks.
-    ``token_seconds`` is what a prompt token takes in a step that is full of them, and ``steps`` its part of such a
-    step. ``slowing`` is what the sequences that decode there add to each step, in seconds. ``missing`` is the part of
-    the engine's blocks, or of its places for sequences if that is more, that others hold and this request needs; None
-    when nothing is missing anywhere. An engine that did not say how many it has lacks none.
+    ``engines`` are the table's columns, ``paces`` theirs, made ``alike``, and ``steps`` and ``token_seconds`` those of
+    ``Speeds``. ``cached`` and ``uncached`` are tokens of the prompt that are in either tier there, and the others;
+    ``copies`` is how many blocks of them the host tier has, None when none has any. ``to_compute`` are the uncached
+    tokens together with those pending. ``slowing`` is what the sequences that decode there add to each step, in
+    seconds. ``missing`` is the part of the engine's blocks, or of its places for sequences if that is more, that others
+    hold and this request needs; None when nothing is missing anywhere. An engine that did not say how many it has lacks
+    none. ``nothing`` is a column of zeros.
     """
 
     __slots__ = (
-        "cached", "copies", "device", "engines", "missing", "query", "slowing", "steps", "token_seconds", "uncached",
+        "_terms", "cached", "copies", "engines", "missing", "nothing", "paces", "query", "slowing", "steps",
+        "to_compute", "token_seconds", "uncached",
     )  # fmt: skip
 
-    def __init__(self, query: Query, table: EngineTable) -> None:
+    def __init__(self, query: Query, table: EngineTable, known: KnownSpeeds | None = None) -> None:
+        """``known`` has what was found for earlier requests of the same table."""
+        self._terms: dict[Scorer, Column] = {}
         self.query = query
-        self.engines = engines = alike(table.at(query.rows), query.now)
-        host = query.matches.host[query.rows]
-        self.device = query.matches.device[query.rows]
-        self.cached = self.device + host
+        self.nothing = np.zeros(len(query.rows))
+        self.engines = engines = table.at(query.rows)
+        speeds = (known or KnownSpeeds()).of(table, query.rows, engines, query.now)
+        self.paces, self.steps, self.token_seconds = speeds.paces, speeds.steps, speeds.token_seconds
+        self.slowing = engines.decoding * speeds.paces.sequence_seconds
+        device, host = query.matches.device[query.rows], query.matches.host[query.rows]
+        swaps_in = bool(host.any())
+        self.cached = device + host if swaps_in else device
+        self.copies = host / speeds.block_size if swaps_in else None
         self.uncached = query.prompt_tokens - self.cached
-        block_size = np.maximum(engines.block_size, 1)
-        self.copies = host / block_size
-        self.steps = 1 / np.maximum(engines.step_tokens, 1)
-        self.token_seconds = engines.token_seconds + engines.step_seconds * self.steps
-        self.slowing = engines.decoding * engines.sequence_seconds
-        blocks = (engines.pending_tokens + (query.prompt_tokens - self.device)) / block_size - engines.blocks_free
-        places = engines.requests + engines.swapped + query.sequences - engines.max_sequences
-        self.missing = _missing(blocks, places, engines) if max(blocks.max(), places.max()) > 0 else None
+        self.to_compute = engines.pending_tokens + self.uncached
+        needed = engines.pending_tokens + (query.prompt_tokens - device) if swaps_in else self.to_compute
+        self.missing = _missing(needed / speeds.block_size, query.sequences, engines)
+
+    def term(self, scorer: Scorer) -> Column:
+        """What the scorer finds, which is computed when it is first asked for."""
+        term = self._terms.get(scorer)
+        if term is None:
+            term = self._terms[scorer] = scorer(self)
+        return term
 
 
-def _missing(blocks: Column, places: Column, engines: Columns) -> Column:
-    return np.maximum(_part(blocks, engines.blocks_total), _part(places, engines.max_sequences))
+def _missing(blocks: Column, sequences: int, engines: Columns) -> Column | None:
+    """Where a request needs so many ``blocks`` and places for ``sequences``, with all that is pending there."""
+    blocks = blocks - engines.blocks_free
+    places = engines.requests + engines.swapped + sequences - engines.max_sequences
+    missing = [
+        _part(missing, total)
+        for missing, total in ((blocks, engines.blocks_total), (places, engines.max_sequences))
+        if most(missing) > 0
+    ]
+    return np.maximum(missing[0], missing[-1]) if missing else None
 
 
 def _part(missing: Column, total: Column) -> Column:

@@ -119,9 +119,9 @@ class Placer:
         for namespace, members in groups:
             names[namespace] = namespace.hashes(generation.prompt_token_ids, generation.cache_salt)
             found = self._index.match(names[namespace], self._clock(), size)
-            ours = slice(None) if len(groups) == 1 else members
-            device[ours] = found.device[:size][ours] * namespace.block_size
-            host[ours] = found.host[:size][ours] * namespace.block_size
+            ours = slice(size) if len(groups) == 1 else members
+            device[ours] = found.device[ours] * namespace.block_size
+            host[ours] = found.host[ours] * namespace.block_size
         return device, host
 
     def _home(self, generation: Generation) -> int:

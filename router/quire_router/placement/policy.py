@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from quire_router.placement.query import Query
-from quire_router.placement.table import Column, EngineTable
+from quire_router.placement.table import Column, EngineTable, least
 
 TIE = 1e-6
 """Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
@@ -25,7 +25,7 @@ def lowest(costs: Column, ticket: int) -> int:
     """The position of the smallest number. Among equals the ``ticket`` decides: the same every time for one request,
     and spread over all of them for many.
     """
-    ties = np.flatnonzero(costs <= costs.min() + TIE)
+    ties = np.flatnonzero(costs <= least(costs) + TIE)
     return int(ties[ticket % len(ties)])
 
 
@@ -33,7 +33,9 @@ def spread(costs: Column, width: float, part: float) -> int:
     """The position of one of the small numbers, the smaller the likelier: where ``width`` of water would stand if it
     were poured over them, each is chosen by as large a part of all ``part`` from 0 to 1 as there is water above it.
     """
-    near = np.flatnonzero(costs <= costs.min() + max(width, TIE))
+    near = np.flatnonzero(costs <= least(costs) + max(width, TIE))
+    if len(near) == 1:
+        return int(near[0])
     heights = costs[near]
     order = np.argsort(heights)
     near, heights = near[order], heights[order]

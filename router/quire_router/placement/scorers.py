@@ -2,20 +2,19 @@
 meet there.
 
 A scorer returns seconds, one number for each of the query's rows, and only differences between rows matter. All are
-finite whatever the table holds, as long as that is. Another concern, such as the adapters that an engine has loaded,
-is another function here and another entry of ``cost_scorers``.
+finite whatever the table holds, as long as that is. One that needs another's asks ``Outlook.term`` for it, and one that
+is zero everywhere is ``Outlook.nothing``: neither takes any time. Another concern, such as the adapters that an engine
+has loaded, is another function here and another entry of ``cost_scorers``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from quire_router.placement.outlook import Outlook
+from quire_router.placement.outlook import Outlook, Scorer
 from quire_router.placement.query import Query
 from quire_router.placement.settings import PlacementSettings
-from quire_router.placement.table import Column
-
-Scorer = Callable[[Outlook], Column]
+from quire_router.placement.table import Column, least, most
 
 TYPICAL_OUTPUT = 256
 """Tokens that an output is taken to have: what a client allows says little, as most outputs end by themselves."""
@@ -53,14 +52,14 @@ def waiting(outlook: Outlook) -> Column:
     """
     engines = outlook.engines
     step = np.minimum(engines.computing, engines.pending_tokens) * outlook.token_seconds
-    passed = np.minimum(np.maximum(outlook.query.now - engines.stepped, 0), step)
+    passed = np.minimum(np.maximum(outlook.query.now - engines.stepped, outlook.nothing), step)
     return engines.pending_tokens * outlook.token_seconds - passed
 
 
 def prefill(outlook: Outlook) -> Column:
     """Computing what is not cached there of this prompt; a block of the host tier costs a copy."""
-    copying = outlook.copies * outlook.engines.host_block_seconds
-    return outlook.uncached * outlook.token_seconds + outlook.engines.step_seconds + copying
+    computing = outlook.uncached * outlook.token_seconds + outlook.paces.step_seconds
+    return computing if outlook.copies is None else computing + _copying(outlook)
 
 
 def neighbours(outlook: Outlook) -> Column:
@@ -68,9 +67,8 @@ def neighbours(outlook: Outlook) -> Column:
     what they and its own sequences take from each other, which counts for ``DECODE_WEIGHT``.
     """
     query = outlook.query
-    tokens = outlook.engines.pending_tokens + outlook.uncached
     decode_steps = 2 * query.sequences * min(query.output_tokens, TYPICAL_OUTPUT)
-    return (1 + tokens * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.slowing
+    return (1 + outlook.to_compute * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.slowing
 
 
 def memory(outlook: Outlook) -> Column:
@@ -80,8 +78,8 @@ def memory(outlook: Outlook) -> Column:
     evenly over ``TYPICAL_OUTPUT`` steps, and their blocks with them.
     """
     if outlook.missing is None:
-        return np.zeros(len(outlook.query.rows))
-    return outlook.missing * (TYPICAL_OUTPUT * (outlook.engines.step_seconds + outlook.slowing))
+        return outlook.nothing
+    return outlook.missing * (TYPICAL_OUTPUT * (outlook.paces.step_seconds + outlook.slowing))
 
 
 def others(outlook: Outlook) -> Column:
@@ -91,7 +89,7 @@ def others(outlook: Outlook) -> Column:
     as many come during a wait as are seen waiting on average, and what delays them lengthens the queue for more. So an
     idle fleet computes a prompt again rather than let it wait for long, and an overloaded one saves whatever it can.
     """
-    return _delayed(outlook.query) * prefill(outlook)
+    return _delayed(outlook.query) * outlook.term(prefill)
 
 
 def affinity_bound(max_wait: float) -> Scorer:
@@ -101,11 +99,13 @@ def affinity_bound(max_wait: float) -> Scorer:
     """
 
     def affinity(outlook: Outlook) -> Column:
-        wait = waiting(outlook) + memory(outlook)
-        too_long = wait > wait.min() + max_wait
-        if not too_long.any():
-            return np.zeros(len(wait))
-        return np.where(too_long, np.maximum(_saved(outlook) - max_wait, 0), 0)
+        wait = outlook.term(waiting)
+        if (full := outlook.term(memory)) is not outlook.nothing:
+            wait = wait + full
+        longest = least(wait) + max_wait
+        if most(wait) <= longest:
+            return outlook.nothing
+        return np.where(wait > longest, np.maximum(_saved(outlook) - max_wait, 0), 0)
 
     return affinity
 
@@ -116,8 +116,10 @@ def session(seconds: float) -> Scorer:
     """
 
     def leaving(outlook: Outlook) -> Column:
+        if outlook.query.home < 0:
+            return outlook.nothing
         away = outlook.query.rows != outlook.query.home
-        return np.zeros(len(away)) if away.all() else away * seconds
+        return outlook.nothing if away.all() else away * seconds
 
     return leaving
 
@@ -127,7 +129,11 @@ def _delayed(query: Query) -> float:
     return DELAYED * query.queue + STORED_TWICE
 
 
+def _copying(outlook: Outlook) -> Column:
+    return outlook.nothing if outlook.copies is None else outlook.copies * outlook.paces.host_block_seconds
+
+
 def _saved(outlook: Outlook) -> Column:
     """What the cache is worth there, counted as the scorers count it."""
-    own = outlook.cached * outlook.token_seconds - outlook.copies * outlook.engines.host_block_seconds
+    own = outlook.cached * outlook.token_seconds - _copying(outlook)
     return (1 + _delayed(outlook.query)) * own + outlook.cached * outlook.steps * outlook.slowing

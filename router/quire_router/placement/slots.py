@@ -35,12 +35,14 @@ class Slots:
 
     What was held under the old slot is dead at once: ``live`` has the device bits of those that count. It is taken out
     of the index little by little, and only then is the slot used again, maybe for another row. So rows may be given to
-    other engines at any time. All rows that ever had a slot are below ``num_rows``.
+    other engines at any time. ``hosting`` has the host bits of those of the live that ever had a block in their host
+    pools. All rows that ever had a slot are below ``num_rows``.
     """
 
     def __init__(self, in_use: Callable[[int], bool]) -> None:
         """``in_use`` tells whether something that was expected in a tick may still be remembered."""
         self.live = 0
+        self.hosting = 0
         self.num_rows = 0
         self.dead: deque[Slot] = deque()
         self._in_use = in_use
@@ -73,6 +75,7 @@ class Slots:
         slot = self._rows.pop(row, None)
         if slot is not None:
             self.live ^= slot.bits[Tier.DEVICE]
+            self.hosting &= ~slot.bits[Tier.HOST]
             (self.dead if slot.held else self._free).append(slot)
 
     def emptied(self) -> None:

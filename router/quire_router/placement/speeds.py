@@ -1,0 +1,52 @@
+"""``Speeds``: what follows from how fast engines are, whatever load they have; computed again when that changes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire_router.placement.likeness import Flags, Paces, alike, recently
+from quire_router.placement.remembered import Remembered
+from quire_router.placement.table import Column, Columns, EngineTable, Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """``paces`` are those of engines, made ``alike``. ``token_seconds`` is what a prompt token takes in a step that is
+    full of them, and ``steps`` its part of such a step. ``block_size`` is in tokens, at least one.
+    """
+
+    paces: Paces
+    steps: Column
+    token_seconds: Column
+    block_size: Column
+
+
+def make_speeds(engines: Columns, stepped: Flags) -> Speeds:
+    """Of engines of which those in ``stepped`` made a step lately."""
+    paces = alike(engines, stepped)
+    steps = 1 / np.maximum(engines.step_tokens, 1.0)
+    return Speeds(paces, steps, paces.token_seconds + paces.step_seconds * steps, np.maximum(engines.block_size, 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    version: int
+    stepped: Flags
+    speeds: Speeds
+
+
+class KnownSpeeds:
+    """Of one table's rows. Computed again when an engine said something new of itself, and when one has not made a step
+    for so long that it is no longer believed, or makes one then.
+    """
+
+    def __init__(self) -> None:
+        self._known: Remembered[_Known] = Remembered()
+
+    def of(self, table: EngineTable, rows: Rows, engines: Columns, now: float) -> Speeds:
+        """The speeds of ``engines``, which are the table's ``rows``."""
+        stepped = recently(engines, now)
+        known = self._known.of(rows)
+        if known is None or known.version != table.version or not np.array_equal(stepped, known.stepped):
+            known = self._known.keep(rows, _Known(table.version, stepped, make_speeds(engines, stepped)))
+        return known.speeds

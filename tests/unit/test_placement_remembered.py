@@ -1,0 +1,44 @@
+"""What is remembered of arrays of rows: by the array itself, for as long as it cannot change, and not of too many."""
+
+import numpy as np
+from quire_router.placement.remembered import MAX_REMEMBERED, Remembered
+
+
+def fixed(*rows: int) -> np.ndarray:
+    array = np.array(rows, np.intp)
+    array.flags.writeable = False
+    return array
+
+
+def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
+    remembered: Remembered[str] = Remembered()
+    rows = fixed(1, 2)
+    assert remembered.of(rows) is None
+    assert remembered.keep(rows, "found") == "found" == remembered.of(rows)
+    assert remembered.of(fixed(1, 2)) is None
+
+
+def test_of_an_array_that_can_be_written_to_nothing_is_remembered() -> None:
+    remembered: Remembered[str] = Remembered()
+    rows = np.array([1, 2], np.intp)
+    assert remembered.keep(rows, "found") == "found"
+    assert remembered.of(rows) is None
+
+
+def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
+    remembered: Remembered[int] = Remembered()
+    for number in range(10 * MAX_REMEMBERED):
+        rows = fixed(number)
+        assert remembered.of(rows) is None
+        remembered.keep(rows, number)
+        del rows
+
+
+def test_only_so_many_are_remembered() -> None:
+    remembered: Remembered[int] = Remembered()
+    arrays = [fixed(number) for number in range(3 * MAX_REMEMBERED)]
+    for number, rows in enumerate(arrays):
+        remembered.keep(rows, number)
+    known = [remembered.of(rows) for rows in arrays]
+    assert known[-1] == len(arrays) - 1
+    assert sum(each is not None for each in known) <= MAX_REMEMBERED
