@@ -2,18 +2,13 @@
 flags.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
-from quire_proto.flags import own_variables
+from pydantic_settings import NoDecode, SettingsConfigDict
+from quire_proto.settings import CommandSettings
 
 from quire_engine.scheduling.config import Batching, Policy
 
@@ -30,21 +25,23 @@ PREFIX = "QUIRE_ENGINE_"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
-class EngineConfig(BaseSettings):
+class EngineConfig(CommandSettings):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
 
     quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help
     about measuring the engine beside others.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_prog_name="quire-engine",
-        cli_hide_none_type=True,
-        protected_namespaces=(),
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, cli_prog_name="quire-engine")
+    metavars: ClassVar[Mapping[str, str]] = {
+        "--model": "FOLDER",
+        "--served-model-name": "NAME",
+        "--host": "ADDRESS",
+        "--port": "PORT",
+        "--metrics-port": "PORT",
+        "--kv-cache-memory": "BYTES",
+        "--swap-space": "GIB",
+    }
 
     model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
     served_model_name: Names = Field(
@@ -128,21 +125,6 @@ class EngineConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags count more than variables, of which those of Kubernetes' Services are left out."""
-        del settings_cls, dotenv_settings, file_secret_settings
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = own_variables(env_settings.env_vars)
-        return init_settings, env_settings
 
     @property
     def names(self) -> list[str]:

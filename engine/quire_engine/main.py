@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
-from quire_proto.flags import unknown_variables
+from quire_proto.settings import read_settings, refuse_unknown_variables
 from quire_proto.text.vocabulary import digest_of_folder
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.assembly import grammar_source, load_executor, make_scheduler
-from quire_engine.command import quit_with, read_settings
-from quire_engine.config import PREFIX, EngineConfig
+from quire_engine.command import quit_with
+from quire_engine.config import EngineConfig
 from quire_engine.service.server import EngineServer, ServerConfig
 
 if TYPE_CHECKING:
@@ -43,15 +43,8 @@ def main() -> None:
 
         bench(arguments[1:])
     else:
-        _refuse_unknown_variables()
+        refuse_unknown_variables(EngineConfig, OTHER_VARIABLES)
         _run(read_settings(EngineConfig, arguments))
-
-
-def _refuse_unknown_variables() -> None:
-    """One that begins like a setting and is none would leave something as it is that somebody meant to change."""
-    unknown = unknown_variables(PREFIX, (*EngineConfig.model_fields, *OTHER_VARIABLES), os.environ)
-    if unknown:
-        quit_with(2, " ".join(unknown))
 
 
 def _run(config: EngineConfig) -> None:

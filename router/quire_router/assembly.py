@@ -1,7 +1,6 @@
 """A router's parts from its settings, connected to each other. Opens no port."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from time import monotonic
@@ -37,8 +36,6 @@ from quire_router.placement.settings import PlacementSettings
 from quire_router.routing import Routing
 from quire_router.upkeep import Upkeep
 
-log = logging.getLogger("quire.router")
-
 
 class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
@@ -46,8 +43,6 @@ class Parts:
     def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
         metrics.begin(settings.models, (EngineLost.kind, EngineFull.kind))
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
-        for tenant, model in file.unknown_models(settings.models):
-            log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
         self.index = PrefixIndex()
         self.fleet = Fleet(
             StaticDiscovery(settings.engine),

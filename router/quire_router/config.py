@@ -1,39 +1,18 @@
 """The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables."""
 
-import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    SettingsError,
-)
-from quire_proto.flags import FlagParser, own_variables, unknown_variables
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+from quire_proto.settings import CommandSettings
 
 from quire_router.admission.key import check_key
 from quire_router.placement.settings import PolicyName
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-_PREFIX = "QUIRE_ROUTER_"
-_METAVARS = {
-    "--model": "[NAME=]FOLDER",
-    "--engine": "HOST:PORT",
-    "--host": "ADDRESS",
-    "--http-port": "PORT",
-    "--grpc-port": "PORT",
-    "--metrics-port": "PORT",
-    "--redis-url": "URL",
-    "--api-key": "KEY",
-    "--tenants": "FILE",
-}
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
 
 
@@ -90,7 +69,7 @@ Addresses = Annotated[list[Annotated[str, AfterValidator(_address)]], NoDecode, 
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 
-class Settings(BaseSettings):
+class Settings(CommandSettings):
     """Quire's router: OpenAI-style REST and gRPC in front of engines.
 
     Every flag can also be given as an environment variable: QUIRE_ROUTER_ and the flag's name in capitals with
@@ -99,7 +78,18 @@ class Settings(BaseSettings):
     quire-router simulate --help is about trying requests on a simulated fleet.
     """
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="ignore")
+    model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", cli_prog_name="quire-router")
+    metavars: ClassVar[Mapping[str, str]] = {
+        "--model": "[NAME=]FOLDER",
+        "--engine": "HOST:PORT",
+        "--host": "ADDRESS",
+        "--http-port": "PORT",
+        "--grpc-port": "PORT",
+        "--metrics-port": "PORT",
+        "--redis-url": "URL",
+        "--api-key": "KEY",
+        "--tenants": "FILE",
+    }
 
     model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
     engine: Addresses = Field(default=[], description="Address of an engine; repeatable.")
@@ -132,21 +122,6 @@ class Settings(BaseSettings):
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags count more than variables, of which those of Kubernetes' Services are left out."""
-        del settings_cls, dotenv_settings, file_secret_settings
-        if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = own_variables(env_settings.env_vars)
-        return init_settings, env_settings
-
     @model_validator(mode="after")
     def _workers_share(self) -> Self:
         if self.workers > 1 and self.redis_url is None:
@@ -157,36 +132,3 @@ class Settings(BaseSettings):
     def models(self) -> dict[str, Path]:
         """The folder of each model by its name."""
         return dict(split_model(entry) for entry in self.model)
-
-
-def read_settings(arguments: Sequence[str]) -> Settings:
-    """The settings from ``arguments`` and the environment; ends the process with one line an error, as command line
-    tools do, where they are wrong. A variable that begins like a setting and is none would leave something as it is
-    that somebody meant to change, such as who may use the router.
-    """
-    if unknown := unknown_variables(_PREFIX, Settings.model_fields, os.environ):
-        _stop(unknown)
-    try:
-        source: CliSettingsSource[Any] = CliSettingsSource(
-            Settings,
-            cli_parse_args=list(arguments),
-            cli_kebab_case=True,
-            cli_implicit_flags=True,
-            cli_hide_none_type=True,
-            add_argument_method=FlagParser.add_argument,
-            root_parser=FlagParser("quire-router", Settings.__doc__ or "", _METAVARS),
-        )
-        return Settings(_cli_settings_source=source)  # type: ignore[call-arg]
-    except ValidationError as error:
-        _stop([_describe(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)])
-    except SettingsError as error:
-        _stop([str(error)])
-
-
-def _describe(location: tuple[int | str, ...], message: str) -> str:
-    text = message.removeprefix("Value error, ").replace(" after validation", "")
-    return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
-
-
-def _stop(problems: Sequence[str]) -> NoReturn:
-    raise SystemExit("\n".join(f"quire-router: {problem}" for problem in problems))

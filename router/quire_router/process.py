@@ -9,17 +9,19 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvloop
+from quire_proto.settings import read_settings, refuse_unknown_variables
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
-from quire_router.admission.tenants_file import TenantsFileError, read_tenants
+from quire_router.admission.tenants_file import TenantsFileError
 from quire_router.api.rest.app import build_admin, build_api
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.assembly import Parts
-from quire_router.config import Settings, read_settings
+from quire_router.cautions import warn_of
+from quire_router.config import Settings
 from quire_router.workers.place import Place
 from quire_router.workers.supervisor import Supervisor
 
@@ -93,7 +95,8 @@ class Router:
 def run(arguments: Sequence[str]) -> None:
     """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
     place = Place.own()  # first: no variable that is not a setting may be left
-    settings = read_settings(arguments)
+    refuse_unknown_variables(Settings)
+    settings = read_settings(Settings, arguments)
     speaker = "" if place is None else f"[worker {place.number}] "
     form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=settings.log_level.upper(), format=form)
@@ -109,11 +112,14 @@ def run(arguments: Sequence[str]) -> None:
 
 async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
     server: Router | Supervisor
+    texts = _load_texts(settings.models)
+    if place is None:
+        warn_of(settings)
+    # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
     if settings.workers > 1 and place is None:
-        _check(settings)
         server = Supervisor(settings, arguments)
     else:
-        server = Router(settings, _load_texts(settings.models), place)
+        server = Router(settings, texts, place)
     loop = asyncio.get_running_loop()
     # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
     _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
@@ -124,13 +130,6 @@ async def _serve(settings: Settings, arguments: Sequence[str], place: Place | No
         await server.run()
     finally:
         _on_signals(signal.SIG_IGN)
-
-
-def _check(settings: Settings) -> None:
-    """Raises what every worker would end with again and again."""
-    _load_texts(settings.models)
-    if settings.tenants is not None:
-        read_tenants(settings.tenants)
 
 
 def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: Router | Supervisor) -> None:
@@ -162,9 +161,5 @@ def _address(host: str, port: int) -> str:
 
 
 def _tell(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
-    if not settings.api_key and settings.tenants is None:
-        log.warning("no API key is configured: everyone who can reach this port may use the service")
     metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
     log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)
-    if not settings.engine:
-        log.warning("no --engine is given: requests are held for one, and then refused")

@@ -88,6 +88,11 @@ def test_a_line_says_which_worker_wrote_it(router: Router) -> None:
     assert [", metrics on " in line for line in lines] == ["[worker" not in line for line in lines]
 
 
+def test_what_the_settings_may_not_mean_is_warned_of_once(router: Router) -> None:
+    (warning,) = [line for line in router.text.splitlines() if "no API key is configured" in line]
+    assert "[worker" not in warning
+
+
 def test_metrics_are_those_of_all_workers(router: Router) -> None:
     before = router.metric("quire_requests_total", model=MODEL)
     tokens = router.metric("quire_generation_tokens_total", model=MODEL)
@@ -144,14 +149,14 @@ def test_workers_and_supervisor_end_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected", "said"),
     [
-        (("--workers", "2"), "quire-router: --workers needs --redis-url"),
-        (("--workers", "0", "--redis-url", "redis://127.0.0.1"), "quire-router: --workers:"),
-        (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), "quire-router: "),
+        (("--workers", "2"), 2, "quire-router: --workers needs --redis-url"),
+        (("--workers", "0", "--redis-url", "redis://127.0.0.1"), 2, "quire-router: --workers:"),
+        (("--workers", "2", "--redis-url", "redis://127.0.0.1", "--tenants", "no/such/file"), 1, "quire-router: "),
     ],
 )
-def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_one_sentence(flags: tuple[str, ...], expected: int, said: str, tmp_path: Path) -> None:
     status, lines = run(tmp_path, *flags)
-    assert (status, len(lines)) == (1, 1), lines
+    assert (status, len(lines)) == (expected, 1), lines
     assert lines[0].startswith(said)

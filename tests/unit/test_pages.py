@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from pydantic_settings import BaseSettings
 from quire_engine.bench.config import BenchConfig
-from quire_engine.command import read_settings as read_engine_settings
 from quire_engine.config import EngineConfig
 from quire_engine.core import StepOutput, StepTrace
 from quire_engine.kv.waste import Waste
@@ -23,15 +23,16 @@ from quire_engine.scheduling.statistics import Statistics
 from quire_engine.service.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.structured.compiler import Outcome
+from quire_proto.settings import read_settings
 from quire_router import metrics
-from quire_router.config import read_settings as read_router_settings
+from quire_router.config import Settings
 from quire_router.simulation.config import FleetSettings
 
 from tests.support import pages
 
 HELP: dict[str, Callable[[Sequence[str]], object]] = {
-    "quire-router": read_router_settings,
-    "quire-engine": lambda flags: read_engine_settings(EngineConfig, flags),
+    "quire-router": partial(read_settings, Settings),
+    "quire-engine": partial(read_settings, EngineConfig),
 }
 PAGES = [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")]
 PACKAGES = {"quire_engine", "quire_router", "quire_proto"}

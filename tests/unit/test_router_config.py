@@ -1,4 +1,4 @@
-"""The router's settings, from flags and from the environment; and what of it the engine's share."""
+"""The router's settings, from flags and from the environment; and what of it the other commands share."""
 
 import re
 from functools import partial
@@ -6,13 +6,23 @@ from pathlib import Path
 
 import pytest
 import quire_proto
-from quire_engine import command
+from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
+from quire_engine.simulation.config import SimulationConfig
+from quire_proto import settings as command
 from quire_proto.flags import unknown_variables
-from quire_router.config import Settings, read_settings
+from quire_router.config import Settings
+from quire_router.simulation.config import FleetSettings
 
 KEY = "a-long-enough-key"
-read_engine_settings = partial(command.read_settings, EngineConfig)
+COMMANDS = {
+    "quire-router": Settings,
+    "quire-router simulate": FleetSettings,
+    "quire-engine": EngineConfig,
+    "quire-engine simulate": SimulationConfig,
+    "quire-engine bench": BenchConfig,
+}
+read_settings = partial(command.read_settings, Settings)
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +74,23 @@ def test_every_flag_is_also_a_variable(monkeypatch):
     assert KEY not in repr(settings)
 
 
-def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch):
+def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch, capsys):
     monkeypatch.setenv("QUIRE_ROUTER_API_KEYS", KEY)
     with pytest.raises(SystemExit) as end:
-        read_settings(["--model", "/m"])
+        command.refuse_unknown_variables(Settings)
 
-    assert "QUIRE_ROUTER_API_KEYS" in str(end.value)
-    assert "QUIRE_ROUTER_API_KEY is one" in str(end.value)
-    assert KEY not in str(end.value)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "quire-router: QUIRE_ROUTER_API_KEYS is no setting; QUIRE_ROUTER_API_KEY is one.\n"
+    )
+
+
+def test_a_variable_that_is_read_elsewhere_is_none_of_those(monkeypatch):
+    monkeypatch.setenv("QUIRE_ENGINE_KERNEL", "off")
+
+    command.refuse_unknown_variables(EngineConfig, ["kernel"])
+    with pytest.raises(SystemExit):
+        command.refuse_unknown_variables(EngineConfig)
 
 
 # What a pod is given for Services of its namespace, each named like the component or a part of it.
@@ -110,22 +129,29 @@ def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):
     assert read_settings(["--model", "/m"]).metrics_port == 9101
 
 
-@pytest.mark.parametrize(("program", "read"), [("quire-router", read_settings), ("quire-engine", read_engine_settings)])
-def test_help_says_what_values_are_and_not_which_type_holds_them(program, read, capsys):
+@pytest.mark.parametrize("program", COMMANDS)
+def test_help_says_what_values_are_and_not_which_type_holds_them(program, capsys):
     with pytest.raises(SystemExit) as end:
-        read(["--help"])
+        command.read_settings(COMMANDS[program], ["--help"])
     told = capsys.readouterr().out
 
     assert end.value.code == 0
     assert f"usage: {program} " in told
-    assert "simulate --help" in told
     assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", told.split("options:")[1])
 
 
-@pytest.mark.parametrize(("program", "read"), [("quire-router", read_settings), ("quire-engine", read_engine_settings)])
-def test_a_program_tells_its_version(program, read, capsys):
+@pytest.mark.parametrize("program", ["quire-router", "quire-engine"])
+def test_help_leads_to_the_simulator(program, capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(COMMANDS[program], ["--help"])
+
+    assert f"{program} simulate --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_a_program_tells_its_version(program, capsys):
     with pytest.raises(SystemExit) as end:
-        read(["--version"])
+        command.read_settings(COMMANDS[program], ["--version"])
 
     assert end.value.code == 0
     assert capsys.readouterr().out == f"{program} {quire_proto.__version__}\n"
@@ -175,20 +201,35 @@ def test_clients_set_priorities_only_where_the_router_says_so(flags, variable, a
         (["--model", "/m", "--log-level", "loud"], "--log-level"),
     ],
 )
-def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, flag):
+def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, flag, capsys):
     with pytest.raises(SystemExit) as end:
         read_settings(arguments)
+    told = capsys.readouterr().err
 
-    assert flag in str(end.value)
-    assert "pydantic" not in str(end.value)
+    assert end.value.code == 2
+    assert re.fullmatch(f"quire-router: {flag}: [^\\n]+\\n", told)
+    assert "pydantic" not in told
 
 
-def test_a_key_of_sixteen_characters_will_do_and_a_shorter_one_is_told_so():
+def test_each_wrong_setting_has_a_line(capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(SimulationConfig, ["--trace", "x", "--max-num-seqs", "0", "--rate", "0"])
+    told = capsys.readouterr().err.splitlines()
+
+    assert [line.split(": ")[:2] for line in told] == [
+        ["quire-engine", "--max-num-seqs"],
+        ["quire-engine", "--rate"],
+    ]
+
+
+def test_a_key_of_sixteen_characters_will_do_and_a_shorter_one_is_told_so(capsys):
     assert read_settings(["--model", "/m", "--api-key", "sixteen-letters!"]).api_key
-    with pytest.raises(SystemExit, match="at least 16"):
+    with pytest.raises(SystemExit):
         read_settings(["--model", "/m", "--api-key", "fifteen-letters"])
+    assert "at least 16" in capsys.readouterr().err
 
 
-def test_a_model_cannot_be_given_twice():
-    with pytest.raises(SystemExit, match="twice"):
+def test_a_model_cannot_be_given_twice(capsys):
+    with pytest.raises(SystemExit):
         read_settings(["--model", "a=/x", "--model", "a=/y"])
+    assert "twice" in capsys.readouterr().err

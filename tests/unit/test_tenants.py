@@ -4,14 +4,12 @@ import json
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.model_text import ModelText
+from quire_proto.settings import read_settings
 from quire_router.admission.tenant import Tenant
 from quire_router.admission.tenants_file import TenantsFileError, read_tenants
 from quire_router.api.identity import Caller, Keys
-from quire_router.assembly import Parts
-from quire_router.config import read_settings
-
-from tests.support.model_folders import write_model_folder
+from quire_router.cautions import warn_of
+from quire_router.config import Settings
 
 KEY, OTHER, THIRD = "a-long-enough-key", "another-long-key", "third-key-of-many"
 TOML = f"""
@@ -209,7 +207,7 @@ def test_the_settings_of_admission_are_flags(tmp_path):
     path = str(tmp_path / "tenants.toml")
     numbers = {"--hold-timeout": 3, "--max-queue-seconds": 4, "--max-queued-requests": 5, "--max-queued-bytes": 6}
     flags = [f"{flag}={number}" for flag, number in numbers.items()]
-    settings = read_settings(["--model", "/m", "--tenants", path, *flags])
+    settings = read_settings(Settings, ["--model", "/m", "--tenants", path, *flags])
     assert str(settings.tenants) == path
     assert (settings.hold_timeout, settings.max_queue_seconds) == (3, 4)
     assert (settings.max_queued_requests, settings.max_queued_bytes) == (5, 6)
@@ -229,8 +227,8 @@ def test_models_that_are_not_served_are_told_with_who_may_use_them(tmp_path):
 
 def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
     path = write(tmp_path, TOML.replace("shop.key", write(tmp_path, THIRD, "shop.key").name))
-    folder = write_model_folder(tmp_path / "model")
-    Parts(read_settings(["--model", f"small={folder}", "--tenants", str(path)]), {"small": ModelText.load(folder)})
+    flags = ["--model", "small=/nowhere", "--engine", "here:1", "--tenants", str(path)]
+    warn_of(read_settings(Settings, flags))
 
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"{path}: research may use 'big', which is not served here"

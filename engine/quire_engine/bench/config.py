@@ -29,14 +29,7 @@ class BenchConfig(EngineConfig):
     what they mean for serving; those that only a server needs have no effect.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix="QUIRE_ENGINE_",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_prog_name="quire-engine bench",
-        cli_hide_none_type=True,
-        protected_namespaces=(),
-    )
+    model_config = SettingsConfigDict(cli_prog_name="quire-engine bench")
 
     model: Path = Field(default=Path(), description="Folder of the model, as Hugging Face lays it out.")
     shape: str | None = Field(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quire_proto.settings import read_settings
+
 from quire_engine.bench.config import VARIANTS, BenchConfig
 from quire_engine.bench.installed import find_peers
 from quire_engine.bench.lengths import Lengths
@@ -14,7 +16,7 @@ from quire_engine.bench.measure import Figure, Plan, System, SystemFailedError, 
 from quire_engine.bench.report import OURS, Report
 from quire_engine.bench.shapes import SHAPES, model_of_shape
 from quire_engine.bench.workload import Workload, random_workload
-from quire_engine.command import quit_with, read_settings
+from quire_engine.command import quit_with
 from quire_engine.models.errors import ModelError
 
 if TYPE_CHECKING:

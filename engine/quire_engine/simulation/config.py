@@ -1,13 +1,15 @@
 """The simulator's settings. Limits have the engine's names and the engine's environment variables."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args
+from typing import ClassVar, get_args
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+from quire_proto.settings import CommandSettings
 
-from quire_engine.config import Names
+from quire_engine.config import PREFIX, Names
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import VOCAB_SIZE
 from quire_engine.kv.capacity import KvCapacity
@@ -18,12 +20,16 @@ GIB = 1 << 30
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-class EngineSettings(BaseSettings):
+class EngineSettings(CommandSettings):
     """What a simulated engine is: its limits, its memory, and how long its steps take."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="QUIRE_ENGINE_", cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
+    metavars: ClassVar[Mapping[str, str]] = {
+        "--kv-cache-memory": "BYTES",
+        "--swap-space": "GIB",
+        "--trace": "FILE",
+        "--plot": "FILE",
+    }
 
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
 

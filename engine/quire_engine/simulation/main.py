@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from quire_engine.command import quit_with, read_settings
+from quire_proto.settings import read_settings
+
+from quire_engine.command import quit_with
 from quire_engine.scheduling.config import Policy
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.plots import draw_plots

@@ -7,9 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import ValidationError
-from pydantic_settings import CliApp
 from quire_engine.simulation.trace import TraceError
+from quire_proto.settings import read_settings
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.flood import TenantReport, tenant_report
@@ -25,7 +24,7 @@ TenantReports = Mapping[float, Mapping[str, TenantReport]]
 
 def run(arguments: Sequence[str]) -> None:
     """See ``simulate``."""
-    settings = _read_settings(arguments)
+    settings = read_settings(FleetSettings, arguments)
     try:
         jobs = read_jobs(settings)
     except TraceError as error:
@@ -84,18 +83,6 @@ def _plot(path: Path, records: Records) -> None:
         _quit(1, "Plots need matplotlib: pip install 'quire-router[plot]'.")
     except (OSError, ValueError) as error:
         _quit(1, f"The plot cannot be written: {error}.")
-
-
-def _read_settings(arguments: Sequence[str]) -> FleetSettings:
-    try:
-        return CliApp.run(FleetSettings, cli_args=list(arguments))
-    except ValidationError as error:
-        _quit(2, "; ".join(_explain(problem["loc"], problem["msg"]) for problem in error.errors(include_url=False)))
-
-
-def _explain(location: tuple[int | str, ...], message: str) -> str:
-    said = message.removeprefix("Value error, ")
-    return f"--{str(location[0]).replace('_', '-')}: {said}" if location else said
 
 
 def _quit(status: int, message: str) -> NoReturn:

@@ -2,8 +2,9 @@
 and the shared-prefix workload those of SGLang's benchmark.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, ClassVar, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -40,6 +41,7 @@ class FleetSettings(EngineSettings):
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-router simulate")
+    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--policies": "NAME"}
 
     trace: Path | None = Field(
         default=None, description="Requests: an Azure CSV or a Mooncake JSONL file; by default they are generated."
