@@ -60,8 +60,9 @@ class RpcClient(Client):
             self.answer.malformed.append(f"an answer of another kind: {type(message).__name__}")
         self.answer.take_message(message)
         self.answer.name(id=message.request_id)
-        if says_anything(message) or message.event_id != self._last:
-            self.answer.reach(message.event_id, counts_tokens=not request.crosses)
+        if not says_anything(message):
+            self.answer.malformed.append(f"a message that says nothing: {message}")
+        self.answer.reach(message.event_id, counts_tokens=not request.crosses)
         self._id, self._last = message.request_id, message.event_id
         if self.answer.usage is None and self._hangs_up():
             raise Pause
@@ -99,7 +100,7 @@ class CrossingClient(StreamClient, RpcClient):
 
 
 def says_anything(message: Any) -> bool:
-    """Whether there is more in it than whose it is: where prompts of a list had ended before, nothing more is."""
+    """Whether there is more in it than whose it is."""
     return any(field.name not in ("request_id", "event_id", "index") for field, _ in message.ListFields())
 
 

@@ -306,7 +306,7 @@ BAD_CALLS: dict[str, tuple[list[list[Said]], str]] = {
     "right": ([[FIRST, SECOND]], ""),
     "right after a break": ([[FIRST, (BUSY, "Socket closed", 0)], [SECOND]], ""),
     "right after an error that passes": ([[FIRST, (BUSY, "Why.", 7)], [SECOND]], ""),
-    "right with a message that says nothing": ([[FIRST, message("1"), SECOND]], ""),
+    "a message that says nothing": ([[FIRST, message("1"), SECOND]], "malformed"),
     "a message that says nothing at another place": ([[FIRST, message("-"), SECOND]], "malformed"),
     "a token told again": ([[FIRST, (BUSY, "Why.", 7)], [FIRST, SECOND]], "malformed"),
     "a token lost": ([[message("2eu", "one", 1, finish_reason=1, usage=TOLD)]], "malformed"),

@@ -25,14 +25,14 @@ class Pieces:
         self._readers = open_readers(answer.admitted)
 
     def piece(self, delta: Delta) -> Message | None:
-        """The message of a piece; None for what the reader has had."""
+        """The message of a piece; None where it says nothing that the reader has not had."""
         said = None if self._readers is None else self._readers[delta.index].read(delta)
         if delta.usage is not None and self._mark.usage:
             delta = replace(delta, usage=None)
         if delta.told:
-            if delta.usage is None:
-                return None
             delta, said = Delta("", [], usage=delta.usage, index=delta.index), None
+        if not _says_anything(delta):
+            return None
         self._mark.take(delta)
         self._mark.usage |= delta.usage is not None
         if said is None:
@@ -40,3 +40,8 @@ class Pieces:
         message = self._respond(self._generation, replace(delta, text=said.content), str(self._mark))
         write_said(message, said)
         return message
+
+
+def _says_anything(delta: Delta) -> bool:
+    """Whether a piece adds something: that with the usage may be empty but for it, and its reader may have that."""
+    return bool(delta.token_ids or delta.text or delta.finish_reason or delta.usage or delta.prompt_logprobs)
