@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import time
 
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
+from quire_router.admission.stopping import shutting_down
 from quire_router.generation import Generation
 from quire_router.progress import RETRY_AFTER, Progress
 
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 class InFlight:
     """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
     becomes of the records (see ``journal.base.Owners``). ``timeout`` seconds, where given, end a request with DEADLINE,
-    as its own deadline does.
+    as its own deadline does; that of its reader ends the answer only.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -62,7 +64,7 @@ class InFlight:
         """The request is in flight; all of that is undone here, on every way out, and an answer that is not complete by
         then is left.
         """
-        model, deadline = progress.generation.model, self._start_deadline(progress)
+        model, timers = progress.generation.model, self._start_timers(progress)
         self._requests[progress.id] = progress
         self._none.clear()
         metrics.IN_FLIGHT.labels(model).inc()
@@ -71,8 +73,8 @@ class InFlight:
             yield
         finally:
             _leave(progress)
-            if deadline is not None:
-                deadline.cancel()
+            for timer in timers:
+                timer.cancel()
             metrics.IN_FLIGHT.labels(model).dec()
             if self._requests.get(progress.id) is progress:  # else the same came twice, and the journal held neither
                 del self._requests[progress.id]
@@ -104,12 +106,15 @@ class InFlight:
         if progress is not None:
             progress.interrupt(unavailable("Another router goes on with this request."))
 
-    def _start_deadline(self, progress: Progress) -> asyncio.TimerHandle | None:
-        seconds = self._seconds(progress.generation)
-        if seconds is None:
-            return None
+    def _start_timers(self, progress: Progress) -> list[asyncio.TimerHandle]:
+        """What ends the request when its time is over, and only its answer when that of its reader is."""
         error = QuireError(ErrorCode.DEADLINE, "The request took longer than it was to take.")
-        return asyncio.get_running_loop().call_later(seconds, progress.interrupt, error)
+        ends: list[tuple[float | None, Callable[[], None]]] = [
+            (self._seconds(progress.generation), partial(progress.interrupt, error)),
+            (progress.reader.seconds_left, progress.dismiss),
+        ]
+        loop = asyncio.get_running_loop()
+        return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
 
     def _seconds(self, generation: Generation) -> float | None:
         """How long a request may take from now on."""
@@ -122,11 +127,6 @@ class InFlight:
 def unavailable(message: str) -> QuireError:
     """An error that will pass, here or elsewhere."""
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
-
-
-def shutting_down() -> QuireError:
-    """Whoever asks now has to ask another router."""
-    return unavailable("This router is shutting down.")
 
 
 def _leave(progress: Progress) -> None:

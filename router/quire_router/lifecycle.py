@@ -163,12 +163,12 @@ class Lifecycle:
                 yield delta
 
     def _go_on(self, record: Record, lease: Lease, reader: Reader) -> Held:
-        """The rest of a request that was claimed. It was charged where it began, and has until its reader's deadline;
-        its own was that of another reader, unless it runs for none.
+        """The rest of a request that was claimed. It was charged where it began. Its deadline was that of another
+        reader, unless it runs for none.
         """
         generation = record.generation
         if not generation.background:
-            generation = replace(generation, deadline=reader.deadline)
+            generation = replace(generation, deadline=None)
         bill = self._limits.hold(generation.tenant, generation.request_id)
         return self._begin(generation, lease, bill, reader, record)
 
@@ -205,7 +205,7 @@ class Lifecycle:
                 raise internal() from None
 
     async def _attempts(self, progress: Progress) -> AsyncGenerator[Delta]:
-        for delta in progress.recover() or progress.end():
+        for delta in progress.recover():
             yield delta
         if progress.finish_reason is not None:
             return
@@ -266,12 +266,12 @@ class Lifecycle:
         return await self._limits.enter(generation.tenant, generation.request_id, waiting(generation).tokens)
 
     def _fail(self, progress: Progress, error: QuireError) -> None:
-        """The request ends with an error; one that will pass is not its last word where somebody may come back. Nobody
-        comes back for a request that runs for nobody: it is taken up again, but not after it lost too many engines,
-        because it may be what they die of.
+        """The request ends with an error. One that will pass is not its last word where somebody may come back, and
+        that its reader did not wait is not either. Nobody comes back for a request that runs for nobody: it is taken up
+        again, but not after it lost too many engines, because it may be what they die of.
         """
         lost = progress.generation.background and progress.losses >= self._max_attempts
-        if error.code in _TEMPORARY and progress.resumable and not lost:
+        if progress.dismissed or (error.code in _TEMPORARY and progress.resumable and not lost):
             progress.leave()
         else:
             progress.finish(FinishReason.ERROR, write_failure(error))

@@ -20,7 +20,7 @@ from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.base import Journal, Lease, Record
-from quire_router.reader import Reader
+from quire_router.reader import Reader, reader_is_late
 from quire_router.retelling import as_told, parted, with_usage
 from quire_router.selection import Selection
 from quire_router.tally import tally_of
@@ -36,9 +36,9 @@ class Progress:
 
     ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context that it came with.
     ``interrupted`` is done once somebody else than the engine ends the request: with an error, or with None when it was
-    cancelled. ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and
-    ``losses`` those that were lost since the last token. ``finish_reason`` is None until the record is closed; of
-    several choices the gravest reason counts.
+    cancelled; it is ``dismissed`` when that was because the ``reader``'s time was over. ``refused_by`` are the engines
+    that were too full, ``attempt`` counts those that it was sent to, and ``losses`` those that were lost since the last
+    token. ``finish_reason`` is None until the record is closed; of several choices the gravest reason counts.
 
     A request that goes on from its ``record`` begins with what that holds, of which nothing is told again. Its client
     may have had more than was written down: what is before its reader's mark comes as told. It is ``restored``, so it
@@ -66,6 +66,8 @@ class Progress:
         self._text = text
         self._journal = journal
         self._lease = lease
+        self.reader = reader
+        self.dismissed = False
         self._mark = reader.mark
         self._bill = bill
         self._shortcut = reader.shortcut
@@ -160,6 +162,11 @@ class Progress:
         elif self._outputs is not None and error is not None:
             self._outputs.fail(error)
 
+    def dismiss(self) -> None:
+        """Ends the answer because its reader's time is over: the request is left to whoever reads on."""
+        self.dismissed = not self.interrupted.done()
+        self.interrupt(reader_is_late())
+
     @property
     def cancelled(self) -> bool:
         """Whether somebody cancelled the request, rather than end it with an error."""
@@ -210,8 +217,9 @@ class Progress:
         return self._tell([choice.conclude(reason) for choice in self._choices if choice.finish_reason is None])
 
     def recover(self) -> list[Delta]:
-        """What remains to be told when an engine was lost: the ends of choices that lack nothing but its word. The
-        others go on from where they are, but a beam search begins anew: another engine's beams need not be the same.
+        """What remains to be told where no engine is at work: the ends of choices that lack nothing but its word, and
+        that of a record that lacks nothing but its own. The others go on from where they are, but a beam search begins
+        anew: another engine's beams need not be the same.
         """
         params = self.generation.params
         if params.beam_width:
@@ -219,10 +227,6 @@ class Progress:
             return []
         complete = [choice for choice in self._choices if _is_complete(choice, params.max_tokens)]
         return self._tell([choice.conclude(FinishReason.LENGTH) for choice in complete])
-
-    def end(self) -> list[Delta]:
-        """The last piece of a request whose record holds every choice's end but not its own."""
-        return self._tell([]) if self.ended and self.finish_reason is None else []
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
         """Closes the record and counts the request; the first end counts."""
@@ -337,9 +341,10 @@ def _attempt_id(request_id: str) -> str:
 
 
 def _for_client(error: QuireError) -> QuireError:
-    """The engine's error as the client sees it: that an id is in use there is no client's fault, and an error that will
+    """An output's error as the client sees it: that an id is in use there is no client's fault, and an error that will
     pass says when.
     """
     if error.code is ErrorCode.CONFLICT:
         return internal()
-    return QuireError(error.code, error.message, param=error.param, retry_after=RETRY_AFTER.get(error.code))
+    wait = RETRY_AFTER.get(error.code)
+    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)

@@ -1,8 +1,10 @@
 """``Reader``: who an answer is for, as those see it who make the answer."""
 
 from dataclasses import dataclass, field
+from time import time
 
 from opentelemetry.context import Context
+from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.mark import Mark
 from quire_router.shortcut import Shortcut
@@ -18,3 +20,13 @@ class Reader:
     shortcut: Shortcut = field(default_factory=Shortcut)
     mark: Mark | None = None
     deadline: float | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the reader waits from now on; None without end."""
+        return None if self.deadline is None else max(0.0, self.deadline - time())
+
+
+def reader_is_late() -> QuireError:
+    """The reader's time is over, and not the request's."""
+    return QuireError(ErrorCode.DEADLINE, "The answer took longer than it was to take.")

@@ -6,20 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from time import time
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
 
+from quire_router.admission.stopping import shutting_down
 from quire_router.background import Background
 from quire_router.generation import Delta, Generation
 from quire_router.held import Held
-from quire_router.in_flight import InFlight, shutting_down
+from quire_router.in_flight import InFlight
 from quire_router.journal.base import Journal, Lease, Record
 from quire_router.journal.failure import read_failure
 from quire_router.mark import Mark
-from quire_router.reader import Reader
+from quire_router.reader import Reader, reader_is_late
 from quire_router.retelling import PART, Retelling
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class Resumption:
     def _check_time(self, reader: Reader) -> None:
         if self._here.drained:
             raise shutting_down()
-        if reader.deadline is not None and reader.deadline <= time():
-            raise QuireError(ErrorCode.DEADLINE, "The answer took longer than it was to take.")
+        if reader.seconds_left == 0:
+            raise reader_is_late()
 
     async def _pause(self) -> None:
         """Between two looks at a record: however many follow records here, they look only so often together."""

@@ -144,7 +144,7 @@ def _was_forgotten(request: Request, got: Answer, routers: Sequence[Absence], lo
 
 def _was_unwritten(request: Request, got: Answer, routers: Sequence[Absence]) -> bool:
     """Whether the request is one that does not wait for its record, with a router that died just when it had come."""
-    waits = request.keyed and request.prompts == 1
+    waits = request.keyed or request.prompts > 1
     return not waits and any(sent <= router.begin <= sent + WRITTEN for router in routers for sent in got.sent)
 
 

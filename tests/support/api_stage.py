@@ -23,6 +23,7 @@ from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.api.running import Running
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage
+from quire_router.held import Held
 from quire_router.journal.base import Record, Told
 from quire_router.journal.failure import write_failure
 from quire_router.mark import Mark
@@ -102,6 +103,7 @@ class ScriptedRunner:
     script: Script = ANSWER
     tells_prompts: bool = True
     generations: list[Generation] = field(default_factory=list)
+    deadlines: list[float | None] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     aborts: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -115,8 +117,12 @@ class ScriptedRunner:
         await asyncio.sleep(0)
         if generation.request_id in self.lives:
             return None
-        self.lives[generation.request_id] = Life(generation)
-        return self._run(generation)
+        life = self.lives[generation.request_id] = Life(generation)
+
+        async def let_go() -> None:
+            life.held = False
+
+        return Held(self._run(generation), let_go)
 
     async def start(self, generation: Generation) -> bool:
         answer = await self.run_once(generation)
@@ -132,6 +138,7 @@ class ScriptedRunner:
         return None if life is None else life.record()
 
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+        self.deadlines.append(deadline)
         return self._resume(self.lives[record.generation.request_id], mark)
 
     async def cancel(self, request_id: str) -> bool:

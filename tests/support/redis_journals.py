@@ -22,6 +22,8 @@ from tests.support.redis_server import RedisServer
 
 @asynccontextmanager
 async def journal_at(server: RedisServer, owner: str = "me", **options: Any) -> AsyncIterator[RedisJournal]:
+    """One that does not wait for what others might have held when the server started, unless it is told to."""
+    options.setdefault("settings", JournalSettings(settle=0))
     journal = RedisJournal(server.url, owner=owner, **options)
     try:
         yield journal

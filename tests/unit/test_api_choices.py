@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import defaultdict
+from contextlib import aclosing
 
 import grpc
 import openai
@@ -51,6 +52,7 @@ class Verbatim:
     def __init__(self, *scripts: list[Delta | Exception | asyncio.Event]) -> None:
         self.scripts = scripts
         self.given = 0
+        self.opened: list[str] = []
         self.closed: list[str] = []
         self.cancelled: list[str] = []
 
@@ -67,6 +69,10 @@ class Verbatim:
                     await asyncio.sleep(0)
         finally:
             self.closed.append(generation.request_id)
+
+    async def run_once(self, generation: Generation):
+        self.opened.append(generation.request_id)
+        return self.run(generation)
 
     def cancel(self, request_id: str) -> bool:
         self.cancelled.append(request_id)
@@ -284,7 +290,7 @@ def test_however_the_pieces_of_several_prompts_mingle_every_choice_is_whole(text
     runner, running = Verbatim(*(answer_of(*each) for each in texts)), Running(100)
 
     async def collect():
-        return [delta async for delta in together(runner, running).run(generations(len(texts), n=2))]
+        return [delta async for delta in await together(runner, running).run(generations(len(texts), n=2))]
 
     deltas = asyncio.run(collect())
     said = ["".join(delta.text for delta in deltas if delta.index == index) for index in range(2 * len(texts))]
@@ -298,9 +304,15 @@ def test_however_the_pieces_of_several_prompts_mingle_every_choice_is_whole(text
     assert len(running) == 0
 
 
+async def test_all_prompts_are_written_down_before_anything_is_told():
+    runner = Verbatim(*[answer_of("x")] * 3)
+    async with aclosing(await together(runner).run(generations(3))):
+        assert (runner.opened, runner.given) == (["r", "r_1", "r_2"], 0)
+
+
 async def test_who_does_not_read_holds_up_what_makes_the_pieces():
     runner = Verbatim(*[[Delta("x", [1])] * 1000] * 2)
-    run = together(runner).run(generations(2))
+    run = await together(runner).run(generations(2))
     await anext(run)
     for _ in range(500):
         await asyncio.sleep(0)

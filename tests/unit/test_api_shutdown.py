@@ -8,9 +8,10 @@ import grpc
 import pytest
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.settings import read_settings
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelText
-from quire_router.config import read_settings
+from quire_router.config import Settings
 from quire_router.process import Router
 
 from tests.support.api_stage import Answer, ask, completion, read_answer
@@ -30,7 +31,7 @@ class RunningRouter:
         ports = ["--http-port", str(self.port), "--grpc-port", str(self.rpc_port), "--metrics-port", str(free_port())]
         flags = ["--model", "m=/nowhere", "--engine", engine.address, "--shutdown-timeout", str(shutdown_timeout)]
         texts = {"m": ModelText(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
-        self.router = Router(read_settings([*ports, *flags]), texts)
+        self.router = Router(read_settings(Settings, [*ports, *flags]), texts)
         self.running = asyncio.create_task(self.router.run())
 
     async def wait_healthy(self) -> None:
@@ -85,6 +86,7 @@ async def test_what_runs_is_finished_and_what_comes_is_refused():
         await router.running
 
     assert (refused.status, refused.error["type"]) == (503, "service_unavailable_error")
+    assert refused.error["code"] == refused.headers["x-quire-reason"] == "stopping"
     assert "retry-after" in refused.headers
     assert events[-1] == "[DONE]"
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
@@ -98,7 +100,7 @@ async def test_what_does_not_finish_in_time_is_told_so_over_rest():
         router.router.stop()
         events = (await answer).events
 
-    assert events[-1]["error"]["type"] == "service_unavailable_error"
+    assert (events[-1]["error"]["type"], events[-1]["error"]["code"]) == ("service_unavailable_error", "stopping")
     assert events[-1]["error"]["resumable"] is True
 
 
@@ -116,3 +118,4 @@ async def test_what_does_not_finish_in_time_is_told_so_over_grpc():
             await call.read()
 
     assert end.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert dict(end.value.trailing_metadata())["quire-reason"] == "stopping"

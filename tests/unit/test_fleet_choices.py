@@ -6,7 +6,7 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.fleet.expected import Expected, most_sequences
+from quire_router.fleet.asked import Asked, most_sequences
 from quire_router.fleet.outbox import Outbox
 from quire_router.fleet.output import EngineLost, Output
 from quire_router.fleet.session import Session
@@ -320,14 +320,14 @@ def test_as_many_choices_are_expected_as_are_told_and_counted_as_are_made(
     sampling: dict[str, int], told: int, made: int
 ) -> None:
     message = submit(**{"n": 0, **sampling})
-    assert Expected.of(message).positions == dict.fromkeys(range(told), 0)
+    assert Asked.of(message).positions == dict.fromkeys(range(told), 0)
     assert most_sequences(message) == made
 
 
 def test_candidates_come_with_log_probabilities() -> None:
-    assert Expected.of(submit(1, best_of=2)).logprobs
-    assert not Expected.of(submit(2, best_of=2)).logprobs
-    assert Expected.of(submit(2, logprobs=0)).logprobs
+    assert Asked.of(submit(1, best_of=2)).logprobs
+    assert not Asked.of(submit(2, best_of=2)).logprobs
+    assert Asked.of(submit(2, logprobs=0)).logprobs
 
 
 async def test_cancels_of_choices_are_sent_together_and_give_way_to_one_of_the_request() -> None:

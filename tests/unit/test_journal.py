@@ -14,12 +14,14 @@ from quire_router.generation import Generation
 from quire_router.journal.base import Delivered, Lease, Record, Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
+from quire_router.journal.settings import JournalSettings
 
 from tests.support.any_records import generations, pieces, possible
 from tests.support.journals import Seen, by_choice, seen, tell
 from tests.support.redis_server import RedisServer, redis_server
 
 KINDS = ["memory", "redis"]
+SETTINGS = JournalSettings(settle=0)  # there are no others
 STOP = FinishReason.STOP
 
 
@@ -31,7 +33,7 @@ def redis() -> Iterator[RedisServer]:
 
 @asynccontextmanager
 async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJournal | RedisJournal]:
-    journal = MemoryJournal(owner="me") if kind == "memory" else RedisJournal(redis.url, owner="me")
+    journal = MemoryJournal(owner="me") if kind == "memory" else RedisJournal(redis.url, owner="me", settings=SETTINGS)
     try:
         yield journal
     finally:

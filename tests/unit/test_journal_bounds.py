@@ -63,7 +63,7 @@ async def test_what_waits_is_bounded_in_requests_and_in_tokens() -> None:
 
 async def test_a_router_holds_nothing_of_requests_that_have_ended(server: RedisServer) -> None:
     """Whether they were finished, cancelled here or elsewhere, released or taken by another router."""
-    quick = JournalSettings(pause=0.0005)
+    quick = JournalSettings(pause=0.0005, settle=0)
     async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you", settings=quick) as yours:
         held = []
         tracemalloc.start()

@@ -14,6 +14,7 @@ from quire_router.journal.base import Record, Told
 from quire_router.journal.bounds import MAX_PARTS, MAX_SHAPE
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
+from quire_router.journal.settings import JournalSettings
 
 from tests.support.journals import Heard, by_choice, tell
 from tests.support.redis_server import RedisServer, redis_server
@@ -21,6 +22,7 @@ from tests.support.waiting import until
 
 STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 AnyJournal = MemoryJournal | RedisJournal
+SETTINGS = JournalSettings(settle=0)  # there are no others
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,11 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(params=["memory", "redis"])
 async def journal(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIterator[AnyJournal]:
-    journal = MemoryJournal(owner="me") if request.param == "memory" else RedisJournal(redis.url, owner="me")
+    journal = (
+        MemoryJournal(owner="me")
+        if request.param == "memory"
+        else RedisJournal(redis.url, owner="me", settings=SETTINGS)
+    )
     yield journal
     await journal.close()
 

@@ -19,7 +19,7 @@ def server() -> Iterator[RedisServer]:
 
 
 async def test_the_index_of_background_requests_is_put_right(server: RedisServer) -> None:
-    async with journal_at(server, settings=JournalSettings(lease=600)) as journal, redis_at(server) as redis:
+    async with journal_at(server, settings=JournalSettings(lease=600, settle=0)) as journal, redis_at(server) as redis:
         lost, held, ended = (replace(small_request(name), background=True) for name in ("lost", "held", "ended"))
         leases = {each.request_id: journal.open(each) for each in (lost, held, ended)}
         await flushed(journal)

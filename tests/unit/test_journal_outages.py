@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -198,7 +199,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_a_moment_only(serve
 
 
 async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(server: RedisServer) -> None:
-    async with journal_at(server) as journal, redis_at(server) as redis:
+    async with journal_at(server, settings=JournalSettings()) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
         tell(journal, lease, 0, [1, 2, 3])
         await flushed(journal)
@@ -227,8 +228,7 @@ async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_writ
         lease = journal.open(small_request())
         yours.start()
         await flushed(journal)
-        await until(lambda: yours.available)
-        assert await yours.read("unknown") is None
+        await settled(yours)
         follower = yours.follow("unknown")
         server.restart()
         with pytest.raises(QuireError) as caught:
@@ -240,16 +240,24 @@ async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_writ
         tell(journal, lease, 0, [1])
         await flushed(journal)
         assert await yours.read("r") is not None
-        await asyncio.sleep(1.0)
-        assert await yours.read("unknown") is None
+        await settled(yours)
         assert await follower.look() is None
 
 
+async def settled(journal: RedisJournal) -> None:
+    """Returns once what is not there is unknown."""
+    async with asyncio.timeout(20):
+        while True:
+            with suppress(QuireError):
+                assert await journal.read("unknown") is None
+                return
+            await asyncio.sleep(0.05)
+
+
 async def test_what_is_not_there_after_redis_hung_is_not_unknown_yet(server: RedisServer) -> None:
-    async with journal_at(server) as journal:
+    async with journal_at(server, settings=JournalSettings(settle=1.0)) as journal:
         journal.start()
-        await until(lambda: journal.available)
-        assert await journal.read("unknown") is None
+        await settled(journal)
         server.signal(signal.SIGSTOP)
         reading = asyncio.create_task(journal.read("unknown"))
         await asyncio.sleep(0.6)
@@ -285,6 +293,23 @@ async def test_nothing_is_claimed_before_routers_could_write_again_what_they_hol
                 while (claimed := await yours.claim("r")) is None:  # noqa: ASYNC110 - no event
                     await asyncio.sleep(0.05)
             assert claimed[0].choices == [Delivered([1])]
+
+
+async def test_a_router_that_comes_after_redis_gives_the_others_the_same_time() -> None:
+    with redis_server(persistent=True) as server:
+        async with journal_at(server) as mine:
+            mine.release(mine.open(replace(small_request(), background=True)))
+            await flushed(mine)
+        server.restart()
+        async with journal_at(server, owner="you", settings=JournalSettings(settle=2.0)) as late:
+            assert await late.claim("r") is None
+            assert await late.orphans() == []
+            with pytest.raises(QuireError) as caught:
+                await late.read("unknown")
+            assert caught.value.code is ErrorCode.UNAVAILABLE
+            await settled(late)
+            assert await late.orphans() == ["r"]
+            assert await late.claim("r") is not None
 
 
 @pytest.mark.parametrize("other", [[7], [7, 8, 9, 10]], ids=["shorter and ended", "longer"])

@@ -73,7 +73,7 @@ async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
 
 
 async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end(server: RedisServer) -> None:
-    async with journal_at(server, settings=JournalSettings(lease=0.3)) as journal, redis_at(server) as redis:
+    async with journal_at(server, settings=JournalSettings(lease=0.3, settle=0)) as journal, redis_at(server) as redis:
         lease = journal.open(small_request())
         await flushed(journal)
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from time import time
+from typing import TypeVar
 
 import pytest
 from hypothesis import example, given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.text.model_text import ModelText
 from quire_router.admission.limits import Limits
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage, part_id
@@ -38,19 +40,21 @@ from tests.unit.test_lifecycle_properties import (
     undisturbed,
 )
 
+Piece = TypeVar("Piece")
+
 
 class Place:
     """One router with an engine that goes on by itself."""
 
-    def __init__(self, script: Script, journal: MemoryJournal) -> None:
+    def __init__(self, script: Script, journal: MemoryJournal, text: ModelText = TEXT) -> None:
         self.link = DirectLink(ContractEngine(script))
         self.fleet = OneEngine(self.link)
-        self.lifecycle: Lifecycle = make_lifecycle(self.fleet, journal)
+        self.lifecycle: Lifecycle = make_lifecycle(self.fleet, journal, text)
         self._choices = len(script.choices)
 
-    async def read(self, answer: object, steps: list[int], most: int | None = None) -> list[Delta]:
+    async def read(self, answer: AsyncGenerator[Piece], steps: list[int], most: int | None = None) -> list[Piece]:
         """The pieces of an answer, ``most`` of them, while each step makes so many tokens of each choice."""
-        deltas: list[Delta] = []
+        deltas: list[Piece] = []
 
         async def follow() -> None:
             async with aclosing(answer) as pieces:
@@ -518,6 +522,21 @@ async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one(
         submit = await place.engine.submit()
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
         assert told(await again) == "abc"
+
+
+@pytest.mark.parametrize("background", [False, True])
+async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bool) -> None:
+    """Also when the request still waits for an engine."""
+    async with house(ready=0) as place:
+        place.journal.release(place.journal.open(streamed(background=background, deadline=time() + 600)))
+        record = await place.lifecycle.record("r")
+        assert record is not None
+        with pytest.raises(QuireError, match="took longer") as caught:
+            await collect(place.lifecycle.resume(record, Mark(1), time() + 0.05))
+        after = await place.lifecycle.record("r")
+        assert after is not None
+        assert caught.value.code is ErrorCode.DEADLINE
+        assert (after.held, after.finish_reason, place.lifecycle.in_flight) == (False, None, 0)
 
 
 @given(st.integers(0, 3 * PART), st.integers(0, 3 * PART), st.booleans())

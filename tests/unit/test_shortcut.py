@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.fleet.expected import Expected
+from quire_router.fleet.asked import Asked
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation
@@ -79,8 +79,8 @@ def test_the_answer_is_the_same_whichever_way_its_pieces_take(
 
 
 async def open_stream() -> OutputStream:
-    expected = Expected({0: 0}, 10)
-    return OutputStream("r", expected, on_cancel=lambda *_: None, slow_client_timeout=60)
+    asked = Asked({0: 0}, 10)
+    return OutputStream("r", asked, on_cancel=lambda *_: None, slow_client_timeout=60)
 
 
 def test_only_a_reader_that_waits_is_passed_by() -> None:

@@ -13,12 +13,12 @@ from quire_router import metrics
 from quire_router.admission.fair import Bounds, FairQueue, refusal_full
 from quire_router.admission.reason import Reason
 from quire_router.admission.refusals import counting_refusals
+from quire_router.admission.stopping import shutting_down
 from quire_router.admission.tenant import Tenants
 from quire_router.admission.turn import Waiting
 
 RETRY_READY = 2.0  # seconds
 RETRY_ROOM = 5.0
-RETRY_STOPPING = 5.0
 
 
 class Rooms(Protocol):
@@ -80,7 +80,7 @@ class Queue:
         """
         with counting_refusals():
             if self._closed:
-                raise _stopping()
+                raise shutting_down()
             await self._lines[waiting.model].turn(waiting)
 
     def stir(self) -> None:
@@ -160,7 +160,7 @@ class _Line:
 
     def close(self) -> None:
         for parked in list(self._parked.values()):
-            self._refuse(parked, _stopping())
+            self._refuse(parked, shutting_down())
 
     @contextmanager
     def _park(self, waiting: Waiting) -> Iterator[_Parked]:
@@ -248,8 +248,3 @@ def _no_room(seconds: float) -> QuireError:
 
 def _too_late() -> QuireError:
     return QuireError(ErrorCode.DEADLINE, "The request's time was over before its turn came.", reason=Reason.DEADLINE)
-
-
-def _stopping() -> QuireError:
-    message = "This router is shutting down."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_STOPPING, reason=Reason.STOPPING)

@@ -48,7 +48,7 @@ class Answers:
         CONFLICT when another request had the key.
         """
         if not admitted.first.digest:
-            return _answer(admitted, self._runner.run(admitted.generations), Mark(admitted.choices))
+            return _answer(admitted, await self._runner.run(admitted.generations), Mark(admitted.choices))
         for _ in range(_ATTEMPTS):
             deltas = await self._runner.run_once(admitted.generations)
             if deltas is not None:
@@ -72,14 +72,14 @@ class Answers:
             await asyncio.sleep(_PAUSE)
         raise _lost_between()
 
-    async def resume(self, earlier: Earlier, after: str, caller: Caller) -> Answer:
-        """The answer to an earlier request from where the mark ``after`` says, empty for the beginning. Raises
-        ``QuireError`` INVALID for what is no such mark.
+    async def resume(self, earlier: Earlier, after: str, caller: Caller, deadline: float | None = None) -> Answer:
+        """The answer to an earlier request from where the mark ``after`` says, empty for the beginning, until
+        ``deadline``. Raises ``QuireError`` INVALID for what is no such mark.
         """
         earlier = await self._archive.whole(earlier, caller)
         admitted = self._archive.admitted(earlier)
         mark = read_mark(after, earlier, admitted.choices)
-        return _answer(admitted, self._runner.resume(earlier.records, mark), mark)
+        return _answer(admitted, self._runner.resume(earlier.records, mark, deadline), mark)
 
     async def _same(self, admitted: Admitted) -> Earlier | None:
         """The request that came first under the key of this one; None when it cannot be found (any more)."""

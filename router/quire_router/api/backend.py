@@ -61,9 +61,9 @@ class Runner(Protocol):
 
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, from its first piece on; what is before ``mark`` comes as ``told``. Follows
-        a router that is still at it, and takes a request up that nobody is at, until ``deadline`` in seconds since
-        1970. Raises ``QuireError``. Closing it only ends the request if it was taken up here, and that leaves it to be
-        resumed again.
+        a router that is still at it, and takes a request up that nobody is at. Raises ``QuireError``, DEADLINE among
+        others at ``deadline``, in seconds since 1970. Closing it, as that error, only ends the request if it was taken
+        up here, and leaves it to be resumed again.
         """
         ...
 

@@ -119,9 +119,10 @@ class Frontend:
         """See ``Archive.find``."""
         return await self._archive.find(request_id, caller)
 
-    async def resume(self, earlier: Earlier, after: str, caller: Caller) -> Answer:
-        """See ``Answers.resume``."""
-        return await self._answers.resume(earlier, after, caller)
+    async def resume(self, earlier: Earlier, after: str, caller: Caller, terms: Terms = NO_TERMS) -> Answer:
+        """See ``Answers.resume``. Of the terms only the time counts."""
+        deadline = None if terms.seconds is None else time() + terms.seconds
+        return await self._answers.resume(earlier, after, caller, deadline)
 
     async def cancel(self, request_id: str, caller: Caller) -> Earlier:
         """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""

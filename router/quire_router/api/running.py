@@ -5,8 +5,9 @@ from contextlib import contextmanager
 
 from quire_proto.errors import ErrorCode, QuireError
 
+from quire_router.admission.stopping import shutting_down
+
 RETRY_BUSY = 1.0  # seconds
-RETRY_STOPPING = 5.0  # seconds: another replica, or the next start
 
 
 class Running:
@@ -41,7 +42,7 @@ class Running:
 
     def _check_door(self) -> None:
         if not self._accepting:
-            raise QuireError(ErrorCode.UNAVAILABLE, "The service is shutting down.", retry_after=RETRY_STOPPING)
+            raise shutting_down()
         if self._taken >= self._limit:
             message = f"{self._limit} requests are in progress, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)

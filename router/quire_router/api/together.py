@@ -1,11 +1,11 @@
 """A list of prompts run as one request: each is a generation of its own, and their pieces make one answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
-from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.backend import Runner
 from quire_router.api.running import Running
@@ -27,25 +27,29 @@ class Together:
         self._runner = runner
         self._running = running
 
-    def run(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
+    async def run(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
         """The answer as ``Runner.run`` gives it. Raises ``QuireError`` when there is no room for all prompts."""
         if len(generations) == 1:
             return self._runner.run(generations[0])
-        with self._places(len(generations)) as places:
-            runs = [self._runner.run(generation) for generation in generations]
-            return _merged(runs, generations[0].params.n, places)
+        answer = await self.run_once(generations)
+        if answer is None:
+            raise internal()  # an id of chance that is taken
+        return answer
 
     async def run_once(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta] | None:
-        """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts."""
-        first = generations[0]
-        if len(generations) == 1:
-            return await self._runner.run_once(first)
+        """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts. All of them are
+        written down before anything of their answer is told: who comes back for it can be told the rest.
+        """
+        first, *others = generations
         with self._places(len(generations)) as places:
-            run = await self._runner.run_once(first)
-            if run is None:
-                return None
-            runs = [run, *(self._runner.run(generation) for generation in generations[1:])]
-            return _merged(runs, first.params.n, places)
+            async with AsyncExitStack() as undo:
+                run = await self._runner.run_once(first)
+                if run is None:
+                    return None
+                undo.push_async_callback(run.aclose)
+                runs = [run, *await self._all_of(others, {}, first.deadline, undo)]
+                undo.pop_all()
+            return _one(runs, first.params.n, places)
 
     async def start(self, generation: Generation) -> bool:
         """As ``Runner.start``."""
@@ -55,12 +59,14 @@ class Together:
         """As ``Runner.record``."""
         return await self._runner.record(request_id)
 
-    def resume(self, records: Sequence[Record], mark: Mark) -> AsyncGenerator[Delta]:
+    def resume(self, records: Sequence[Record], mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
         n = records[0].generation.params.n
         with self._places(len(records)) as places:
-            runs = [self._runner.resume(record, mark.part(number * n, n)) for number, record in enumerate(records)]
-            return runs[0] if len(runs) == 1 else _merged(runs, n, places)
+            runs = [
+                self._runner.resume(record, mark.part(number * n, n), deadline) for number, record in enumerate(records)
+            ]
+            return _one(runs, n, places)
 
     async def replay(
         self, generations: Sequence[Generation], records: Sequence[Record], deadline: float | None
@@ -71,12 +77,23 @@ class Together:
         known = {record.generation.request_id: record for record in records}
         with self._places(len(generations)) as places:
             async with AsyncExitStack() as undo:
-                runs = []
-                for generation in generations:
-                    runs.append(await self._resumed_or_run(generation, known.get(generation.request_id), deadline))
-                    undo.push_async_callback(runs[-1].aclose)
+                runs = await self._all_of(generations, known, deadline, undo)
                 undo.pop_all()
-            return runs[0] if len(runs) == 1 else _merged(runs, generations[0].params.n, places)
+            return _one(runs, generations[0].params.n, places)
+
+    async def _all_of(
+        self,
+        generations: Sequence[Generation],
+        known: Mapping[str, Record],
+        deadline: float | None,
+        undo: AsyncExitStack,
+    ) -> list[AsyncGenerator[Delta]]:
+        """Each one's answer, which ``undo`` closes."""
+        runs = []
+        for generation in generations:
+            runs.append(await self._resumed_or_run(generation, known.get(generation.request_id), deadline))
+            undo.push_async_callback(runs[-1].aclose)
+        return runs
 
     async def _resumed_or_run(
         self, generation: Generation, record: Record | None, deadline: float | None
@@ -102,8 +119,10 @@ class Together:
             yield places
 
 
-def _merged(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> Held:
+def _one(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> AsyncGenerator[Delta]:
     """One answer of several with ``n`` choices each, which takes over ``places``."""
+    if len(runs) == 1:
+        return runs[0]
     ending = AsyncExitStack()
     ending.enter_context(places.pop_all())
     for run in runs:

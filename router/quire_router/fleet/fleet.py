@@ -12,9 +12,9 @@ from quire.v1 import engine_pb2
 
 from quire_router import metrics
 from quire_router.fleet.account import Account
+from quire_router.fleet.asked import most_sequences
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.engine import Dispatch, Engine
-from quire_router.fleet.expected import most_sequences
 from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.limits import ModelLimits
 from quire_router.fleet.link import EngineLink
@@ -125,10 +125,6 @@ class Fleet:
     def has_spare_room(self, model: str) -> bool:
         """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
         return has_spare_room(self._able_to(model).accounts)
-
-    def waiting_seconds(self, row: int) -> float:
-        """How long an engine computes the prompts that it has before it comes to a new one."""
-        return self._by_row[row].account.waiting_seconds
 
     def limits(self, model: str) -> ModelLimits | None:
         """The model's limits as engines told them, also after they went away. While none has told they are those that

@@ -9,7 +9,7 @@ from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_fr
 from quire_proto.errors import ErrorCode, internal
 from quire_proto.sampling import FinishReason
 
-from quire_router.fleet.expected import Expected
+from quire_router.fleet.asked import Asked
 from quire_router.fleet.outbox import Outbox
 from quire_router.fleet.output import Output
 from quire_router.fleet.settings import LinkSettings
@@ -68,7 +68,7 @@ class Session:
         self.outbox.submit(message)
         stream = OutputStream(
             message.request_id,
-            Expected.of(message),
+            Asked.of(message),
             on_cancel=self._cancel,
             slow_client_timeout=self._settings.slow_client_timeout,
         )
@@ -173,7 +173,7 @@ class Session:
         if stream is not None:
             if not stream.heard_of:
                 self._unheard.pop(message.request_id, None)
-            output = _output(message, reason, stream.expected)
+            output = _output(message, reason, stream.asked)
             if reason is None:
                 stream.push(output)
             else:
@@ -259,12 +259,12 @@ class Session:
                 self.outbox.cancel(stream.request_id, *stream.cancelled)
 
 
-def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, expected: Expected) -> Output:
+def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, asked: Asked) -> Output:
     # A slice is the quickest copy of a repeated field.
     output = Output(message.token_ids[:], message.position, reason, None, message.cached_tokens, message.index)
-    if expected.logprobs:
+    if asked.logprobs:
         output.logprobs = list(map(logprobs_from_proto, message.logprobs))
-    if expected.prompt_logprobs:
+    if asked.prompt_logprobs:
         output.prompt_logprobs = list(map(logprobs_from_proto, message.prompt_logprobs))
         output.prompt_position = message.prompt_position
     if reason is not None:

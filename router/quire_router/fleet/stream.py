@@ -9,7 +9,7 @@ from typing import Self
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
-from quire_router.fleet.expected import Expected
+from quire_router.fleet.asked import Asked
 from quire_router.fleet.output import EngineFull, EngineLost, Output
 from quire_router.fleet.prompt import PromptLogprobs
 
@@ -58,7 +58,7 @@ class OutputStream:
         "_timer",
         "_unread_since",
         "_waiter",
-        "expected",
+        "asked",
         "heard_of",
         "on_first",
         "on_piece",
@@ -66,23 +66,23 @@ class OutputStream:
         "running",
     )
 
-    def __init__(self, request_id: str, expected: Expected, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
+    def __init__(self, request_id: str, asked: Asked, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
         self.request_id = request_id
-        self.expected = expected
+        self.asked = asked
         self.heard_of = False
-        self.running = len(expected.positions)
+        self.running = len(asked.positions)
         self.on_first: Callable[[], None] | None = None
         self.on_piece: Callable[[Output], bool] | None = None
         self._on_cancel = on_cancel
         self._patience = slow_client_timeout
         self._loop = asyncio.get_running_loop()
-        self._choices = {index: _Choice(position) for index, position in expected.positions.items()}
+        self._choices = {index: _Choice(position) for index, position in asked.positions.items()}
         self._left = len(self._choices)
         self._ready: deque[_Choice] = deque()
         self._unread_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._cached_tokens = 0
-        self._prompt = PromptLogprobs(expected.prompt_logprobs)
+        self._prompt = PromptLogprobs(asked.prompt_logprobs)
         self._end: Output | EngineLost | EngineFull | None = None
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
@@ -208,9 +208,9 @@ class OutputStream:
         """Leaves of the piece what is new. Ends the request where the piece does not follow what came before."""
         if piece.position != choice.position:
             self._align(choice, piece)
-        if self.expected.logprobs and len(piece.logprobs) != len(piece.token_ids):
+        if self.asked.logprobs and len(piece.logprobs) != len(piece.token_ids):
             self.fail(internal())
-        if choice.position + len(piece.token_ids) > self.expected.max_tokens:
+        if choice.position + len(piece.token_ids) > self.asked.max_tokens:
             self.fail(internal())
         return self._end is None
 

@@ -11,9 +11,9 @@ PATIENCE = 0.5  # seconds that a request waits for Redis where it can go on, or 
 
 
 class RedisServer:
-    """What this router has seen of Redis. While it was away, or when it lost its data, routers went on without: for
-    ``settle`` seconds from then on they may still have to write what they hold, so that what is not there need not be
-    unknown.
+    """What this router has seen of Redis, and what Redis says of its own start, which a router that came later did not
+    see. While it was away, or when it lost its data, routers went on without: for ``settle`` seconds from then on they
+    may still have to write what they hold, so that what is not there need not be unknown.
     """
 
     def __init__(self, client: Redis, settle: float) -> None:
@@ -44,12 +44,15 @@ class RedisServer:
     async def look(self) -> None:
         """Finds out whether it was restarted. Raises what the client raises."""
         try:
-            run_id = str((await self._client.info("server")).get("run_id", ""))
+            told = await self._client.info("server")
         except ResponseError:
             return  # this user may not ask
+        run_id = str(told.get("run_id", ""))
         if self._run_id not in ("", run_id):
             self.was_away()
         self._run_id = run_id
+        uptime = float(told.get("uptime_in_seconds", self._settle))  # rounded down
+        self._settled = max(self._settled, monotonic() + self._settle - uptime)
 
 
 def milliseconds(time: tuple[int, int]) -> int:

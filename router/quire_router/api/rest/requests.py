@@ -10,6 +10,7 @@ from quire_router.api.rest.answers import request_object, style_of, to_json
 from quire_router.api.rest.connection import while_connected
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.writing import collect, stream
+from quire_router.api.terms import of_headers
 
 _PATH = "/v1/requests/{id}"
 _LAST = "last-event-id"
@@ -56,9 +57,10 @@ class Requests:
 
     async def _events(self, exchange: Exchange) -> None:
         with counting_rejections():
+            terms = of_headers(exchange.values)
             earlier = await self._frontend.find(_id(exchange), exchange.caller)
             exchange.request_id = earlier.first.request_id
-            answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller)
+            answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller, terms)
         first = earlier.first
         exchange.lasting = first.stream or first.background or bool(first.digest)
         await stream(exchange, style_of(earlier.first), answer, {}, self._heartbeat)

@@ -50,12 +50,13 @@ class Inference(InferenceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Goes on with the answer to an earlier request."""
         async with _told(context) as call:
+            terms = call.terms(has_deadline=True)
             with self._exchange("Resume", call):
                 with counting_rejections():
                     earlier = await self._frontend.find(request.request_id, call.caller)
                     call.request_id = earlier.first.request_id
                     await call.begin({})
-                    answer = await self._frontend.resume(earlier, request.after, call.caller)
+                    answer = await self._frontend.resume(earlier, request.after, call.caller, terms)
                 await self._send(answer, messages.resume_response, context)
                 call.end({})
 

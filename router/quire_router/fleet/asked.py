@@ -7,7 +7,7 @@ from quire.v1 import engine_pb2, types_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class Asked:
     """The choices that are to be run, and at which position of its output each goes on; each has at most
     ``max_tokens``. ``logprobs`` tells whether tokens come with log-probabilities, and ``prompt_logprobs`` for how many
     of the prompt's tokens they come: all but the first, or none.
