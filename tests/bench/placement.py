@@ -1,7 +1,8 @@
 """What placing a request costs the router: `python -m tests.bench.placement`.
 
 Prints the CPU time of one choice, naming the prompt's blocks and asking the index included, for fleets of several
-sizes and each policy. Every engine has load of its own, and for each prompt some have the beginning of it cached.
+sizes and each policy. Every engine has load of its own, and for each prompt some have the beginning of it cached. A
+choice comes every millisecond, and before each a few engines have said something new of their pace.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from quire_router.placement.tier import Tier
 
 NAMESPACE = Namespace("bench", 16)
 PACE = (7e-3, 3e-5, 2e-4, 4e-5)
+NEWS = 5  # paces before each choice
+BETWEEN = 1e-3  # seconds
 
 
 def main() -> None:
@@ -47,6 +50,7 @@ class Bench:
     def __init__(self, engines: int, blocks: int, policy: PolicyName) -> None:
         self._random = random.Random(0)
         self._blocks = blocks
+        self._now = 0.0
         self._table = EngineTable()
         self._index = PrefixIndex()
         rows = [self._table.add(f"engine-{number}") for number in range(engines)]
@@ -56,7 +60,7 @@ class Bench:
         self._rows.flags.writeable = False
         settings = PlacementSettings(policy=policy)
         self._placer = Placer(
-            self._table, self._index, settings, ([NAMESPACE] * len(self._table)).__getitem__, lambda: 0.0
+            self._table, self._index, settings, ([NAMESPACE] * len(self._table)).__getitem__, lambda: self._now
         )
 
     def measure(self, choices: int) -> list[float]:
@@ -70,14 +74,20 @@ class Bench:
         table.pending_tokens[row] = self._random.randrange(10_000)
         table.blocks_total[row], table.blocks_free[row] = 10_000, self._random.randrange(1, 10_000)
         table.max_sequences[row] = 256
+        self._tell_pace(row)
+
+    def _tell_pace(self, row: int) -> None:
         pace = [self._random.uniform(0.8, 1.2) * seconds for seconds in PACE]
-        table.set_pace(row, Pace(*pace))
+        self._table.set_pace(row, Pace(*pace))
 
     def _choose(self, number: int) -> float:
         prompt = array("i", (number * 7919 + place for place in range(self._blocks * NAMESPACE.block_size)))
         names = list(NAMESPACE.hashes(prompt))
         for row in self._random.sample(self._rows.tolist(), min(16, len(self._rows))):
             self._index.store(row, Tier.DEVICE, names[: self._random.randrange(len(names) + 1)])
+        for row in self._random.sample(self._rows.tolist(), min(NEWS, len(self._rows))):
+            self._tell_pace(row)
+        self._now += BETWEEN
         request = Generation(f"request-{number}", "m", prompt, SamplingParams(max_tokens=256))
         begin = thread_time_ns()
         decision = self._placer.place(request, self._rows)

@@ -14,6 +14,7 @@ from quire_router.placement.policy import TIE, spread
 from quire_router.placement.query import Matches, Query
 from quire_router.placement.scorers import DECODE_WEIGHT, DELAYED, STORED_TWICE, TYPICAL_OUTPUT, cost_scorers
 from quire_router.placement.settings import PlacementSettings
+from quire_router.placement.speeds import STALE
 from quire_router.placement.table import EngineTable, Pace
 
 from tests.support.placing import PACE, Engine, describe, engines
@@ -214,6 +215,7 @@ def test_cost_decides_as_the_straightforward_computation_does(
         fleet.add(engine)
     for event in events:
         happen(fleet, event)
+        fleet.now += STALE
         of_them = np.array(list(dict.fromkeys(fleet.row(place) for place in some)), np.intp)
         for rows in (fleet.rows, of_them):
             query = replace(request, rows=rows, now=fleet.now)
@@ -233,3 +235,16 @@ def test_engines_of_another_model_that_make_the_table_grow_change_nothing() -> N
         fleet.add({})
         fleet.table.pending_tokens[rows[loaded]] = 5000
     assert len(fleet.table) > size
+
+
+def test_a_new_pace_counts_soon() -> None:
+    fleet = Fleet()
+    for _ in range(2):
+        fleet.add({})
+        fleet.table.set_pace(int(fleet.rows[-1]), PACE)
+    query = Query(1000, 256, 1, fleet.rows, Matches(np.zeros(64), np.zeros(64)), now=fleet.now)
+    before = fleet.policy.total(query, fleet.table).tolist()
+    for place in (0, 1):
+        fleet.table.set_pace(fleet.row(place), Pace(*(3 * getattr(PACE, name) for name in PACES)))
+    assert fleet.policy.total(replace(query, now=fleet.now + STALE / 2), fleet.table).tolist() == before
+    assert min(fleet.policy.total(replace(query, now=fleet.now + STALE), fleet.table)) > 2 * max(before)

@@ -8,6 +8,9 @@ from quire_router.placement.likeness import Flags, Paces, alike, recently
 from quire_router.placement.remembered import Remembered
 from quire_router.placement.table import Column, Columns, EngineTable, Rows
 
+STALE = 0.05
+"""Seconds. In a large fleet some pace is new at every choice, and none moves far within so few."""
+
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
@@ -30,14 +33,15 @@ def make_speeds(engines: Columns, stepped: Flags) -> Speeds:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
+    made: float
     version: int
     stepped: Flags
     speeds: Speeds
 
 
 class KnownSpeeds:
-    """Of one table's rows. Computed again when an engine said something new of itself, and when one has not made a step
-    for so long that it is no longer believed, or makes one then.
+    """Of one table's rows. Computed again ``STALE`` seconds after an engine said something new of itself, and at once
+    when one has not made a step for so long that it is no longer believed, or makes one then.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,9 @@ class KnownSpeeds:
         """The speeds of ``engines``, which are the table's ``rows``."""
         stepped = recently(engines, now)
         known = self._known.of(rows)
-        if known is None or known.version != table.version or not np.array_equal(stepped, known.stepped):
-            known = self._known.keep(rows, _Known(table.version, stepped, make_speeds(engines, stepped)))
+        if known is None or self._is_old(known, table, now) or not np.array_equal(stepped, known.stepped):
+            known = self._known.keep(rows, _Known(now, table.version, stepped, make_speeds(engines, stepped)))
         return known.speeds
+
+    def _is_old(self, known: _Known, table: EngineTable, now: float) -> bool:
+        return known.version != table.version and not known.made <= now < known.made + STALE
