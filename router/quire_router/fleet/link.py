@@ -19,7 +19,7 @@ from quire_router.fleet.stream import OutputStream
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 * 2**20
-OUTPUTS_IN_A_TURN = 16  # half a millisecond or so, after which requests that come have their turn
+OUTPUTS_IN_A_TURN = 4  # a sixth of a millisecond or so, after which requests that come have their turn
 CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
