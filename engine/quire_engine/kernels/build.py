@@ -1,5 +1,5 @@
-"""Compiles the kernels of this folder for this processor, once for each user, and finds them again. It knows nothing of
-what they do.
+"""Compiles the kernels of this folder for this processor, once for each user, and finds them again; or for all kinds of
+processors, ahead of time. It knows nothing of what they do.
 
 The sources need neither torch's headers nor Python's, so a bare compiler is enough and a build takes
 seconds. Any number of engines may start at once: each compiles into a folder of its own and renames the
@@ -19,8 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from quire_engine.kernels.levels import levels_of
+
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
+AHEAD = Path(__file__).parent / "ahead"
+"""Where an image has the kernels, compiled for every level. There is no such folder elsewhere."""
+
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
 _SECONDS_TO_COMPILE = 300
@@ -33,7 +38,7 @@ class BuildError(Exception):
 
 
 def shared_object() -> Path:
-    """The compiled kernels, from the cache or compiled now.
+    """The compiled kernels: those of the image, from the cache, or compiled now.
 
     The cache is ``$XDG_CACHE_HOME/quire`` or ``~/.cache/quire``. A build found there needs no compiler. Where
     that folder cannot be written or not be trusted, the build goes to a fresh private folder that ends with
@@ -42,12 +47,48 @@ def shared_object() -> Path:
     Raises:
         BuildError: there is no compiler, or it fails.
     """
+    if ready := _compiled_ahead():
+        return ready
     stem = f"kernels-{_fingerprint()}"
     cache = _cache_folder()
     for build in sorted(cache.glob(f"{stem}-*.so")) if cache else ():
         if build.stem == f"{stem}-{_digest(build)}":
             return build
     return _compile(cache if cache and os.access(cache, os.W_OK) else _private_folder(), stem)
+
+
+def compile_ahead() -> None:
+    """Compiles the kernels for every level of this architecture into ``AHEAD``, which takes ten seconds each.
+
+    Raises:
+        BuildError: there is no compiler, or it fails.
+    """
+    AHEAD.mkdir(exist_ok=True)
+    for level in levels_of(platform.machine()):
+        _run([*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead(level.name))])
+        logger.info("compiled the CPU kernels for %s", level.name)
+
+
+def _compiled_ahead() -> Path | None:
+    """The best that this processor can run, of these very sources."""
+    if not AHEAD.is_dir():
+        return None
+    features = _features()
+    usable = (_ahead(level.name) for level in levels_of(platform.machine()) if level.runs_on(features))
+    return next(filter(Path.exists, usable), None)
+
+
+def _ahead(level: str) -> Path:
+    return AHEAD / f"kernels-{hashlib.sha256(_text()).hexdigest()[:16]}-{level}.so"
+
+
+def _features() -> frozenset[str]:
+    """Every word of what Linux says of this processor, the names of its instruction sets among them."""
+    return frozenset(_processor().split())
+
+
+def _text() -> bytes:
+    return b"\0".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
 
 
 def _digest(build: Path) -> str:
@@ -79,8 +120,7 @@ def _private_folder() -> Path:
 def _fingerprint() -> str:
     """Of everything that decides the build: a home folder may be shared by unlike machines."""
     machine = (*_flags(), *platform.libc_ver(), _processor())
-    text = b"\0".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
-    return hashlib.sha256(text + "\0".join(machine).encode()).hexdigest()[:16]
+    return hashlib.sha256(_text() + "\0".join(machine).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
