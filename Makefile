@@ -4,9 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+HELM   := $(VENV)-helm
+HELM_READY := $(HELM)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
-.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers images proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
@@ -19,7 +21,8 @@ help:
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
-	@echo "make proto                                    the stubs of proto/quire/v1"
+	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
+	@echo "make proto                                    the stubs of proto/quire"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
@@ -28,22 +31,26 @@ $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyp
 	  -e proto -e engine -e router -r tests/requirements.txt
 	@touch $@
 
+$(HELM_READY): constraints.txt tests/kube/requirements.txt
+	@scripts/helm_environment.sh $(HELM)
+
 up: $(READY)
 	@MODEL="$(MODEL)" NAME="$(NAME)" ENGINES="$(ENGINES)" exec $(BIN)/python scripts/up.py
 
 # In two workers, but for the models' tests, which use all cores; with ARGS just those tests run, one after the other.
-test: $(READY)
+test: $(READY) $(HELM_READY)
 	@scripts/redis.sh
+	@scripts/promtool.sh $(BIN)
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/sim tests/kube
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/service tests/chaos
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/sim --ignore tests/service --ignore tests/chaos
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/sim --ignore tests/kube --ignore tests/service --ignore tests/chaos
 endif
 
 soak: $(READY)
-	$(BIN)/python -m pytest -m soak tests/unit $(ARGS)
+	$(BIN)/python -m pytest -m soak tests/unit tests/kube $(ARGS)
 
 chaos: $(READY)
 	@scripts/redis.sh
@@ -69,6 +76,7 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.ledger
 	$(BIN)/python -m tests.bench.slow_clients
 	$(BIN)/python -m tests.bench.prefix_timing
+	$(BIN)/python -m tests.bench.discovery
 
 # Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
 peers:
@@ -84,6 +92,18 @@ bench-simulation: $(READY)
 bench-fleet: $(READY)
 	$(BIN)/python -m tests.bench.fleet $(TRACES) $(ARGS)
 
+# What both Dockerfiles are told; the indexes are explained in docker/README.md.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' router/pyproject.toml)
+DEVICES ?= cpu
+BUILD = docker build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
+  $(foreach name,BASE BASE_DIGEST EXTRA_INDEX TORCH_CPU_INDEX TORCH_CUDA_INDEX FLASHINFER_INDEX,$(if $($(name)),--build-arg $(name)='$($(name))')) \
+  $(BUILD_ARGS)
+
+images:
+	$(BUILD) --file docker/router.Dockerfile --tag quire-router:$(VERSION) .
+	set -e; for device in $(DEVICES); do \
+	  $(BUILD) --file docker/engine.Dockerfile --target $$device --tag quire-engine:$(VERSION)-$$device .; done
+
 proto: $(READY)
 	proto/generate.sh
 
@@ -94,4 +114,4 @@ proto-check: $(READY)
 	  || { echo "the stubs are stale: run make proto"; exit 1; }
 
 clean:
-	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(HELM) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis

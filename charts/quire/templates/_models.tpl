@@ -1,0 +1,133 @@
+{{/* The models of the values, where their folders come from, and how pods get at them. */}}
+
+{{/* The models with what modelDefaults says filled in, by key, as YAML. Takes the root. */}}
+{{- define "quire.models" -}}
+{{- $models := dict -}}
+{{- range $key, $given := .Values.models -}}
+{{- $model := mergeOverwrite (deepCopy $.Values.modelDefaults) (deepCopy $given) -}}
+{{- range $name := list "source" "tokenizer" -}}
+{{- $_ := set $model $name (include "quire.withoutNulls" (get $model $name) | fromYaml) -}}
+{{- end -}}
+{{- $_ := set $models $key $model -}}
+{{- end -}}
+{{- toYaml $models -}}
+{{- end -}}
+
+{{/* A map without what a later file of values took away. */}}
+{{- define "quire.withoutNulls" -}}
+{{- $kept := dict -}}
+{{- range $key, $value := . -}}
+{{- if not (kindIs "invalid" $value) -}}{{- $_ := set $kept $key $value -}}{{- end -}}
+{{- end -}}
+{{- toYaml $kept -}}
+{{- end -}}
+
+{{/* The name that clients ask for. Takes key and model. */}}
+{{- define "quire.servedName" -}}
+{{- default .key .model.servedName -}}
+{{- end -}}
+
+{{/* The folder of a model in a pod. Takes key and source. */}}
+{{- define "quire.folder" -}}
+{{- if hasKey .source "path" -}}
+{{- .source.path -}}
+{{- else -}}
+{{- $place := values .source | first -}}
+{{- printf "/models/%s/%s" .key (default "" $place.folder) | trimSuffix "/" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The volume of a model, if it needs one. Takes key and source. */}}
+{{- define "quire.modelVolume" -}}
+{{- with .source.pvc }}
+- name: model-{{ $.key }}
+  persistentVolumeClaim:
+    claimName: {{ .claimName }}
+    readOnly: true
+{{- end }}
+{{- with .source.image }}
+- name: model-{{ $.key }}
+  image:
+    reference: {{ include "quire.fixed" .reference }}
+    pullPolicy: {{ default "IfNotPresent" .pullPolicy }}
+{{- end }}
+{{- with .source.download }}
+- name: model-{{ $.key }}
+  {{- if .claimName }}
+  persistentVolumeClaim:
+    claimName: {{ .claimName }}
+  {{- else }}
+  emptyDir:
+    sizeLimit: {{ default "200Gi" .sizeLimit }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Where a container mounts a model. Takes key, source and writable. */}}
+{{- define "quire.modelMount" -}}
+{{- if not (hasKey .source "path") }}
+- name: model-{{ .key }}
+  mountPath: /models/{{ .key }}
+  readOnly: {{ not .writable }}
+{{- end }}
+{{- end -}}
+
+{{/* The container that downloads a model before the others start, if it is downloaded. Takes root, key, source, image, env
+     and, where not all is needed, patterns of files. */}}
+{{- define "quire.download" -}}
+{{- with .source.download }}
+- name: download-{{ $.key }}
+  image: {{ $.image }}
+  imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
+  command: [python, -c]
+  args:
+    - {{ $.root.Files.Get "files/download.py" | quote }}
+    - {{ .repository | quote }}
+    - {{ .revision | quote }}
+    - {{ include "quire.folder" $ }}
+    {{- range (default (list) $.patterns) }}
+    - {{ . | quote }}
+    {{- end }}
+  env:
+    - name: HOME
+      value: /tmp
+    - name: HF_HUB_OFFLINE
+      value: "0"
+    - name: HF_HUB_DISABLE_TELEMETRY
+      value: "1"
+    # Nothing is downloaded twice, and /tmp is small.
+    - name: HF_XET_CHUNK_CACHE_SIZE_BYTES
+      value: "0"
+    {{- with .endpoint }}
+    - name: HF_ENDPOINT
+      value: {{ . | quote }}
+    {{- end }}
+    {{- with .tokenSecret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ . }}
+          key: HF_TOKEN
+    {{- end }}
+    {{- with include "quire.variables" $.env | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+  resources:
+    requests:
+      cpu: 500m
+      memory: 512Mi
+    limits:
+      memory: 2Gi
+  securityContext:
+    {{- include "quire.containerSecurity" true | nindent 4 }}
+  volumeMounts:
+    - name: tmp
+      mountPath: /tmp
+    {{- include "quire.modelMount" (dict "key" $.key "source" $.source "writable" true) | trim | nindent 4 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where the router finds a model's tokenizer. Takes the model. */}}
+{{- define "quire.tokenizerSource" -}}
+{{- toYaml (default .source .tokenizer) -}}
+{{- end -}}

@@ -1,0 +1,68 @@
+{{/* What pods have in common: times, security, and where they may run. */}}
+
+{{/* The seconds between SIGTERM and SIGKILL: what the process may take, and a margin for its end. Takes shutdownDelay and shutdownTimeout. */}}
+{{- define "quire.grace" -}}
+{{- add (ceil .shutdownDelay) (ceil .shutdownTimeout) 15 -}}
+{{- end -}}
+
+{{/* How often a probe may fail, for a number of seconds. Takes seconds and period. */}}
+{{- define "quire.failures" -}}
+{{- max 1 (ceil (divf .seconds .period)) -}}
+{{- end -}}
+
+{{/* The security context of a pod. Takes user and group. */}}
+{{- define "quire.podSecurity" -}}
+runAsNonRoot: true
+{{- if .user }}
+runAsUser: {{ int64 .user }}
+{{- end }}
+{{- if .group }}
+runAsGroup: {{ int64 .group }}
+fsGroup: {{ int64 .group }}
+{{- end }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* The security context of a container. Takes whether its root is read only. */}}
+{{- define "quire.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: {{ . }}
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where a pod may run. Takes root, component, key and placement (the values of a component). */}}
+{{- define "quire.scheduling" -}}
+{{- with .placement.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .placement.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .placement.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .placement.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - {{ toYaml . | nindent 4 | trim }}
+    labelSelector:
+      matchLabels:
+        {{- include "quire.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- with .placement.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,83 @@
+{{/* How routers serve the number that engines are scaled by. */}}
+
+{{/* The env of routers. Takes the root. */}}
+{{- define "quire.scalingSettings" -}}
+{{- if eq .Values.autoscaling.mode "hpa" }}
+- name: QUIRE_ROUTER_SCALING_PORT
+  value: "8003"
+- name: QUIRE_ROUTER_SCALING_CERT
+  value: /etc/quire/scaling/tls.crt
+- name: QUIRE_ROUTER_SCALING_KEY
+  value: /etc/quire/scaling/tls.key
+{{- else if eq .Values.autoscaling.mode "keda" }}
+- name: QUIRE_ROUTER_KEDA_PORT
+  value: "8004"
+{{- end }}
+{{- end -}}
+
+{{/* The Secret with the certificate that routers show to the API server. Takes the root. */}}
+{{- define "quire.scalingSecret" -}}
+{{- if eq .Values.autoscaling.hpa.certificate "existingSecret" -}}
+{{- .Values.autoscaling.hpa.existingSecret -}}
+{{- else -}}
+{{- include "quire.fullname" . }}-scaling-tls
+{{- end -}}
+{{- end -}}
+
+{{/* The name of the Service that the API server asks for the load. Takes the root. */}}
+{{- define "quire.scalingHost" -}}
+{{ include "quire.host" (dict "root" . "name" (printf "%s-router-internal" (include "quire.fullname" .))) }}
+{{- end -}}
+
+{{/* A model's name as the label of a metric, made as the router makes it. Takes key and model. */}}
+{{- define "quire.metricLabel" -}}
+{{- $label := regexReplaceAll "[^A-Za-z0-9_.-]" (include "quire.servedName" .) "_" | trunc 63 -}}
+{{- regexReplaceAll "[_.-]+$" $label "" -}}
+{{- end -}}
+
+{{/* The APIService that there is one of in a cluster. */}}
+{{- define "quire.apiService" -}}v1beta1.external.metrics.k8s.io{{- end -}}
+
+{{/* How fast a model's engines come and go, as a HorizontalPodAutoscaler has it. Takes the model's autoscaling. */}}
+{{- define "quire.scalingBehavior" -}}
+scaleUp:
+  stabilizationWindowSeconds: 0
+  selectPolicy: Max
+  policies:
+    - type: Percent
+      value: 100
+      periodSeconds: 15
+    - type: Pods
+      value: 4
+      periodSeconds: 15
+scaleDown:
+  stabilizationWindowSeconds: {{ int .scaleDownSeconds }}
+  selectPolicy: Max
+  policies:
+    - type: Pods
+      value: {{ int .scaleDownPods }}
+      periodSeconds: 60
+{{- end -}}
+
+{{/* The certificate that helm makes for the API server's sake, as the data of a Secret: the same for all templates of one run, so it is
+     kept beside the values. Takes the root. */}}
+{{- define "quire.scalingCertificate" -}}
+{{- if not (hasKey .Values.autoscaling "_certificate") -}}
+{{- $old := lookup "v1" "Secret" .Release.Namespace (include "quire.scalingSecret" .) | default dict -}}
+{{- $data := default dict $old.data -}}
+{{- if not $data -}}
+{{- $days := int .Values.tls.validityDays -}}
+{{- $name := include "quire.scalingHost" . -}}
+{{- $authority := genCA (printf "%s-scaling-ca" (include "quire.fullname" .)) $days -}}
+{{- $made := genSignedCert $name nil (list $name (printf "%s.%s" $name .Values.clusterDomain)) $days $authority -}}
+{{- $data = dict "ca.crt" ($authority.Cert | b64enc) "tls.crt" ($made.Cert | b64enc) "tls.key" ($made.Key | b64enc) -}}
+{{- end -}}
+{{- $_ := set .Values.autoscaling "_certificate" (pick $data "ca.crt" "tls.crt" "tls.key") -}}
+{{- end -}}
+{{- toYaml .Values.autoscaling._certificate -}}
+{{- end -}}
+
+{{/* The name of objects that belong to no namespace. Takes the root. */}}
+{{- define "quire.clusterName" -}}
+{{ .Release.Namespace }}-{{ include "quire.fullname" . }}-external-metrics
+{{- end -}}

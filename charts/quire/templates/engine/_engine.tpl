@@ -1,0 +1,15 @@
+{{/* What only engines need. */}}
+
+{{/* Whether something else than the chart says how many engines a model has. Takes root and model. */}}
+{{- define "quire.isScaled" -}}
+{{- if and (ne .root.Values.autoscaling.mode "none") .model.autoscaling.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* The resources of an engine, its GPUs among them. Takes the model. */}}
+{{- define "quire.engineResources" -}}
+{{- $resources := deepCopy .resources -}}
+{{- if gt (int .gpus) 0 -}}
+{{- $_ := set $resources "limits" (merge (dict .gpuResource (int .gpus | toString)) (default dict $resources.limits)) -}}
+{{- end -}}
+{{- toYaml $resources -}}
+{{- end -}}

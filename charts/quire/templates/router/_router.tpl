@@ -1,0 +1,181 @@
+{{/* What only routers need. */}}
+
+{{/* The models that routers serve: name and folder of each, with commas between them. Takes the root. */}}
+{{- define "quire.routerModels" -}}
+{{- $entries := list -}}
+{{- range $key, $model := include "quire.models" . | fromYaml -}}
+{{- $source := include "quire.tokenizerSource" $model | fromYaml -}}
+{{- $folder := include "quire.folder" (dict "key" $key "source" $source) -}}
+{{- $entries = append $entries (printf "%s=%s" (include "quire.servedName" (dict "key" $key "model" $model)) $folder) -}}
+{{- end -}}
+{{- join "," $entries -}}
+{{- end -}}
+
+{{/* Where routers look for engines, with commas between them. Takes the root. */}}
+{{- define "quire.routerEngines" -}}
+{{- $entries := list -}}
+{{- range $key, $_ := .Values.models -}}
+{{- $name := include "quire.engineName" (dict "root" $ "key" $key) -}}
+{{- if eq $.Values.router.discovery "kubernetes" -}}
+{{- $entries = append $entries (printf "kubernetes://%s/%s:grpc" $.Release.Namespace $name) -}}
+{{- else -}}
+{{- $entries = append $entries (printf "dns://%s.%s.svc.%s.:9000" $name $.Release.Namespace $.Values.clusterDomain) -}}
+{{- end -}}
+{{- end -}}
+{{- join "," $entries -}}
+{{- end -}}
+
+{{/* Whether a model may have no engine at all. Takes the root. */}}
+{{- define "quire.scalesToZero" -}}
+{{- range $key, $model := include "quire.models" . | fromYaml -}}
+{{- if and (include "quire.isScaled" (dict "root" $ "model" $model)) (eq (int $model.autoscaling.minReplicas) 0) -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Seconds that requests wait while no engine is ready. Takes the root. */}}
+{{- define "quire.holdTimeout" -}}
+{{- $given := .Values.router.limits.holdTimeout -}}
+{{- if kindIs "invalid" $given -}}
+{{- ternary 10 300 (empty (include "quire.scalesToZero" .)) -}}
+{{- else -}}
+{{- include "quire.scalar" $given -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The env that says who may ask. Takes the root. */}}
+{{- define "quire.authSettings" -}}
+{{- $auth := .Values.router.auth -}}
+{{- if eq $auth.mode "generated" }}
+- name: QUIRE_ROUTER_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "quire.fullname" . }}-api-keys
+      key: api-keys
+{{- else if eq $auth.mode "existing" }}
+{{- with $auth.apiKeysKey }}
+- name: QUIRE_ROUTER_API_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ $auth.existingSecret }}
+      key: {{ . }}
+{{- end }}
+{{- with $auth.tenantsKey }}
+- name: QUIRE_ROUTER_TENANTS
+  value: /etc/quire/tenants/tenants.toml
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The env that says where Redis is. Its password is put into the URL by Kubernetes. Takes the root. */}}
+{{- define "quire.redisSettings" -}}
+{{- $redis := .Values.redis -}}
+{{- if eq $redis.mode "bundled" }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "quire.redisSecret" . }}
+      key: {{ $redis.passwordKey }}
+- name: QUIRE_ROUTER_REDIS_URL
+  value: redis://:$(REDIS_PASSWORD)@{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+{{- else if eq $redis.mode "external" }}
+{{- with $redis.external }}
+{{- if .urlKey }}
+- name: QUIRE_ROUTER_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .urlKey }}
+{{- else }}
+{{- if .existingSecret }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ $redis.passwordKey }}
+{{- end }}
+- name: QUIRE_ROUTER_REDIS_URL
+  value: {{ include "quire.externalRedis" $ | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The URL of a Redis outside of the release, but for its password. Takes the root. */}}
+{{- define "quire.externalRedis" -}}
+{{- with .Values.redis.external -}}
+{{- $scheme := ternary "rediss" "redis" .tls.enabled -}}
+{{- $password := ternary ":$(REDIS_PASSWORD)" "" (ne .existingSecret "") -}}
+{{- $user := printf "%s%s" .username $password -}}
+{{- $authority := ternary (printf "%s:%d" .host (int .port)) (printf "%s@%s:%d" $user .host (int .port)) (empty $user) -}}
+{{- $query := ternary "?ssl_ca_certs=/etc/quire/redis/ca.crt" "" (and .tls.enabled (ne .tls.caSecret "")) -}}
+{{- printf "%s://%s/%d%s" $scheme $authority (int .database) $query -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The containers that download tokenizers before routers start. Takes the root. */}}
+{{- define "quire.routerDownloads" -}}
+{{- range $key, $model := include "quire.models" . | fromYaml -}}
+{{- $source := include "quire.tokenizerSource" $model | fromYaml -}}
+{{- $patterns := list "config.json" "generation_config.json" "tokenizer.json" "tokenizer_config.json" "chat_template.jinja" -}}
+{{- include "quire.download" (dict "root" $ "key" $key "source" $source "env" $.Values.router.env "image" (include "quire.routerImage" $) "patterns" $patterns) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where routers find Secrets that are files. Takes the root. */}}
+{{- define "quire.routerMounts" -}}
+{{- if include "quire.hasTenants" . }}
+- name: tenants
+  mountPath: /etc/quire/tenants
+  readOnly: true
+{{- end }}
+{{- if include "quire.hasRedisCa" . }}
+- name: redis-ca
+  mountPath: /etc/quire/redis
+  readOnly: true
+{{- end }}
+{{- if eq .Values.autoscaling.mode "hpa" }}
+- name: scaling
+  mountPath: /etc/quire/scaling
+  readOnly: true
+{{- end }}
+{{- include "quire.tlsMount" (dict "root" . "component" "router") }}
+{{- end -}}
+
+{{/* The volumes of these. Takes the root. */}}
+{{- define "quire.routerVolumes" -}}
+{{- if include "quire.hasTenants" . }}
+- name: tenants
+  secret:
+    secretName: {{ .Values.router.auth.existingSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.router.auth.tenantsKey }}
+        path: tenants.toml
+{{- end }}
+{{- if include "quire.hasRedisCa" . }}
+- name: redis-ca
+  secret:
+    secretName: {{ .Values.redis.external.tls.caSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ .Values.redis.external.tls.caKey }}
+        path: ca.crt
+{{- end }}
+{{- if eq .Values.autoscaling.mode "hpa" }}
+- name: scaling
+  secret:
+    secretName: {{ include "quire.scalingSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- include "quire.tlsVolume" (dict "root" . "component" "router") }}
+{{- end -}}
+
+{{/* Whether tenants are named in a file. Takes the root. */}}
+{{- define "quire.hasTenants" -}}
+{{- if and (eq .Values.router.auth.mode "existing") .Values.router.auth.tenantsKey -}}true{{- end -}}
+{{- end -}}
+
+{{/* Whether Redis' certificate is checked with an authority of its own. Takes the root. */}}
+{{- define "quire.hasRedisCa" -}}
+{{- if and (eq .Values.redis.mode "external") .Values.redis.external.tls.caSecret -}}true{{- end -}}
+{{- end -}}

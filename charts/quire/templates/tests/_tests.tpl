@@ -1,0 +1,83 @@
+{{/* What the pods of helm test have in common. */}}
+
+{{/* The key of the model that is asked. Takes the root. */}}
+{{- define "quire.testedModel" -}}
+{{- default (keys .Values.models | sortAlpha | first) .Values.tests.model -}}
+{{- end -}}
+
+{{/* A pod that runs a script of files/tests. Takes root and api (rest or grpc). */}}
+{{- define "quire.testPod" -}}
+{{- /* Rendered before validation.yaml, and lost without a model. */ -}}
+{{- include "quire.validate" .root -}}
+{{- $of := dict "root" .root "component" "test" -}}
+{{- $values := .root.Values -}}
+{{- $fullname := include "quire.fullname" .root -}}
+{{- $key := include "quire.testedModel" .root -}}
+{{- $model := get (include "quire.models" .root | fromYaml) $key -}}
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {{ $fullname }}-test-{{ .api }}
+  namespace: {{ .root.Release.Namespace }}
+  labels:
+    {{- include "quire.labels" $of | nindent 4 }}
+  annotations:
+    helm.sh/hook: test
+    helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+spec:
+  restartPolicy: Never
+  serviceAccountName: {{ $fullname }}-router
+  automountServiceAccountToken: false
+  enableServiceLinks: false
+  securityContext:
+    {{- include "quire.podSecurity" (dict "user" $values.security.runAsUser "group" $values.security.runAsGroup) | nindent 4 }}
+  {{- with $values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  containers:
+    - name: {{ .api }}
+      image: {{ include "quire.routerImage" .root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      command: [python, -c]
+      args:
+        - {{ .root.Files.Get (printf "files/tests/%s.py" .api) | quote }}
+      env:
+        - name: ADDRESS
+          value: {{ include "quire.host" (dict "root" .root "name" (printf "%s-router" $fullname)) }}:{{ ternary 8000 8001 (eq .api "rest") }}
+        - name: MODEL
+          value: {{ include "quire.servedName" (dict "key" $key "model" $model) | quote }}
+        - name: SECONDS_TO_WAIT
+          value: {{ include "quire.scalar" $values.tests.timeoutSeconds | quote }}
+        - name: AUTH_MODE
+          value: {{ $values.router.auth.mode }}
+        {{- if eq $values.router.auth.mode "generated" }}
+        - name: API_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ $fullname }}-api-keys
+              key: api-keys
+        {{- else if and (eq $values.router.auth.mode "existing") $values.tests.apiKeySecret }}
+        - name: API_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ $values.tests.apiKeySecret }}
+              key: {{ $values.tests.apiKeyKey }}
+        {{- else if and (eq $values.router.auth.mode "existing") $values.router.auth.apiKeysKey }}
+        - name: API_KEY
+          valueFrom:
+            secretKeyRef:
+              name: {{ $values.router.auth.existingSecret }}
+              key: {{ $values.router.auth.apiKeysKey }}
+        {{- end }}
+      resources:
+        requests:
+          cpu: 100m
+          memory: 128Mi
+        limits:
+          memory: 256Mi
+      securityContext:
+        {{- include "quire.containerSecurity" true | nindent 8 }}
+{{- end -}}

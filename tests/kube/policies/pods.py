@@ -1,0 +1,120 @@
+"""Pods: images that stay what they are, resources, and as few rights on the node as can be."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tests.kube.helm import Release
+from tests.kube.manifests import Pod, pods
+
+FLOATING = {"latest", "main", "master", "nightly", "edge", "stable", "dev", "head", "canary"}
+VERSION = re.compile(r"v?[0-9]+\.[0-9]+(\.[0-9]+)?([-.][A-Za-z0-9_.-]+)?")
+HOST_NAMESPACES = ("hostNetwork", "hostPID", "hostIPC")
+
+
+def images_do_not_float(release: Release) -> Iterator[str]:
+    """Every image has a digest, or a tag that is a version."""
+    for pod in pods(release):
+        images = [container["image"] for container in pod.all_containers]
+        images += [volume["image"]["reference"] for volume in pod.volumes if "image" in volume]
+        for image in images:
+            if not _pinned(image):
+                yield f"{pod.name}: {image} is no fixed version"
+
+
+def _pinned(image: str) -> bool:
+    if re.search(r"@sha256:[0-9a-f]{64}$", image):
+        return True
+    tag = image.rpartition("/")[2].partition(":")[2]
+    return tag not in FLOATING and VERSION.fullmatch(tag) is not None
+
+
+def resources_are_set(release: Release) -> Iterator[str]:
+    """Every container says what it needs, and at most how much memory it takes."""
+    for pod in pods(release):
+        for container in pod.all_containers:
+            resources = container.get("resources", {})
+            missing = [f"requests.{name}" for name in ("cpu", "memory") if name not in resources.get("requests", {})]
+            missing += [] if "memory" in resources.get("limits", {}) else ["limits.memory"]
+            if missing:
+                yield f"{pod.name}: {container['name']} has no {', '.join(missing)}"
+
+
+def nothing_runs_as_root(release: Release) -> Iterator[str]:
+    """A numeric user that is not 0, which the kubelet can check whatever the image says."""
+    for pod in pods(release):
+        for container in pod.all_containers:
+            context = _context(pod, container)
+            if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
+                yield f"{pod.name}: {container['name']} may run as root"
+
+
+def containers_have_no_rights(release: Release) -> Iterator[str]:
+    """What Kubernetes' restricted standard asks for, and a root file system that cannot be written."""
+    for pod in pods(release):
+        for container in pod.all_containers:
+            context = _context(pod, container)
+            for problem in _rights(context):
+                yield f"{pod.name}: {container['name']} {problem}"
+
+
+def _rights(context: Mapping[str, Any]) -> Iterator[str]:
+    if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "has no seccomp profile"
+    if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
+        yield "may gain privileges"
+    if context.get("capabilities", {}) != {"drop": ["ALL"]}:
+        yield "keeps capabilities"
+    if context.get("readOnlyRootFilesystem") is not True:
+        yield "may write its root file system"
+
+
+def _context(pod: Pod, container: Mapping[str, Any]) -> dict[str, Any]:
+    return {**pod.spec.get("securityContext", {}), **container.get("securityContext", {})}
+
+
+def pods_share_nothing_with_the_node(release: Release) -> Iterator[str]:
+    """None of the node's namespaces, ports or folders."""
+    for pod in pods(release):
+        for name in HOST_NAMESPACES:
+            if pod.spec.get(name):
+                yield f"{pod.name}: {name}"
+        for volume in pod.volumes:
+            if "hostPath" in volume:
+                yield f"{pod.name}: volume {volume['name']} is a folder of the node"
+        for container in pod.all_containers:
+            if any("hostPort" in port for port in container.get("ports", [])):
+                yield f"{pod.name}: {container['name']} takes a port of the node"
+
+
+def temporary_folders_are_bounded(release: Release) -> Iterator[str]:
+    """A folder that is lost with its pod has a size, so that it cannot fill the node's disk."""
+    for pod in pods(release):
+        for volume in pod.volumes:
+            if "emptyDir" in volume and "sizeLimit" not in (volume["emptyDir"] or {}):
+                yield f"{pod.name}: volume {volume['name']} has no sizeLimit"
+
+
+def mounts_and_volumes_agree(release: Release) -> Iterator[str]:
+    """Every mount has its volume, and every volume is mounted somewhere."""
+    for pod in pods(release):
+        there = {volume["name"] for volume in pod.volumes}
+        there |= {claim["metadata"]["name"] for claim in pod.owner.get("spec", {}).get("volumeClaimTemplates", [])}
+        mounted = {mount["name"] for container in pod.all_containers for mount in container.get("volumeMounts", [])}
+        for volume in sorted(there ^ mounted):
+            yield f"{pod.name}: {volume} is {'never mounted' if volume in there else 'no volume'}"
+
+
+def only_the_router_speaks_to_kubernetes(release: Release) -> Iterator[str]:
+    """Each pod has an account of the release's own, and only a router that needs it gets a token."""
+    accounts = {manifest["metadata"]["name"]: manifest for manifest in release.of("ServiceAccount")}
+    for pod in pods(release):
+        account = pod.spec.get("serviceAccountName", "default")
+        if account not in accounts:
+            yield f"{pod.name}: {account} is no account of the release"
+        elif pod.component != "router" and _gets_token(pod, accounts[account]):
+            yield f"{pod.name} gets a token"
+
+
+def _gets_token(pod: Pod, account: Mapping[str, Any]) -> bool:
+    return bool(pod.spec.get("automountServiceAccountToken", account.get("automountServiceAccountToken", True)))

@@ -1,0 +1,62 @@
+"""The chart's values stand for the services' own settings: all of them, under their names, within their bounds."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+from quire_engine.config import EngineConfig
+from quire_router.config import Settings
+
+from tests.kube.helm import CHART
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+FLAGS = SCHEMA["definitions"]["model"]["properties"]["flags"]["properties"]
+ENGINE = EngineConfig.model_json_schema()
+SET_FOR_ENGINES = {
+    "model", "served_model_name", "dtype", "max_model_len", "tensor_parallel_size", "host", "port", "metrics_port",
+    "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout",
+}  # fmt: skip
+"""Settings of the engine that have a value of their own, or that the chart decides."""
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "type")
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z])([A-Z])", r"_\1", name).lower()
+
+
+def test_every_setting_of_the_engine_can_be_given() -> None:
+    assert {snake(flag) for flag in FLAGS} == set(EngineConfig.model_fields) - SET_FOR_ENGINES
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_takes_what_the_engine_takes(flag: str) -> None:
+    assert _bounds(FLAGS[flag]) == _bounds(ENGINE["properties"][snake(flag)])
+    assert FLAGS[flag]["description"] == EngineConfig.model_fields[snake(flag)].description
+
+
+def _bounds(schema: dict[str, Any]) -> dict[str, Any]:
+    """What a schema allows, beside null."""
+    if "$ref" in schema:
+        schema = ENGINE["$defs"][schema["$ref"].rpartition("/")[2]]
+    (only,) = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
+    found = {name: only[name] for name in BOUNDS if name in only}
+    if "const" in found:
+        found["enum"] = [found.pop("const")]
+    if "enum" in found:
+        return {"enum": sorted(found["enum"])}
+    return found
+
+
+@pytest.mark.parametrize("section", ["limits", "placement"])
+def test_routers_know_what_is_said_of_them(section: str) -> None:
+    names = {{"policy": "placement_policy"}.get(name, snake(name)) for name in DEFAULTS["router"][section]}
+    assert names - set(Settings.model_fields) == set()
+
+
+def test_policies_are_those_of_the_router() -> None:
+    allowed = SCHEMA["properties"]["router"]["properties"]["placement"]["properties"]["policy"]["enum"]
+    options = Settings.model_json_schema()["properties"]["placement_policy"]["enum"]
+    assert sorted(option for option in allowed if option is not None) == sorted(options)

@@ -1,0 +1,95 @@
+"""What the chart tells the services is what they understand: their own settings classes read the manifests."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kube.conftest import Examples
+from tests.kube.manifests import components
+from tests.kube.settings import Reader, environment
+from tests.kube.values import EXAMPLES
+
+PORTS = {
+    "router": {
+        "http": "http_port",
+        "grpc": "grpc_port",
+        "metrics": "metrics_port",
+        "scaling": "scaling_port",
+        "keda": "keda_port",
+    },
+    "engine": {"grpc": "port", "metrics": "metrics_port"},
+}
+
+
+@pytest.fixture
+def reader(example: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    spare: dict[str, str] = {}
+    for secret in example("tls", "1.37").of("Secret"):
+        spare = {**spare, **secret["data"]}
+    return Reader(spare, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("values", EXAMPLES)
+def test_the_services_take_every_setting(example: Examples, reader: Reader, values: str) -> None:
+    release = example(values, "1.37")
+    pods = components(release, "router", "engine")
+    assert {pod.component for pod in pods} == {"router", "engine"}
+    for pod in pods:
+        settings = reader.read(release, pod)
+        assert str(settings.host) in ("0.0.0.0", "::"), "nobody else would reach it"
+        for port, setting in PORTS[pod.component].items():
+            assert getattr(settings, setting) == pod.ports.get(port), f"{pod.name}: {port}"
+
+
+@pytest.mark.parametrize("values", EXAMPLES)
+def test_routers_and_engines_agree(example: Examples, reader: Reader, values: str) -> None:
+    release = example(values, "1.37")
+    (router,) = components(release, "router")
+    engines = components(release, "engine")
+    settings = reader.read(release, router)
+    served = [reader.read(release, engine) for engine in engines]
+    assert sorted(settings.models) == sorted(name for engine in served for name in engine.names)
+    for engine in served:
+        assert (engine.tls_cert is None) == (settings.engine_tls_ca is None), "one encrypts, the other does not"
+        assert (engine.tls_client_ca is None) == (settings.engine_tls_cert is None)
+
+
+@pytest.mark.parametrize("values", EXAMPLES)
+def test_routers_look_for_every_models_engines(example: Examples, reader: Reader, values: str) -> None:
+    release = example(values, "1.37")
+    (router,) = components(release, "router")
+    places = " ".join(map(str, reader.read(release, router).engine))
+    for pod in components(release, "engine"):
+        (service,) = [item for item in release.of("Service") if item["spec"].get("selector") == _selector(pod.owner)]
+        assert service["metadata"]["name"] in places
+        assert service["spec"]["clusterIP"] == "None", "a router chooses the engine, not a Service"
+
+
+def _selector(workload: dict[str, Any]) -> dict[str, str]:
+    labels: dict[str, str] = workload["spec"]["selector"]["matchLabels"]
+    return labels
+
+
+@pytest.mark.parametrize("component", ["router", "engine"])
+def test_a_setting_that_is_none_is_found(
+    example: Examples, component: str, reader: Reader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = copy.deepcopy(example(EXAMPLES[0], "1.37"))
+    (pod,) = components(release, component)
+    pod.containers[0]["env"].append({"name": f"QUIRE_{component.upper()}_MAX_NUM_SEKS", "value": "1"})
+    with pytest.raises(SystemExit):
+        reader.read(release, pod)
+    assert "SEKS" in capsys.readouterr().err
+
+
+def test_variables_see_only_those_before_them() -> None:
+    container = {
+        "env": [
+            {"name": "EARLY", "value": "$(LATE)"},
+            {"name": "LATE", "value": "x"},
+            {"name": "URL", "value": "a$(LATE)b"},
+        ]
+    }
+    assert environment(container) == {"EARLY": "$(LATE)", "LATE": "x", "URL": "axb"}

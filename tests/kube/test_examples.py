@@ -1,0 +1,69 @@
+"""What k8s/ shows is valid, fits the chart, and its walkthrough names what there is."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.kube.helm import Helm
+from tests.kube.validity import problems
+from tests.support import queries
+from tests.support.pages import ROOT
+
+FOLDER = ROOT / "k8s"
+WALKTHROUGH = (FOLDER / "README.md").read_text()
+# Manifests for kubectl; the others are for the collector, kind and helm.
+MANIFESTS = ["gateway.yaml", "keda.yaml", "keda-prometheus.yaml", "otel-collector-deployment.yaml", "kind/model.yaml"]
+OTHERS = ["otel-collector.yaml", "kind/cluster.yaml", "kind/values.yaml"]
+WITHOUT_SCHEMA = {"Gateway"}  # the chart makes none, so that there is no schema here
+
+
+def documents(name: str) -> list[dict]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def test_every_file_is_looked_at():
+    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")} == {*MANIFESTS, *OTHERS}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubernetes_takes_a_manifest(helm: Helm, name: str):
+    manifests = [each for each in documents(name) if each["kind"] not in WITHOUT_SCHEMA]
+    for version in ("1.29", "1.37"):
+        assert problems(helm, manifests, version) == {}
+
+
+def test_the_chart_takes_the_values_of_the_walkthrough_and_has_what_it_names(helm: Helm):
+    (values,) = documents("kind/values.yaml")
+    release = helm.render(values)
+    assert problems(helm, release.everything, "1.37") == {}
+    names = {f"{each['kind'].lower()}/{each['metadata']['name']}" for each in release.everything}
+    for kind, name in re.findall(r"(service|secret)[ /](quire-[a-z-]+)", WALKTHROUGH):
+        assert f"{kind}/{name}" in names
+    (claim,) = {each["metadata"]["name"] for each in documents("kind/model.yaml")}
+    assert values["models"]["demo"]["source"]["pvc"]["claimName"] == claim
+    assert f'"model": "{values["models"]["demo"]["servedName"]}"' in WALKTHROUGH
+    for node in documents("kind/cluster.yaml")[0]["nodes"]:
+        for mount in node.get("extraMounts", ()):
+            assert (ROOT / mount["hostPath"] / "config.json").is_file()
+            assert documents("kind/model.yaml")[0]["spec"]["hostPath"]["path"] == mount["containerPath"]
+
+
+def test_the_query_of_the_autoscaler_asks_for_what_there_is():
+    (scaled,) = documents("keda-prometheus.yaml")
+    for trigger in scaled["spec"]["triggers"]:
+        assert not list(queries.complaints(trigger["metadata"]["query"]))
+
+
+@pytest.mark.parametrize("page", [FOLDER / "README.md", ROOT / "docker" / "README.md", ROOT / "docs" / "operations.md"])
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^a-z0-9_-]", "", text.lower().replace(" ", "-")) for text in headings}, target

@@ -1,0 +1,34 @@
+"""The chart's own files, as tests need them: example values, the schema, and which versions of Kubernetes it is for."""
+
+from functools import cache
+from typing import Any
+
+import yaml
+
+from tests.kube.helm import CHART
+
+VERSIONS = tuple(f"1.{minor}" for minor in range(29, 38))
+"""Kubernetes' versions that the chart is for."""
+EXAMPLES = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
+
+
+@cache
+def _text(name: str) -> str:
+    return (CHART / "ci" / f"{name}-values.yaml").read_text()
+
+
+def example_values(name: str) -> dict[str, Any]:
+    """The values of ``ci/<name>-values.yaml``, fresh at each call."""
+    values: dict[str, Any] = yaml.safe_load(_text(name)) or {}
+    return values
+
+
+def with_values(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """``values`` with others at dotted paths, of which each dot is written as two underscores."""
+    for path, value in changes.items():
+        part = values
+        *folders, last = path.split("__")
+        for folder in folders:
+            part = part.setdefault(folder, {})
+        part[last] = value
+    return values
