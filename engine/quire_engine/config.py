@@ -4,11 +4,12 @@ flags.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.settings import CommandSettings
+from quire_proto.tls import AuthoritiesFile, CertificateFile, KeyFile, ServerTls, check_identity, identity_files
 
 from quire_engine.scheduling.config import Batching, Policy
 
@@ -39,6 +40,9 @@ class EngineConfig(CommandSettings):
         "--host": "ADDRESS",
         "--port": "PORT",
         "--metrics-port": "PORT",
+        "--tls-cert": "FILE",
+        "--tls-key": "FILE",
+        "--tls-client-ca": "FILE",
         "--kv-cache-memory": "BYTES",
         "--swap-space": "GIB",
     }
@@ -111,9 +115,22 @@ class EngineConfig(CommandSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
-    metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of /metrics, /health and /live.")
+    metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
+    tls_cert: CertificateFile | None = Field(
+        default=None, description="PEM file of the certificate that the gRPC port shows; none: plain text."
+    )
+    tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    tls_client_ca: AuthoritiesFile | None = Field(
+        default=None, description="PEM file of the authorities that vouch for routers; none: any client may connect."
+    )
     session_grace: float = Field(
         default=10.0, ge=0, description="Seconds that the requests of a router go on after its stream broke."
+    )
+    shutdown_delay: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds in which new requests are still taken after SIGTERM, while /ready says no.",
     )
     shutdown_timeout: float = Field(default=30.0, ge=0, description="Seconds for running requests to end on SIGTERM.")
     stall_timeout: float = Field(
@@ -125,6 +142,22 @@ class EngineConfig(CommandSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severe log line."
     )
+
+    @property
+    def tls(self) -> ServerTls | None:
+        """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
+        identity = identity_files(self.tls_cert, self.tls_key, "--tls")
+        if identity is not None:
+            return ServerTls(identity, self.tls_client_ca)
+        if self.tls_client_ca is not None:
+            raise ValueError("--tls-client-ca needs --tls-cert.")
+        return None
+
+    @model_validator(mode="after")
+    def _tls_can_be_used(self) -> Self:
+        if self.tls is not None:
+            check_identity(self.tls.identity, "--tls")
+        return self
 
     @property
     def names(self) -> list[str]:

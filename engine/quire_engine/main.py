@@ -11,6 +11,7 @@ from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.settings import read_settings, refuse_unknown_variables
 from quire_proto.text.vocabulary import digest_of_folder
+from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_engine.assembly import grammar_source, load_executor, make_scheduler
@@ -62,18 +63,25 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
     import uvloop
 
     with closing(_load(config)) as executor:
-        scheduler = make_scheduler(config, executor)
-        server = EngineServer(
+        server = _server(config, executor, tracing)
+        try:
+            uvloop.run(server.serve())
+        except OSError as error:
+            quit_with(1, f"The engine cannot listen: {error}.")
+
+
+def _server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
+    scheduler = make_scheduler(config, executor)
+    try:
+        return EngineServer(
             _server_config(config, tracing),
             executor,
             scheduler,
             _description(config, executor, scheduler.config.max_model_len),
             grammar_source(config, executor),
         )
-        try:
-            uvloop.run(server.serve())
-        except OSError as error:
-            quit_with(1, f"The engine cannot listen: {error}.")
+    except TlsError as error:  # the files have changed since the settings were read
+        quit_with(1, f"{error}.")
 
 
 def _load(config: EngineConfig) -> "TorchExecutor":
@@ -122,7 +130,9 @@ def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
         host=config.host,
         port=config.port,
         metrics_port=config.metrics_port,
+        tls=config.tls,
         session_grace=config.session_grace,
+        shutdown_delay=config.shutdown_delay,
         shutdown_timeout=config.shutdown_timeout,
         stall_timeout=config.stall_timeout,
         trace_step_interval=config.trace_step_interval,

@@ -16,16 +16,18 @@ from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
 from quire_router.api.running import Running
+from quire_router.autoscale.load import Load, OwnLoad
+from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
 from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
+from quire_router.fleet.combined import discovery_of
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.fleet.peers import Peers
 from quire_router.fleet.served import Vocabulary
 from quire_router.fleet.settings import LinkSettings
-from quire_router.fleet.static import StaticDiscovery
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -45,9 +47,9 @@ class Parts:
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
         self.fleet = Fleet(
-            StaticDiscovery(settings.engine),
+            discovery_of(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
-            LinkSettings(slow_client_timeout=settings.slow_client_timeout),
+            LinkSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
             assumed=assumed_limits(settings.models),
             vocabularies={
                 name: Vocabulary(folder, texts[name].vocabulary_digest) for name, folder in settings.models.items()
@@ -74,6 +76,9 @@ class Parts:
             durable=lambda: self.journal.available,
             tenant_limits=limits,
         )
+        own = OwnLoad(settings.models, self.lifecycle.load)
+        self.load: Load = own if url is None else RedisLoad(url, settings.models)
+        self._teller = None if url is None else LoadTeller(url, own.now)
         self._upkeep = Upkeep(settings.models, self.lifecycle, self.index, self.queue, self.fleet.ledger)
 
     async def start(self, ending: AsyncExitStack) -> None:
@@ -85,6 +90,11 @@ class Parts:
         if self.peers is not None:
             ending.push_async_callback(self.peers.close)
             self.peers.start()
+        if self._teller is not None:
+            ending.push_async_callback(self._teller.close)
+            self.lifecycle.on_load(self._teller.changed)
+            self._teller.start()
+        ending.push_async_callback(self.load.close)
         ending.push_async_callback(self.fleet.close)
         await self.fleet.start()
         upkeep = asyncio.create_task(self._upkeep.run(), name="upkeep")

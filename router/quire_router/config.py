@@ -8,12 +8,25 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.settings import CommandSettings
+from quire_proto.tls import (
+    AuthoritiesFile,
+    CertificateFile,
+    ClientTls,
+    IdentityFiles,
+    KeyFile,
+    check_identity,
+    identity_files,
+)
 
 from quire_router.admission.key import check_key
+from quire_router.autoscale.labels import labels_of
+from quire_router.fleet.access import Access
+from quire_router.fleet.source import KubernetesService, parse_source
 from quire_router.placement.settings import PolicyName
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
-_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
 def _split(value: Any) -> Any:
@@ -39,15 +52,31 @@ def _distinct(entries: list[str]) -> list[str]:
     return entries
 
 
-def _address(entry: str) -> str:
-    match = _ADDRESS.fullmatch(entry)
-    if match is None or not 1 <= int(match[2]) <= 65535:
-        raise ValueError(f"{entry!r} is not HOST:PORT")
-    return entry
+def _source(entry: str) -> str:
+    source = parse_source(entry)
+    if isinstance(source, KubernetesService):
+        Access.of_environment()  # else each of several workers would end with it, again and again
+    return str(source)
+
+
+def _once(entries: list[str]) -> list[str]:
+    return list(dict.fromkeys(entries))
 
 
 def _key(entry: SecretStr) -> SecretStr:
     check_key(entry.get_secret_value())
+    return entry
+
+
+def _server_name(entry: str) -> str:
+    if not _SERVER_NAME.fullmatch(entry):
+        raise ValueError(f"{entry!r} is not a host name")
+    return entry
+
+
+def _namespace(entry: str) -> str:
+    if not _NAMESPACE.fullmatch(entry):
+        raise ValueError(f"{entry!r} is not the name of a namespace")
     return entry
 
 
@@ -62,10 +91,14 @@ def split_model(entry: str) -> tuple[str, Path]:
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+ServerName = Annotated[str, AfterValidator(_server_name)]
 Models = Annotated[
     list[Annotated[str, AfterValidator(_model)]], NoDecode, BeforeValidator(_split), AfterValidator(_distinct)
 ]
-Addresses = Annotated[list[Annotated[str, AfterValidator(_address)]], NoDecode, BeforeValidator(_split)]
+Sources = Annotated[
+    list[Annotated[str, AfterValidator(_source)]], NoDecode, BeforeValidator(_split), AfterValidator(_once)
+]
+Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 
@@ -81,22 +114,67 @@ class Settings(CommandSettings):
     model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", cli_prog_name="quire-router")
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "[NAME=]FOLDER",
-        "--engine": "HOST:PORT",
+        "--engine": "HOST:PORT|URL",
+        "--engine-tls-ca": "FILE",
+        "--engine-tls-cert": "FILE",
+        "--engine-tls-key": "FILE",
+        "--engine-tls-name": "NAME",
         "--host": "ADDRESS",
         "--http-port": "PORT",
         "--grpc-port": "PORT",
         "--metrics-port": "PORT",
+        "--scaling-port": "PORT",
+        "--scaling-cert": "FILE",
+        "--scaling-key": "FILE",
+        "--scaling-namespace": "NAME",
+        "--scaling-client-ca": "FILE",
+        "--scaling-client-name": "NAME",
+        "--keda-port": "PORT",
         "--redis-url": "URL",
         "--api-key": "KEY",
         "--tenants": "FILE",
     }
 
     model: Models = Field(min_length=1, description="Folder of a model that is served, and its name; repeatable.")
-    engine: Addresses = Field(default=[], description="Address of an engine; repeatable.")
+    engine: Sources = Field(
+        default=[],
+        description="HOST:PORT of an engine, or where engines are found: dns://NAME:PORT or "
+        "kubernetes://[NAMESPACE/]SERVICE[:PORT]; repeatable.",
+    )
+    engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
+        default=1, description="Seconds at most between two looks at a dns:// name."
+    )
+    engine_tls_ca: AuthoritiesFile | None = Field(
+        default=None, description="PEM file of the authorities that vouch for engines; none: plain text."
+    )
+    engine_tls_cert: CertificateFile | None = Field(
+        default=None, description="PEM file of the certificate that engines are shown; none: none is shown."
+    )
+    engine_tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    engine_tls_name: ServerName | None = Field(
+        default=None, description="The name that engines' certificates are checked for; none: the host of the address."
+    )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     http_port: Port = Field(default=8000, description="Port of the REST API.")
     grpc_port: Port = Field(default=8001, description="Port of the gRPC API.")
     metrics_port: Port = Field(default=8002, description="Port of metrics and health.")
+    scaling_port: Port | None = Field(
+        default=None, description="Port of external.metrics.k8s.io, for autoscalers, over TLS; none: not served."
+    )
+    scaling_cert: CertificateFile | None = Field(default=None, description="PEM file of the certificate shown there.")
+    scaling_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    scaling_namespace: Annotated[str, AfterValidator(_namespace)] | None = Field(
+        default=None, description="The namespace whose autoscalers are told; none: the pod's own."
+    )
+    scaling_client_ca: AuthoritiesFile | None = Field(
+        default=None, description="PEM file of the authorities that vouch for who asks; none: as the cluster says."
+    )
+    scaling_client_name: Names = Field(
+        default=[], description="Common name of who may ask, with --scaling-client-ca; repeatable; none: any."
+    )
+    keda_port: Port | None = Field(
+        default=None, description="Port of KEDA's external scaler, over plain gRPC; none: not served."
+    )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="Processes that share the ports; more than one need --redis-url."
     )
@@ -118,6 +196,9 @@ class Settings(CommandSettings):
     max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
+    shutdown_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
+    )
     shutdown_timeout: Seconds = Field(default=25, description="Seconds that running requests get when stopping.")
     retention: Seconds = Field(default=3600, description="Seconds that finished requests are remembered.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level logged.")
@@ -127,6 +208,43 @@ class Settings(CommandSettings):
         if self.workers > 1 and self.redis_url is None:
             raise ValueError("--workers needs --redis-url: several processes know of each other through Redis.")
         return self
+
+    @model_validator(mode="after")
+    def _engine_tls_can_be_used(self) -> Self:
+        if self.engine_tls is not None:
+            check_identity(self.engine_tls.identity, "--engine-tls")
+        return self
+
+    @model_validator(mode="after")
+    def _autoscalers_can_be_told(self) -> Self:
+        if self.scaling_port is not None and self.scaling_identity is None:
+            raise ValueError("--scaling-port needs --scaling-cert and --scaling-key: it is asked over TLS only.")
+        if self.scaling_client_name and self.scaling_client_ca is None:
+            raise ValueError("--scaling-client-name needs --scaling-client-ca: else the cluster says who may ask.")
+        check_identity(self.scaling_identity, "--scaling")
+        if self.is_asked_for_load:
+            labels_of(self.models)
+        return self
+
+    @property
+    def scaling_identity(self) -> IdentityFiles | None:
+        """What is shown at ``--scaling-port``. Raises ``ValueError`` where half of it is missing."""
+        return identity_files(self.scaling_cert, self.scaling_key, "--scaling")
+
+    @property
+    def is_asked_for_load(self) -> bool:
+        """Whether autoscalers ask this router."""
+        return self.scaling_port is not None or self.keda_port is not None
+
+    @property
+    def engine_tls(self) -> ClientTls | None:
+        """What links to engines do with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
+        identity = identity_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
+        if self.engine_tls_ca is not None:
+            return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name)
+        if identity is not None or self.engine_tls_name is not None:
+            raise ValueError("TLS to engines needs --engine-tls-ca: without it everything would be sent in plain text.")
+        return None
 
     @property
     def models(self) -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,12 +22,15 @@ log = logging.getLogger(__name__)
 class InFlight:
     """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
     becomes of the records (see ``journal.base.Owners``). ``timeout`` seconds, where given, end a request with DEADLINE,
-    as its own deadline does; that of its reader ends the answer only.
+    as its own deadline does; that of its reader ends the answer only. ``on_change`` is called when there are more or
+    fewer.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
+        self.on_change: Callable[[], None] = lambda: None
         self._requests: dict[str, Progress] = {}
+        self._of_model: Counter[str] = Counter()
         self._none = asyncio.Event()
         self._none.set()
         self._draining = self._drained = False
@@ -36,6 +40,10 @@ class InFlight:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
+
+    def of_model(self, model: str) -> int:
+        """How many are of this model: those that wait for an engine, and those that one runs."""
+        return self._of_model[model]
 
     @property
     def draining(self) -> bool:
@@ -67,7 +75,7 @@ class InFlight:
         model, timers = progress.generation.model, self._start_timers(progress)
         self._requests[progress.id] = progress
         self._none.clear()
-        metrics.IN_FLIGHT.labels(model).inc()
+        self._count(model, 1)
         metrics.PROMPT_TOKENS.labels(model).inc(len(progress.generation.prompt_token_ids))
         try:
             yield
@@ -75,7 +83,7 @@ class InFlight:
             _leave(progress)
             for timer in timers:
                 timer.cancel()
-            metrics.IN_FLIGHT.labels(model).dec()
+            self._count(model, -1)
             if self._requests.get(progress.id) is progress:  # else the same came twice, and the journal held neither
                 del self._requests[progress.id]
             if not self._requests:
@@ -105,6 +113,12 @@ class InFlight:
         progress = self._requests.get(request_id)
         if progress is not None:
             progress.interrupt(unavailable("Another router goes on with this request."))
+
+    def _count(self, model: str, more: int) -> None:
+        self._of_model[model] += more
+        metrics.IN_FLIGHT.labels(model).inc(more)
+        metrics.LOAD.labels(model).inc(more)
+        self.on_change()
 
     def _start_timers(self, progress: Progress) -> list[asyncio.TimerHandle]:
         """What ends the request when its time is over, and only its answer when that of its reader is."""

@@ -1,7 +1,7 @@
 """The story of one request: route, dispatch, stream, recover, finish. Knows every room's door and none's inside."""
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 
@@ -82,6 +82,14 @@ class Lifecycle:
     def in_flight(self) -> int:
         """Requests that have begun and not ended."""
         return len(self._here)
+
+    def load(self, model: str) -> int:
+        """Requests of the model that have begun and not ended."""
+        return self._here.of_model(model)
+
+    def on_load(self, changed: Callable[[], None]) -> None:
+        """``changed`` is called from now on when some model's ``load`` is another one."""
+        self._here.on_change = changed
 
     # What the API asks (see ``api.backend.Runner``)
 

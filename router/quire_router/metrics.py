@@ -35,6 +35,12 @@ REJECTIONS = Counter(
     ["reason"],
 )
 IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"], multiprocess_mode="livesum")
+LOAD = Gauge(
+    Metric.LOAD,
+    "What this router adds to the load that models are scaled by: requests that wait or run. Add all routers up.",
+    ["model"],
+    multiprocess_mode="livesum",
+)
 PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"], multiprocess_mode="livesum")
 QUEUE_SECONDS = Histogram(
     Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=_SECONDS
@@ -52,6 +58,21 @@ PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted request
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
 ENGINES_READY = Gauge(
     Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
+)
+DISCOVERY_ENGINES = Gauge(
+    Metric.DISCOVERY_ENGINES,
+    "Engines that a source of --engine names.",
+    ["source", "state"],
+    multiprocess_mode="livemin",
+)
+DISCOVERY_CONNECTED = Gauge(
+    Metric.DISCOVERY_CONNECTED, "1 while the source of engines answers.", ["source"], multiprocess_mode="livemin"
+)
+DISCOVERY_HEARD = Gauge(
+    Metric.DISCOVERY_HEARD,
+    "When the source of engines answered last, in Unix time.",
+    ["source"],
+    multiprocess_mode="livemin",
 )
 ATTEMPTS_LOST = Counter(Metric.ATTEMPTS_LOST, "Attempts that came to nothing and are made again elsewhere.", ["reason"])
 LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.", multiprocess_mode="livemin")
@@ -81,5 +102,6 @@ def begin(models: Iterable[str], losses: Iterable[str]) -> None:
     for model in models:
         PARKED.labels(model)
         IN_FLIGHT.labels(model)
+        LOAD.labels(model)
     for reason in losses:
         ATTEMPTS_LOST.labels(reason)

@@ -5,7 +5,7 @@ import gc
 import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import uvloop
@@ -20,6 +20,7 @@ from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.assembly import Parts
+from quire_router.autoscale.doors import open_to_autoscalers
 from quire_router.cautions import warn_of
 from quire_router.config import Settings
 from quire_router.workers.place import Place
@@ -38,11 +39,11 @@ class Router:
         self._settings = settings
         self._place = place
         self._parts = Parts(settings, texts)
-        self._stopping = asyncio.Event()
+        self._stopping, self._hurried = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
-        """Begins the orderly end."""
-        self._stopping.set()
+        """Begins the orderly end; the second time, without serving on before it."""
+        (self._hurried if self._stopping.is_set() else self._stopping).set()
 
     async def run(self) -> None:
         """Raises ``OSError`` when a port cannot be had."""
@@ -51,12 +52,22 @@ class Router:
             doors = await self._open_doors(ending)
             await parts.start(ending)
             await self._stopping.wait()
+            await self._linger()
             log.info("stopping: %d requests in progress", len(parts.frontend.running))
             parts.frontend.running.stop_accepting()
             parts.queue.close()
             await parts.lifecycle.drain(self._settings.shutdown_timeout)
             for door in doors:
                 door.should_exit = True
+
+    async def _linger(self) -> None:
+        """Serves on while everybody learns that this router leaves."""
+        delay = self._settings.shutdown_delay
+        self._parts.frontend.running.leave()
+        if delay:
+            log.info("leaving: new requests are taken for %g seconds", delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurried.wait(), delay)
 
     async def _open_doors(self, ending: AsyncExitStack) -> list[HttpServer]:
         """Opens all ports before anything is served on one of them."""
@@ -70,6 +81,8 @@ class Router:
             shared=self._place is not None,
             limits=CallLimits(settings.max_concurrent_requests, connections=settings.max_connections),
         )
+        if self._place is None:  # of workers, their supervisor tells autoscalers
+            await open_to_autoscalers(settings, self._parts.load, ending)
         serving = await ending.enter_async_context(asyncio.TaskGroup())
         ending.push_async_callback(rpc.stop, _LAST_WORDS)
         await rpc.start()

@@ -4,6 +4,7 @@ of together.
 
 import json
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -24,12 +25,12 @@ WORKERS = 2
 
 
 @contextmanager
-def workers(folder: Path) -> Iterator[Router]:
+def workers(folder: Path, *more: str) -> Iterator[Router]:
     """A router of two workers that are ready, before a steady engine."""
     with redis_server() as redis, ExitStack() as ending:
         engine = SteadyEngineProcess(folder, 0.002)
         ending.callback(engine.kill)
-        flags = ("--workers", str(WORKERS), "--redis-url", redis.url, "--shutdown-timeout", "1")
+        flags = ("--workers", str(WORKERS), "--redis-url", redis.url, "--shutdown-timeout", "1", *more)
         router = Router(DEMO, [f"127.0.0.1:{engine.port}"], folder, *flags)
         ending.callback(lambda: router.popen.poll() is None and router.stop())
         router.wait_ready()
@@ -108,7 +109,8 @@ def test_a_worker_that_is_killed_is_started_again_and_the_other_serves_meanwhile
     victim.kill()
     victim.wait(10)
     assert [complete(router) for _ in range(4)] == [3] * 4
-    assert fetch(router.metrics_port, "/health")[0] == fetch(router.metrics_port, "/live")[0] == 200
+    probes = ("/started", "/ready", "/health", "/live")
+    assert [fetch(router.metrics_port, path)[0] for path in probes] == [200] * 4
     eventually(lambda: both_serve(router), 60, "it was not started again")
     assert other in processes(router)
     assert router.metric("quire_requests_total", model=MODEL) == served + 4, "what a dead worker counted is kept"
@@ -141,9 +143,13 @@ def test_workers_end_with_their_supervisor_however_it_ends(tmp_path: Path) -> No
 
 
 def test_workers_and_supervisor_end_in_order(tmp_path: Path) -> None:
-    with workers(tmp_path) as router:
+    with workers(tmp_path, "--shutdown-delay", "600") as router:
         left = processes(router)
-        assert router.stop() == 0, router.text
+        router.signal(signal.SIGTERM)
+        eventually(lambda: fetch(router.metrics_port, "/ready")[0] == 503)
+        assert [fetch(router.metrics_port, path)[0] for path in ("/started", "/live")] == [200, 200]
+        assert complete(router) == 3
+        assert router.stop() == 0, router.text  # the second signal, which ends the delay
         assert not any(each.is_running() for each in left)
         assert "Traceback" not in router.text
 

@@ -43,7 +43,14 @@ def logprobs(*values: float) -> list[types_pb2.TokenLogprobs]:
 class ScriptedEngine(EngineServicer):
     """Keeps batches until they are acknowledged and replays them, as an engine must, while ``resumes`` is true."""
 
-    def __init__(self, *, generation: int = 1, models: Sequence[str] = ("m",), **description: Any) -> None:
+    def __init__(
+        self,
+        *,
+        generation: int = 1,
+        models: Sequence[str] = ("m",),
+        credentials: grpc.ServerCredentials | None = None,
+        **description: Any,
+    ) -> None:
         self.generation = generation
         self.resumes = True
         self.draining = False
@@ -54,6 +61,7 @@ class ScriptedEngine(EngineServicer):
         self.cached: list[engine_pb2.KvStored] = []
         self._description = {"max_model_len": 4096, "vocab_size": 1000, **description}
         self._models = models
+        self._credentials = credentials
         self._session_id = ""
         self._kept: list[engine_pb2.StepBatch] = []
         self._outgoing: asyncio.Queue[engine_pb2.StepBatch | None] = asyncio.Queue()
@@ -67,7 +75,11 @@ class ScriptedEngine(EngineServicer):
     async def start(self) -> str:
         self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 * 2**20)])
         add_EngineServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(self.address or "127.0.0.1:0")
+        address = self.address or "127.0.0.1:0"
+        if self._credentials is None:
+            port = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._credentials)
         await self._server.start()
         self.address = f"127.0.0.1:{port}"
         return self.address

@@ -16,7 +16,7 @@ from tests.support.api_stage import ask, chat, open_stage, read_answer
 
 KEY, OTHER = "the-right-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
-OPEN = {"/health", "/live", "/metrics"}
+OPEN = {"/started", "/ready", "/health", "/live", "/metrics"}
 WRONG = [
     {},
     {"authorization": ""},

@@ -127,7 +127,19 @@ async def test_health_says_which_models_have_engines():
             answer = await ask(port, "GET", "/health")
             assert (answer.status, answer.json["ready_engines"]) == (503, {MODEL: 0})
             assert "retry-after" in answer.headers
-            assert (await ask(port, "GET", "/live")).status == 200
+            for path in ("/started", "/ready", "/live"):
+                assert (await ask(port, "GET", path)).status == 200
+
+
+async def test_a_router_that_leaves_answers_and_sends_its_clients_elsewhere():
+    async with open_stage() as stage:
+        stage.frontend.running.leave()
+        answer = await ask(stage.port, "POST", CHAT, chat())
+        pages = {path: await ask(stage.port, "GET", path) for path in ("/started", "/ready", "/health", "/live")}
+
+    assert (answer.status, answer.headers["connection"]) == (200, "close")
+    assert [page.status for page in pages.values()] == [200, 503, 503, 200]
+    assert "retry-after" in pages["/ready"].headers
 
 
 async def test_metrics_are_there_on_both_ports():

@@ -1,18 +1,19 @@
 """What the fleet tells placement and the API, and that what is in flight is counted exactly as long as it runs."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
+from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.placement.namespace import Namespace
 
+from tests.support.announced import Announced
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
@@ -202,27 +203,16 @@ async def fail_after(moment: Awaitable[object]) -> None:
     raise ZeroDivisionError
 
 
-class Announced:
-    """Discovery by announcement."""
-
-    def __init__(self) -> None:
-        self.lists: asyncio.Queue[Sequence[str]] = asyncio.Queue()
-
-    async def watch(self) -> AsyncIterator[Sequence[str]]:
-        while True:
-            yield await self.lists.get()
-
-
 async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
     engine, discovery = ScriptedEngine(), Announced()
     address = await engine.start()
     fleet = Fleet(discovery, ["m"], QUICK)
     await fleet.start()
-    discovery.lists.put_nowait([address])
+    discovery.say(Endpoint(address))
     await all_ready(fleet, 1)
     with fleet.dispatch(address, submit("a"), pending_tokens=3) as outputs:
         await engine.submit()
-        discovery.lists.put_nowait([])
+        discovery.say()
         await all_ready(fleet, 0)
         assert counted(fleet) == (1, 3, 0)
         engine.send(output("a", [7], 0, STOP))
@@ -230,7 +220,7 @@ async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what
     with pytest.raises(EngineLost):
         fleet.dispatch(address, submit("b"), pending_tokens=3)
     assert not list(fleet.table)
-    discovery.lists.put_nowait([address])
+    discovery.say(Endpoint(address))
     await all_ready(fleet, 1)
     await fleet.close()
     await engine.stop()

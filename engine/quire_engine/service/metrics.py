@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import ThreadingHTTPServer
 from threading import Thread
 
@@ -142,21 +142,19 @@ class EngineMetrics:
 
 
 class ProbeServer:
-    """Serves ``/metrics``, ``/health`` (ready for work) and ``/live`` (the step loop is not stuck) on threads of its
-    own.
-    """
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on threads of its own."""
 
     def __init__(
-        self, host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool], live: Callable[[], bool]
+        self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
     ) -> None:
         class Handler(MetricsHandler):
             timeout = 10  # seconds, so that a silent client cannot hold a thread for ever
 
             def do_GET(self) -> None:  # noqa: N802 - named by the library
-                probe = {"/health": ready, "/live": live}.get(self.path.partition("?")[0])
-                if probe is not None:
-                    _answer(self, probe())
-                elif self.path.partition("?")[0] == "/metrics":
+                path = self.path.partition("?")[0]
+                if path in probes:
+                    _answer(self, probes[path]())
+                elif path == "/metrics":
                     super().do_GET()
                 else:
                     self.send_error(404)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -12,11 +13,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from quire.v1 import engine_pb2, engine_pb2_grpc
+from quire_proto.tls import ServerTls
 
 from quire_engine.core import EngineCore, StepOutput, Stop
 from quire_engine.executor.base import Executor
 from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.service.certificates import Certificates
 from quire_engine.service.hub import SessionHub
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
 from quire_engine.service.servicer import EngineServicer
@@ -40,12 +43,16 @@ _OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where to listen, and for how long to wait for whom. Times in seconds."""
+    """Where to listen, and for how long to wait for whom. Times in seconds. ``tls`` is for the gRPC port; the metrics
+    port is plain HTTP.
+    """
 
     host: str
     port: int
     metrics_port: int
+    tls: ServerTls | None
     session_grace: float
+    shutdown_delay: float
     shutdown_timeout: float
     stall_timeout: float
     trace_step_interval: int
@@ -53,7 +60,10 @@ class ServerConfig:
 
 
 class EngineServer:
-    """One engine on the network. ``serve`` returns when it was told to stop, and raises when the core failed."""
+    """One engine on the network. ``serve`` returns when it was told to stop, and raises when the core failed.
+
+    Raises ``TlsError`` where the files of ``config.tls`` cannot be used.
+    """
 
     def __init__(
         self,
@@ -64,6 +74,7 @@ class EngineServer:
         grammars: Source,
     ) -> None:
         self._config = config
+        self._certificates = None if config.tls is None else Certificates(config.tls)
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
@@ -76,22 +87,22 @@ class EngineServer:
         self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars, pace)
         self._hub.bind(self._core)
         self._failure: BaseException | None = None
-        self._ready = False
+        self._started = self._ready = False
 
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, then lets running requests end. Raises what made the core fail."""
         self._loop = asyncio.get_running_loop()
-        self._ended = asyncio.Event()
-        probes = ProbeServer(
-            self._config.host, self._config.metrics_port, self._metrics.registry, lambda: self._ready, self._is_live
-        )
+        self._told, self._hurried, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        probes = ProbeServer(self._config.host, self._config.metrics_port, self._metrics.registry, self._probes())
         server, self._health = await self._start_grpc()
         thread = Thread(target=self._run_core, name="engine-core", daemon=True)
         thread.start()
+        self._started = True
         await self._set_ready(True)
         beating = asyncio.create_task(self._hub.beat(), name="session heartbeats")
         await self._wait_for_end()
         await self._set_ready(False)
+        await self._linger()
         await self._drain()
         beating.cancel()
         await server.stop(grace=1.0)
@@ -109,9 +120,10 @@ class EngineServer:
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        port = _listen(server, self._config.host, self._config.port)
+        port = _listen(server, self._config.host, self._config.port, self._certificates)
         await server.start()
-        log.info("serving %s on %s:%d", self._description.served_model_names[0], self._config.host, port)
+        name, over = self._description.served_model_names[0], "" if self._certificates is None else " over TLS"
+        log.info("serving %s on %s:%d%s", name, self._config.host, port, over)
         return server, checks
 
     def _run_core(self) -> None:
@@ -121,7 +133,7 @@ class EngineServer:
             self._failure = failure
         finally:
             with suppress(RuntimeError):  # a step that hung is over, and nobody waits for it any more
-                self._loop.call_soon_threadsafe(self._ended.set)
+                self._loop.call_soon_threadsafe(self._core_ended.set)
 
     def _publish(self, step: StepOutput) -> None:
         """On the core's thread: hands the step's news to the event loop, which keeps their order."""
@@ -134,8 +146,19 @@ class EngineServer:
     async def _wait_for_end(self) -> None:
         """Returns at the first signal, or when the core ended."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._ended.set)
-        await self._ended.wait()
+            self._loop.add_signal_handler(number, self._stop)
+        await _first(self._told, self._core_ended)
+
+    def _stop(self) -> None:
+        """A signal came. The second one says that nobody needs to be waited for."""
+        (self._hurried if self._told.is_set() else self._told).set()
+
+    async def _linger(self) -> None:
+        """Serves on while everybody learns that this engine leaves; not where there is no core any more."""
+        if self._config.shutdown_delay:
+            log.info("leaving: new requests are taken for %g seconds", self._config.shutdown_delay)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(_first(self._hurried, self._core_ended), self._config.shutdown_delay)
 
     async def _drain(self) -> None:
         """Takes nothing new and lets running requests end, for a bounded time."""
@@ -151,14 +174,35 @@ class EngineServer:
         for name in ("", SERVICE):
             await self._health.set(name, status)
 
+    def _probes(self) -> dict[str, Callable[[], bool]]:
+        """What is asked from outside, each for a reason of its own."""
+        return {
+            "/started": lambda: self._started,
+            "/ready": lambda: self._ready,
+            "/health": lambda: self._ready,
+            "/live": self._is_live,
+        }
+
     def _is_live(self) -> bool:
         return self._failure is None and self._core.silence < self._config.stall_timeout
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:
     """The port that the server listens on. Raises ``OSError`` when it cannot be had."""
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return server.add_insecure_port(address)
+        if certificates is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
         raise OSError(f"{address} is in use or cannot be bound") from error
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Returns once one of them is set."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -168,8 +168,8 @@ class Frontend:
         return self._card(name)
 
     def serving(self) -> bool:
-        """Whether new requests are accepted and some model has an engine."""
-        return self.running.accepting and any(self._fleet.ready(name) for name in self._models)
+        """Whether new requests are wanted here and some model has an engine."""
+        return not self.running.leaving and any(self._fleet.ready(name) for name in self._models)
 
     def close(self) -> None:
         """Lets go of threads."""

@@ -17,6 +17,7 @@ class Running:
         self._limit = limit
         self._taken = 0
         self._accepting = True
+        self._leaving = False
 
     def __len__(self) -> int:
         return self._taken
@@ -25,6 +26,11 @@ class Running:
     def accepting(self) -> bool:
         """Whether new requests may enter."""
         return self._accepting
+
+    @property
+    def leaving(self) -> bool:
+        """Whether clients had better go elsewhere with what is new, even if it is still accepted."""
+        return self._leaving
 
     @contextmanager
     def enter(self) -> Iterator[None]:
@@ -36,9 +42,13 @@ class Running:
         finally:
             self._taken -= 1
 
+    def leave(self) -> None:
+        """Everybody is told from now on that this router leaves."""
+        self._leaving = True
+
     def stop_accepting(self) -> None:
         """Refuses new requests from now on; those in progress go on."""
-        self._accepting = False
+        self._leaving, self._accepting = True, False
 
     def _check_door(self) -> None:
         if not self._accepting:

@@ -1,12 +1,16 @@
-"""Where engines are found. Implementations: ``static``."""
+"""Where engines are found. Implementations: ``static``, ``dns``, ``kubernetes``, and ``combined`` of several."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from quire_router.fleet.endpoint import Endpoint
+
 
 class Discovery(Protocol):
-    """A source of engine addresses."""
+    """A source of engines."""
 
-    def watch(self) -> AsyncIterator[Sequence[str]]:
-        """Yields all addresses (``host:port``), the first time at once, and again whenever the list changes."""
+    def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+        """Yields all engines that are known, as soon as that can be said, and again whenever it changes. Never ends
+        because the source cannot be asked: what was said last stands until it can.
+        """
         ...

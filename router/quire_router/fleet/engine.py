@@ -6,6 +6,7 @@ from types import TracebackType
 from quire.v1 import engine_pb2
 
 from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
+from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.ledger import InFlight
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.served import Served
@@ -22,6 +23,7 @@ class Engine:
         self.link = link
         self.account = account
         self._served = served
+        self.endpoint = Endpoint(link.address)
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
@@ -53,6 +55,13 @@ class Engine:
         """Which names its blocks have; None until it has said what it is."""
         self._look()
         return self._namespace
+
+    def take(self, endpoint: Endpoint) -> None:
+        """What discovery says of it now. One that was not ready and is has just begun to listen."""
+        if endpoint.ready and not self.endpoint.ready:
+            self.link.hurry()
+        self.endpoint = endpoint
+        self.retired = endpoint.terminating
 
     def can_run(self, model: str) -> bool:
         """Whether it would run a request for the model now."""

@@ -14,6 +14,7 @@ from quire_router import metrics
 from quire_router.fleet.account import Account
 from quire_router.fleet.asked import most_sequences
 from quire_router.fleet.discovery import Discovery
+from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.limits import ModelLimits
@@ -85,6 +86,7 @@ class Fleet:
     async def start(self) -> None:
         """Begins to find and to connect engines; never waits for one."""
         self._following = asyncio.create_task(self._follow(), name="engine discovery")
+        self._on_change()  # that there is none yet is to be told too
 
     async def close(self) -> None:
         """Closes every link; what is in flight there is given back with ``EngineLost``."""
@@ -188,19 +190,19 @@ class Fleet:
         return all(self.ready(name) for name in ((model,) if model is not None else self._models))
 
     async def _follow(self) -> None:
-        async for addresses in self._discovery.watch():
-            self._update(addresses)
+        async for endpoints in self._discovery.watch():
+            self._update(endpoints)
 
-    def _update(self, addresses: Sequence[str]) -> None:
-        for address in addresses:
-            if address not in self._engines:
-                self._connect(address)
-            self._engines[address].retired = False
-        staying = frozenset(addresses)
+    def _update(self, endpoints: Sequence[Endpoint]) -> None:
+        for endpoint in endpoints:
+            if endpoint.address not in self._engines and not endpoint.terminating:
+                self._connect(endpoint.address)
+            if (engine := self._engines.get(endpoint.address)) is not None:
+                engine.take(endpoint)
+        known = frozenset(endpoint.address for endpoint in endpoints)
         for engine in list(self._engines.values()):
-            if engine.id not in staying:
-                engine.retired = True
-                self._release(engine)
+            engine.retired = engine.retired or engine.id not in known
+            self._release(engine)
         self._on_change()
 
     def _connect(self, address: str) -> None:

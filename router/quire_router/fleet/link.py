@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
+from quire_proto.tls import TlsError
 
+from quire_router.fleet.channel import open_channel
 from quire_router.fleet.outage import Outage, Problem
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.session import KvListener, LoadListener, SequenceGap, Session
@@ -18,19 +20,7 @@ from quire_router.fleet.stream import OutputStream
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 * 2**20
 OUTPUTS_IN_A_TURN = 4  # a sixth of a millisecond or so, after which requests that come have their turn
-CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Each try to connect is ours to time, so it must not inherit the library's own waiting from the one before.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
 
 SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
 
@@ -70,6 +60,7 @@ class EngineLink:
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._hurried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -85,6 +76,10 @@ class EngineLink:
     def start(self) -> None:
         """Begins to connect; never waits, never fails."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.address}")
+
+    def hurry(self) -> None:
+        """Ends the pause between two tries to connect: the engine is said to be there now."""
+        self._hurried.set()
 
     async def close(self) -> None:
         """Gives back what is in flight and lets go of the engine."""
@@ -107,8 +102,8 @@ class EngineLink:
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
             try:
                 await self._converse()
-            except* (grpc.aio.AioRpcError, LinkBroken, SequenceGap, TimeoutError) as errors:
-                problem = Problem.of(errors)
+            except* (grpc.aio.AioRpcError, LinkBroken, SequenceGap, TimeoutError, TlsError) as errors:
+                problem = Problem.of(errors, self.settings.tls)
             except* Exception:  # the link must outlive whatever one message did
                 log.exception("the link to engine %s failed", self.address)
                 problem = Problem("a failure of the link itself")
@@ -118,7 +113,13 @@ class EngineLink:
             if problem.refused:
                 self._end_grace_within(self.settings.refused_grace)
             outage.tell(problem)
-            await asyncio.sleep(outage.next_delay())
+            await self._pause(outage.next_delay())
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurried.wait()
+        self._hurried.clear()
 
     def _outage(self) -> Outage:
         """One that follows a stream that broke. An engine that was told to stop is expected to go, and its successor to
@@ -130,7 +131,7 @@ class EngineLink:
         return Outage(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
 
     async def _converse(self) -> None:
-        async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+        async with await open_channel(self.address, self.settings.tls) as channel:
             stub = EngineStub(channel)
             async with asyncio.timeout(self.settings.connect_timeout):
                 description = await stub.Describe(engine_pb2.DescribeRequest())

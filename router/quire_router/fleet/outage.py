@@ -7,7 +7,9 @@ from time import monotonic
 from typing import Self
 
 import grpc
+from quire_proto.tls import ClientTls, TlsError
 
+from quire_router.fleet.channel import explain
 from quire_router.fleet.settings import LinkSettings
 
 log = logging.getLogger(__name__)
@@ -15,14 +17,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why there is no stream. ``refused`` where nobody listens at the address."""
+    """Why there is no stream. ``refused`` where nobody listens at the address, ``lasting`` where somebody has to change
+    something first.
+    """
 
     text: str
     refused: bool = False
+    lasting: bool = False
 
     @classmethod
-    def of(cls, errors: BaseExceptionGroup) -> Self:
-        """The first error of a group, in one line."""
+    def of(cls, errors: BaseExceptionGroup, tls: ClientTls | None = None) -> Self:
+        """The first error of a group, in one line. ``tls`` is what the stream was to be opened with."""
         error = errors.exceptions[0]
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
@@ -30,13 +35,18 @@ class Problem:
             details = error.details() or ""
             if "connection refused" in details.lower():
                 return cls("nobody listens there", refused=True)
+            if (about_tls := explain(details, tls)) is not None:
+                return cls(about_tls, lasting=True)
             return cls(f"{error.code().name}: {details}")
-        return cls(str(error) or type(error).__name__)
+        return cls(str(error) or type(error).__name__, lasting=isinstance(error, TlsError))
 
 
 class Outage:
     """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one. What
     is less severe than a warning is left out where the engine is ``known_to_leave``.
+
+    A lasting problem is a reason at once, but only when it comes twice in a row: files may just be being replaced, and
+    an engine that ends closes what is being opened.
     """
 
     def __init__(
@@ -47,10 +57,13 @@ class Outage:
         self._told = logging.INFO if known_to_leave else logging.NOTSET
         self._delay = settings.backoff
         self._max_delay = settings.max_backoff
+        self._last: Problem | None = None
 
     def tell(self, problem: Problem) -> None:
         """Logs a failed try: the first as information, and the first that is a reason to warn."""
-        level = logging.WARNING if monotonic() >= self._worrying else logging.INFO
+        lasting = problem.lasting and problem == self._last
+        level = logging.WARNING if lasting or monotonic() >= self._worrying else logging.INFO
+        self._last = problem
         if level > self._told:
             missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
             log.log(level, "engine %s %s: %s", self._address, missing, problem.text)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from quire_proto.tls import ClientTls
+
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
@@ -19,7 +21,7 @@ class LinkSettings:
     ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
     them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
     ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unheard`` that were sent are
-    kept until the engine answers.
+    kept until the engine answers. With ``tls`` all that goes to engines and comes from them is encrypted.
     """
 
     grace: float = 5.0
@@ -36,3 +38,4 @@ class LinkSettings:
     max_backoff: float = 2.0
     max_unsent: int = 1024
     max_unheard: int = 1024
+    tls: ClientTls | None = None

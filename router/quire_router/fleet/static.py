@@ -2,13 +2,15 @@
 
 from collections.abc import AsyncIterator, Sequence
 
+from quire_router.fleet.endpoint import Endpoint
+
 
 class StaticDiscovery:
     """Finds the engines it was told, ``host:port`` each."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(dict.fromkeys(addresses))
+        self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
 
-    async def watch(self) -> AsyncIterator[Sequence[str]]:
+    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
         """Yields the list once."""
-        yield self._addresses
+        yield self._endpoints

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -12,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 _PATIENCE = 2.0  # seconds
 _MOST = 65_536  # bytes of a worker's answer
 _JSON = "application/json"
+_OF_A_WORKER = ("/started", "/ready", "/health")
 
 
 class Admin:
@@ -25,7 +27,7 @@ class Admin:
         self._port = port
         self._alive = alive
         self._pages: dict[str, Callable[[], Awaitable[Response]]] = {
-            "/health": self._health,
+            **{path: partial(self._of_a_worker, path) for path in _OF_A_WORKER},
             "/live": self._live,
             "/metrics": self._metrics,
         }
@@ -41,10 +43,10 @@ class Admin:
         status = 200 if self._alive() else 503
         return Response('{"status":"ok"}' if status == 200 else '{"status":"no worker"}', status, media_type=_JSON)
 
-    async def _health(self) -> Response:
+    async def _of_a_worker(self, path: str) -> Response:
         try:
             async with asyncio.timeout(_PATIENCE):
-                status, body = await self._ask()
+                status, body = await self._ask(path)
         except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
             status, body = 503, b'{"status":"unavailable"}'
         return Response(body, status, media_type=_JSON)
@@ -54,11 +56,11 @@ class Admin:
         MultiProcessCollector(registry, path=self._folder)  # type: ignore[no-untyped-call]
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _ask(self) -> tuple[int, bytes]:
-        """The health of whichever worker takes the connection."""
+    async def _ask(self, path: str) -> tuple[int, bytes]:
+        """What whichever worker takes the connection says there."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
-            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n" % path.encode())
             head, _, body = (await reader.read(_MOST)).partition(b"\r\n\r\n")
             return int(head.split(b" ", 2)[1]), body or await reader.read(_MOST)
         finally:

@@ -13,6 +13,8 @@ from tempfile import TemporaryDirectory
 from prometheus_client.multiprocess import mark_process_dead
 
 from quire_router.api.rest.server import HttpServer, listen
+from quire_router.autoscale.doors import open_to_autoscalers
+from quire_router.autoscale.redis_load import RedisLoad
 from quire_router.config import Settings
 from quire_router.workers.admin import Admin
 from quire_router.workers.place import Place
@@ -37,7 +39,9 @@ class Supervisor:
         self._workers: dict[int, asyncio.subprocess.Process] = {}
 
     def stop(self) -> None:
-        """Begins the orderly end."""
+        """Begins the orderly end; the second time the workers are told once more, as they would be without this."""
+        if self._stopping.is_set():
+            _signal(self._workers.values(), signal.SIGTERM)
         self._stopping.set()
 
     async def run(self) -> None:
@@ -51,6 +55,7 @@ class Supervisor:
             ports = (http.getsockname()[1], grpc.getsockname()[1])
             admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers))
             door = HttpServer(admin, listen(settings.host, settings.metrics_port))
+            await self._open_to_autoscalers(rooms)
             log.info(
                 "%d workers: REST on %s:%d, gRPC on %d, metrics on %d",
                 settings.workers,
@@ -68,6 +73,13 @@ class Supervisor:
                 await self._stopping.wait()
                 await self._end()
                 door.should_exit = True
+
+    async def _open_to_autoscalers(self, rooms: AsyncExitStack) -> None:
+        """What the workers have together is in Redis."""
+        if self._settings.is_asked_for_load and self._settings.redis_url is not None:
+            load = RedisLoad(self._settings.redis_url.get_secret_value(), self._settings.models)
+            rooms.push_async_callback(load.close)
+            await open_to_autoscalers(self._settings, load, rooms)
 
     async def _keep(self, place: Place, folder: str) -> None:
         number = place.number
@@ -98,7 +110,7 @@ class Supervisor:
         """SIGTERM to all, and SIGKILL to whoever takes much too long."""
         _signal(self._workers.values(), signal.SIGTERM)
         try:
-            async with asyncio.timeout(self._settings.shutdown_timeout + _SLACK):
+            async with asyncio.timeout(self._settings.shutdown_delay + self._settings.shutdown_timeout + _SLACK):
                 await asyncio.gather(*(worker.wait() for worker in list(self._workers.values())))
         except TimeoutError:
             _signal(self._workers.values(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
 from quire_router.api.rest.answers import CHAT, COMPLETION, Style, error_answer, error_event
-from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Reply
+from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Header, Reply
 from quire_router.api.rest.direct import direct_of
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.generate import Generate
@@ -24,7 +24,8 @@ from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationR
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/live", "/metrics"})
+OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live", "/metrics"})
+_LAST = ((b"connection", b"close"),)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 """After these a request that somebody may come back to was let go of, and not ended (see ``Lifecycle``)."""
@@ -75,7 +76,11 @@ class RestApp:
             return
         with counting_rejections():
             exchange.caller = self._frontend.keys.caller(*exchange.values("authorization"))
-        exchange.reply.standing = lambda: note_headers(self._frontend.standing(exchange.caller))
+        exchange.reply.standing = lambda: (*note_headers(self._frontend.standing(exchange.caller)), *self._parting())
+
+    def _parting(self) -> Sequence[Header]:
+        """Sends a client elsewhere with its next request: connections outlive their place in lists of who is ready."""
+        return _LAST if self._frontend.running.leaving else ()
 
     async def _route(self, exchange: Exchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
@@ -115,6 +120,8 @@ def build_admin(frontend: Frontend, *, patience: float) -> RestApp:
 
 def _told_to_all(pages: Pages) -> list[Route]:
     return [
+        _route("/started", "GET", pages.started),
+        _route("/ready", "GET", pages.ready),
         _route("/health", "GET", pages.health),
         _route("/live", "GET", pages.live),
         _route("/metrics", "GET", pages.metrics),

@@ -4,8 +4,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire_router.api.frontend import Frontend
 from quire_router.api.rest.answers import model_object, to_json
+from quire_router.api.rest.connection import JSON
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.validate import RETRY_UNREADY
+
+_OK, _LEAVING = to_json({"status": "ok"}), to_json({"status": "leaving"})
+_UNREADY = (*JSON, (b"retry-after", str(int(RETRY_UNREADY)).encode()))
 
 
 class Pages:
@@ -34,12 +38,22 @@ class Pages:
         if serving:
             await exchange.reply.whole(200, body)
         else:
-            retry = (b"retry-after", str(int(RETRY_UNREADY)).encode())
-            await exchange.reply.whole(503, body, ((b"content-type", b"application/json"), retry))
+            await exchange.reply.whole(503, body, _UNREADY)
+
+    async def started(self, exchange: Exchange) -> None:
+        """Whether settings and tokenizers are loaded and the ports are open, before which nobody answers here."""
+        await exchange.reply.whole(200, _OK)
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Whether new requests are wanted here: also while no engine is ready, because they are held until one is."""
+        if self._frontend.running.leaving:
+            await exchange.reply.whole(503, _LEAVING, _UNREADY)
+        else:
+            await exchange.reply.whole(200, _OK)
 
     async def live(self, exchange: Exchange) -> None:
-        """Whether the process answers at all."""
-        await exchange.reply.whole(200, to_json({"status": "ok"}))
+        """Whether the event loop turns: who hangs does not answer."""
+        await exchange.reply.whole(200, _OK)
 
     async def metrics(self, exchange: Exchange) -> None:
         """All metrics in Prometheus' text format."""

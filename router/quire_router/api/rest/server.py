@@ -15,21 +15,7 @@ class HttpServer(uvicorn.Server):
     """One application on one socket. Signals are left to whoever runs it."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits | None = None) -> None:
-        config = LimitedConfig(
-            app,
-            http=LimitedHttpProtocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=5,
-        )
-        config.limits = limits or ConnectionLimits()
-        config.timeout_keep_alive = math.ceil(config.limits.idle)
-        super().__init__(config)
+        super().__init__(http_config(app, limits or ConnectionLimits()))
         self._listener = listener
         self.port: int = listener.getsockname()[1]
 
@@ -41,6 +27,25 @@ class HttpServer(uvicorn.Server):
     async def run_until_stopped(self) -> None:
         """Serves until ``should_exit`` is set and the last answers are out."""
         await self.serve([self._listener])
+
+
+def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
+    """How ``app`` is served, on connections within ``limits``."""
+    config = LimitedConfig(
+        app,
+        http=LimitedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )
+    config.limits = limits
+    config.timeout_keep_alive = math.ceil(limits.idle)
+    return config
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

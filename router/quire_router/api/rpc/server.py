@@ -73,14 +73,14 @@ class RpcServer:
         ]
         self._server = grpc.aio.server(
             interceptors=interceptors,
-            options=[*_options(max_message_bytes, shared), *_connection_options(limits, patience)],
+            options=[*options(max_message_bytes, shared), *connection_options(limits, patience)],
             maximum_concurrent_rpcs=limits.calls,
         )
         self._health = health.aio.HealthServicer()
         add_InferenceServicer_to_server(Inference(frontend, patience), self._server)
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(_SERVICES, self._server)
-        self.port = _bind(self._server, address)
+        self.port = bind(self._server, address)
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -110,7 +110,8 @@ class RpcServer:
             await self._health.set(service, state)
 
 
-def _options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
+def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
+    """What a server takes in one message, and whether others may listen on its port."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
@@ -120,8 +121,8 @@ def _options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
     ]
 
 
-def _connection_options(limits: CallLimits, patience: float) -> list[tuple[str, int]]:
-    """No option ends a connection that has calls and whose client is there."""
+def connection_options(limits: CallLimits, patience: float) -> list[tuple[str, int]]:
+    """What one client may hold open. No option ends a connection that has calls and whose client is there."""
     return [
         ("grpc.max_concurrent_streams", limits.calls),
         ("grpc.max_allowed_incoming_connections", limits.connections),
@@ -141,7 +142,8 @@ def _milliseconds(seconds: float) -> int:
     return min(round(seconds * 1000), 2**31 - 1)  # an option is a signed number of 32 bits
 
 
-def _bind(server: grpc.aio.Server, address: str) -> int:
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """The port on which it will listen. Raises ``OSError``."""
     try:
         port = server.add_insecure_port(address)
     except RuntimeError as error:

@@ -1,0 +1,58 @@
+"""The ports at which autoscalers ask, opened where the settings say so."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+from quire_router.api.rest.protocol import ConnectionLimits
+from quire_router.api.rest.server import listen
+from quire_router.autoscale.certificates import Certificates
+from quire_router.autoscale.external_metrics import ExternalMetrics
+from quire_router.autoscale.front_proxy import FrontProxy, from_cluster, from_file
+from quire_router.autoscale.keda import KedaServer, Scaler
+from quire_router.autoscale.labels import labels_of
+from quire_router.autoscale.load import Load
+from quire_router.autoscale.namespace import own_namespace
+from quire_router.autoscale.tls_server import TlsServer
+from quire_router.config import Settings
+
+log = logging.getLogger("quire.router")
+_LIMITS = ConnectionLimits(connections=256, head=10.0)
+
+
+async def open_to_autoscalers(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    """Tells ``load`` from now on, at the ports that the settings name; ``ending`` closes them. Raises ``OSError`` when
+    a port cannot be had, and ``ValueError`` for files that are no good.
+    """
+    if settings.scaling_port is not None:
+        _open_external_metrics(settings, load, ending)
+    if settings.keda_port is not None:
+        await _open_keda(settings, load, ending)
+
+
+def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    assert settings.scaling_port is not None
+    assert settings.scaling_identity is not None
+    proxy = FrontProxy(
+        from_cluster()
+        if settings.scaling_client_ca is None
+        else from_file(settings.scaling_client_ca, settings.scaling_client_name)
+    )
+    certificates = Certificates(settings.scaling_identity, lambda: proxy.authorities)
+    namespace = settings.scaling_namespace or own_namespace()
+    app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
+    server = TlsServer(app, listen(settings.host, settings.scaling_port), certificates, _LIMITS)
+    server.start()
+    ending.push_async_callback(server.stop)
+    for follow in (proxy.follow(), certificates.follow()):
+        task = asyncio.create_task(follow, name="certificates of autoscaling")
+        ending.callback(task.cancel)
+    log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
+
+
+async def _open_keda(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    server = KedaServer(Scaler(load, labels_of(settings.models)), f"{host}:{settings.keda_port}")
+    await server.start()
+    ending.push_async_callback(server.stop)
+    log.info("autoscaling: KEDA on %s:%d", settings.host, server.port)

@@ -1,0 +1,164 @@
+"""KEDA's external scaler: the same numbers over gRPC, and a stream that says at once when there is something to do."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+import grpc
+from quire.keda.externalscaler_pb2 import (
+    GetMetricSpecResponse,
+    GetMetricsRequest,
+    GetMetricsResponse,
+    IsActiveResponse,
+    MetricSpec,
+    MetricValue,
+    ScaledObjectRef,
+)
+from quire.keda.externalscaler_pb2_grpc import ExternalScalerServicer, add_ExternalScalerServicer_to_server
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_router.api.rpc.errors import status_code
+from quire_router.api.rpc.server import CallLimits, bind, connection_options, options
+from quire_router.api.rpc.types import Context
+from quire_router.autoscale.load import METRIC, Load, no_such_model
+
+MODEL, TARGET, ACTIVATION = "model", "target", "activation"
+DEFAULT_TARGET = 16.0
+"""Requests that one replica should have, as in the examples; what an engine runs well at once is its own number."""
+_LARGEST = 1e9
+_PERIOD = 0.25  # seconds from one look of a stream to the next
+_MAX_STREAMS = 256
+_LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=256)
+_MAX_MESSAGE = 64 * 1024
+_PATIENCE = 10.0  # seconds for a client to begin
+_LAST_WORDS = 0.5  # seconds; streams never end by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Trigger:
+    """What the metadata of a KEDA trigger say: the ``model``, the load ``target`` that one replica should have, and the
+    load ``activation`` above which there is something to do.
+    """
+
+    model: str
+    target: float
+    activation: float
+
+
+class Scaler(ExternalScalerServicer):
+    """Tells the ``load`` of the models in ``labels``, which triggers may name by their names or by their labels."""
+
+    def __init__(self, load: Load, labels: Mapping[str, str]) -> None:
+        self._load = load
+        self._models = {label: model for model, label in labels.items()} | {model: model for model in labels}
+        self._streams = 0
+
+    async def IsActive(self, request: ScaledObjectRef, context: Context) -> IsActiveResponse:  # noqa: N802
+        """See the contract."""
+        async with _answering(context):
+            return IsActiveResponse(result=await self._is_active(self._trigger(request)))
+
+    async def StreamIsActive(self, request: ScaledObjectRef, context: Context) -> AsyncIterator[IsActiveResponse]:  # noqa: N802
+        """See the contract."""
+        async with _answering(context):
+            trigger = self._trigger(request)
+            with self._place():
+                async for active in self._changes(trigger):
+                    yield IsActiveResponse(result=active)
+
+    async def GetMetricSpec(self, request: ScaledObjectRef, context: Context) -> GetMetricSpecResponse:  # noqa: N802
+        """See the contract."""
+        async with _answering(context):
+            target = self._trigger(request).target
+            spec = MetricSpec(metricName=METRIC, targetSize=math.ceil(target), targetSizeFloat=target)
+            return GetMetricSpecResponse(metricSpecs=[spec])
+
+    async def GetMetrics(self, request: GetMetricsRequest, context: Context) -> GetMetricsResponse:  # noqa: N802
+        """See the contract."""
+        async with _answering(context):
+            trigger = self._trigger(request.scaledObjectRef)
+            if request.metricName != METRIC:
+                raise QuireError(ErrorCode.NOT_FOUND, f"There is no metric {request.metricName[:64]!r}.")
+            load = (await self._load.read())[trigger.model]
+            value = MetricValue(metricName=METRIC, metricValue=load, metricValueFloat=load)
+            return GetMetricsResponse(metricValues=[value])
+
+    async def _is_active(self, trigger: Trigger) -> bool:
+        return (await self._load.read())[trigger.model] > trigger.activation
+
+    async def _changes(self, trigger: Trigger) -> AsyncIterator[bool]:
+        """Whether there is something to do, once it is known, and whenever that has changed."""
+        told: bool | None = None
+        while True:
+            with suppress(QuireError):  # what is not known is not told: the last word counts, and nobody is scaled away
+                active = await self._is_active(trigger)
+                if active is not told:
+                    yield active
+                told = active
+            await asyncio.sleep(_PERIOD)
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        if self._streams >= _MAX_STREAMS:
+            message = f"{_MAX_STREAMS} streams are open, which is the most that this router takes."
+            raise QuireError(ErrorCode.OVERLOADED, message)
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    def _trigger(self, request: ScaledObjectRef) -> Trigger:
+        """Raises ``QuireError``."""
+        metadata = request.scalerMetadata
+        name = metadata.get(MODEL, "")
+        if not name:
+            raise invalid(MODEL, f"The trigger's metadata need {MODEL!r}, the name of a model.")
+        model = self._models.get(name)
+        if model is None:
+            raise no_such_model(name[:128])
+        target = _number(metadata, TARGET, DEFAULT_TARGET)
+        if target == 0:
+            raise invalid(TARGET, f"{TARGET!r} of the trigger's metadata must be greater than 0.")
+        return Trigger(model, target, _number(metadata, ACTIVATION, 0.0))
+
+
+class KedaServer:
+    """Serves KEDA on ``address`` (port 0: any free one; ``port`` tells which). Raises ``OSError`` when it cannot."""
+
+    def __init__(self, scaler: Scaler, address: str) -> None:
+        limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _PATIENCE)]
+        self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
+        add_ExternalScalerServicer_to_server(scaler, self._server)
+        self.port = bind(self._server, address)
+
+    async def start(self) -> None:
+        """Begins to accept calls."""
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Ends every call, within a bounded time."""
+        await self._server.stop(_LAST_WORDS)
+
+
+@asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """Ends the call with the error that is raised within."""
+    try:
+        yield
+    except QuireError as error:
+        await context.abort(status_code(error), error.message)
+
+
+def _number(metadata: Mapping[str, str], name: str, default: float) -> float:
+    """A number from 0 up, as metadata hold it. Raises ``QuireError``."""
+    text = metadata.get(name, "")
+    try:
+        number = float(text) if text else default
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= _LARGEST:
+        raise invalid(name, f"{name!r} of the trigger's metadata must be a number from 0 to {_LARGEST:g}.")
+    return number

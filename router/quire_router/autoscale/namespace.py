@@ -1,0 +1,13 @@
+"""The name of the namespace in which this runs."""
+
+from pathlib import Path
+
+_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+def own_namespace() -> str:
+    """As every pod is told it. Raises ``ValueError`` outside of one."""
+    try:
+        return _FILE.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise ValueError("--scaling-port needs --scaling-namespace: this does not run in a pod") from error

@@ -1,0 +1,162 @@
+"""The load of all routers, through Redis: each tells its part and renews its lease, and who is asked adds them up.
+
+Nothing is remembered here that Redis does not say now. A router that died is forgotten with its lease, and a Redis that
+begins empty is not believed before every router has had the time to tell it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.resources import files
+from uuid import uuid4
+
+from quire_proto.errors import QuireError
+from redis.exceptions import RedisError
+
+from quire_router.autoscale.load import unknown_load
+from quire_router.autoscale.part import DamagedPartError, decode, encode
+from quire_router.redis_client import redis_client
+
+log = logging.getLogger(__name__)
+KEYS = ("quire:{autoscale}:leases", "quire:{autoscale}:parts", "quire:{autoscale}:born")
+"""All in one slot of a cluster."""
+MAX_ROUTERS = 1024
+_FAILURES = (RedisError, OSError, TimeoutError)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """Times in seconds. A part is told ``interval`` after it changed, and at least every ``beat``; a router that is
+    silent for ``lease`` is taken for dead. What was read is good for ``age``. A Redis in which there was nobody is
+    believed after ``settle``, in which every router that is there has found it again. Redis has to answer within
+    ``timeout``.
+    """
+
+    interval: float = 0.1
+    beat: float = 0.5
+    lease: float = 3.0
+    age: float = 0.25
+    settle: float = 1.5
+    timeout: float = 0.5
+
+
+class LoadTeller:
+    """Tells the part of a router, which ``part`` returns, to the Redis at ``url``; ``ValueError``, without its
+    password, when that is no URL. ``changed`` says that there is something new to tell.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        part: Callable[[], Mapping[str, int]],
+        settings: LoadSettings | None = None,
+        *,
+        router_id: str | None = None,
+    ) -> None:
+        self._part = part
+        self._settings = settings or LoadSettings()
+        self._id = router_id or uuid4().hex
+        self._client = redis_client(url, timeout=self._settings.timeout, repeats=1)
+        self._script = self._client.register_script(_source("tell"))
+        self._news = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        self._closing = False
+
+    def start(self) -> None:
+        """Begins to tell; never waits, never fails."""
+        self._telling = asyncio.create_task(self._run(), name="load told to autoscalers")
+
+    def changed(self) -> None:
+        """The part is another one now."""
+        self._news.set()
+
+    async def close(self) -> None:
+        """Takes the part back, if Redis is there to be told."""
+        self._closing = True
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.wait([self._telling])
+            with suppress(*_FAILURES):
+                await self._tell(b"")
+        await self._client.aclose()
+
+    async def _run(self) -> None:
+        told = True
+        while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
+            self._news.clear()
+            try:
+                await self._tell(encode(self._part()))
+                told = True
+            except _FAILURES as error:
+                if told:
+                    log.warning("autoscalers cannot be told of the load: %s", type(error).__name__)
+                told = False
+            await asyncio.sleep(self._settings.interval)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.beat - self._settings.interval):
+                    await self._news.wait()
+
+    async def _tell(self, part: bytes) -> None:
+        await self._script(keys=KEYS, args=[self._id, part, round(self._settings.lease * 1000)])
+
+
+class RedisLoad:
+    """Implements ``Load`` for several routers: the sum of what they told the Redis at ``url``. Those who ask at once
+    share one answer. ``ValueError``, without its password, when that is no URL.
+    """
+
+    def __init__(self, url: str, models: Iterable[str], settings: LoadSettings | None = None) -> None:
+        self._models = tuple(models)
+        self._settings = settings or LoadSettings()
+        self._client = redis_client(url, timeout=self._settings.timeout, repeats=1)
+        self._script = self._client.register_script(_source("read"))
+        self._reading = asyncio.Lock()
+        self._known: Mapping[str, int] | QuireError = {}
+        self._until = 0.0
+
+    async def read(self) -> Mapping[str, int]:
+        """See ``Load``."""
+        loop = asyncio.get_running_loop()
+        async with self._reading:
+            if loop.time() >= self._until:
+                asked = loop.time()
+                self._known = await self._sum()
+                self._until = asked + self._settings.age
+            known = self._known
+        if isinstance(known, QuireError):
+            raise QuireError(known.code, known.message)
+        return known
+
+    async def close(self) -> None:
+        """Lets go of the connection."""
+        await self._client.aclose()
+
+    async def _sum(self) -> Mapping[str, int] | QuireError:
+        try:
+            async with asyncio.timeout(self._settings.timeout):
+                settled, routers, parts = await self._script(keys=KEYS, args=[MAX_ROUTERS])
+        except _FAILURES as error:
+            log.debug("the load cannot be read: %s", type(error).__name__)
+            return unknown_load("The load of all routers is not known, because Redis does not answer.")
+        if settled < self._settings.settle * 1000:
+            return unknown_load("The load of all routers is not known yet: they are only now being heard.")
+        if routers > MAX_ROUTERS:
+            return unknown_load(f"More than {MAX_ROUTERS} routers tell their load.")
+        try:
+            return _add_up(map(decode, parts), self._models)
+        except DamagedPartError:
+            return unknown_load("What a router told of its load cannot be read.")
+
+
+def _add_up(parts: Iterable[Mapping[str, int]], models: Iterable[str]) -> dict[str, int]:
+    total = dict.fromkeys(models, 0)
+    for part in parts:
+        for model in total.keys() & part.keys():
+            total[model] += part[model]
+    return total
+
+
+def _source(name: str) -> str:
+    return files(__package__).joinpath(f"{name}.lua").read_text(encoding="utf-8")

@@ -1,0 +1,24 @@
+"""How the Kubernetes API is reached. Plain data; ``kube_api`` goes the way."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """With the file that ``kubeconfig`` names, else as the pod whose service account's files are in ``account``."""
+
+    kubeconfig: str | None = None
+    account: Path = SERVICE_ACCOUNT
+
+    @classmethod
+    def of_environment(cls) -> Self:
+        """Raises ``ValueError`` where there is neither ``KUBECONFIG`` nor what every pod has."""
+        kubeconfig = os.environ.get("KUBECONFIG")
+        if not kubeconfig and not os.environ.get("KUBERNETES_SERVICE_HOST"):
+            raise ValueError("kubernetes:// can be asked from a pod only, or with the variable KUBECONFIG")
+        return cls(kubeconfig or None)

@@ -1,0 +1,24 @@
+"""How long to wait before something is tried again. Does no I/O."""
+
+import random
+
+
+class Backoff:
+    """Waits from ``first`` up to ``last`` seconds, doubling, and less than that by up to a half, so that many that
+    failed together do not try again together.
+    """
+
+    def __init__(self, first: float, last: float) -> None:
+        self._first = first
+        self._last = last
+        self._delay = first
+
+    def next(self) -> float:
+        """Seconds until the next try."""
+        delay = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing
+        self._delay = min(2 * self._delay, self._last)
+        return delay
+
+    def reset(self) -> None:
+        """It worked."""
+        self._delay = self._first

@@ -1,0 +1,206 @@
+"""Real routers tell the load, and a simulated autoscaler that asks them starts and stops real engines by it."""
+
+import asyncio
+import signal
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from openai import AsyncOpenAI
+from quire.keda.externalscaler_pb2 import GetMetricsRequest, ScaledObjectRef
+from quire.keda.externalscaler_pb2_grpc import ExternalScalerStub
+
+from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
+from tests.support.autoscalers import RESOURCE, Cluster, ask, value
+from tests.support.hpa import Hpa
+from tests.support.ports import free_port
+from tests.support.processes import Engine, Router, eventually, fetch
+from tests.support.redis_server import RedisServer, redis_server
+
+HELD, LONG = 20, 3
+PATIENCE = 120.0
+
+
+@dataclass
+class Asked:
+    """A router, and the ports at which autoscalers ask it."""
+
+    router: Router
+    proxy: ssl.SSLContext
+    scaling_port: int
+    keda_port: int
+
+    async def external(self) -> int | None:
+        """The load as external.metrics.k8s.io tells it; None where it is an error."""
+        answer = await ask(self.scaling_port, self.proxy, f"{RESOURCE}?labelSelector=model%3D{MODEL}")
+        assert answer.status_code in (200, 503), answer.text
+        return value(answer)
+
+    async def keda(self) -> int | None:
+        """The load as KEDA is told it."""
+        metadata = ScaledObjectRef(name="engine", namespace="serving", scalerMetadata={"model": MODEL})
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.keda_port}") as channel:
+            stub = ExternalScalerStub(channel)
+            try:
+                told = await stub.GetMetrics(GetMetricsRequest(scaledObjectRef=metadata, metricName="quire_load"))
+                active = (await stub.IsActive(metadata)).result
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return None
+        load = int(told.metricValues[0].metricValueFloat)
+        assert active is (load > 0)
+        return load
+
+
+@dataclass
+class Stage:
+    """Two routers, the first of two processes, that know where engines may be, Redis, and no engine."""
+
+    folder: Path
+    redis: RedisServer
+    asked: list[Asked]
+    ports: list[int]
+    engines: dict[int, Engine] = field(default_factory=dict)
+    stopped: list[Engine] = field(default_factory=list)
+
+    @property
+    def routers(self) -> list[Router]:
+        return [each.router for each in self.asked]
+
+    def scale(self, replicas: int) -> None:
+        """As a Deployment does: starts what is missing, and tells what is too much to stop, busy ones first."""
+        for port in self.ports:
+            if len(self.engines) < replicas and port not in self.engines:
+                flags = (*SMALL_POOLS, *FLOAT32, "--shutdown-timeout", "0.2")
+                self.engines[port] = Engine(DEMO, self.folder, *flags, port=port)
+        while len(self.engines) > replicas:
+            port = max(self.engines, key=lambda each: self.engines[each].metric("quire_engine_running_sequences"))
+            engine = self.engines.pop(port)
+            engine.signal(signal.SIGTERM)
+            self.stopped.append(engine)
+
+    async def running(self) -> int:
+        """How many engines there should be now."""
+        return len(self.engines)
+
+    async def known(self) -> list[float]:
+        """How many of them each router can give requests to."""
+        return [router.metric("quire_engines_ready", model=MODEL) for router in self.routers]
+
+    async def is_busy(self) -> bool:
+        """Whether one of them has something to do."""
+        return any(engine.metric("quire_engine_running_sequences") for engine in self.engines.values())
+
+    async def follow(self, hpa: Hpa) -> None:
+        """Does what the autoscaler says, again and again."""
+        while True:
+            load = await self.asked[0].external()
+            self.scale(hpa.desired(len(self.engines), load, time.monotonic()))
+            await asyncio.sleep(0.25)
+
+    async def agree(self, load: int | None) -> None:
+        """Waits until every router that is there tells this load in every way."""
+        there = [each for each in self.asked if each.router.popen.poll() is None]
+        for tells in (tell for each in there for tell in (each.external, each.keda)):
+            await comes(tells, load)
+
+
+async def comes(tell: Callable[[], Any], wanted: object) -> None:
+    async with asyncio.timeout(30):
+        while await tell() != wanted:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    cluster, ports = Cluster(tmp_path), [free_port(), free_port()]
+    proxy = cluster.proxy()
+    with redis_server() as redis, ExitStack() as ending:
+        asked = []
+        for workers in ("2", "1"):
+            scaling, keda = free_port(), free_port()
+            flags = (*cluster.flags(scaling), "--keda-port", str(keda), "--redis-url", redis.url)
+            held = ("--workers", workers, "--hold-timeout", str(PATIENCE), "--shutdown-timeout", "0.2")
+            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], tmp_path, *flags, *held)
+            ending.callback(lambda router=router: router.popen.poll() is None and router.stop())
+            asked.append(Asked(router, proxy, scaling, keda))
+        for each in asked:
+            eventually(partial(is_up, each.router), 60, each.router.text)
+        stage = Stage(tmp_path, redis, asked, ports)
+        ending.callback(lambda: [engine.kill() for engine in (*stage.engines.values(), *stage.stopped)])
+        yield stage
+
+
+def is_up(router: Router) -> bool:
+    """It is not healthy without an engine, but there."""
+    return fetch(router.metrics_port, "/live")[0] == 200
+
+
+async def complete(router: Router, tokens: int) -> tuple[str, str]:
+    """A streamed answer: its text, and how it ended."""
+    text, reason = "", ""
+    async with AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for chunk in answer:
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason or reason
+    return text, reason
+
+
+async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(stage: Stage) -> None:
+    await stage.agree(0)
+    held = [asyncio.create_task(complete(stage.routers[number % 2], 8)) for number in range(HELD)]
+    await stage.agree(HELD)
+    assert [router.metric("quire_load", model=MODEL) for router in stage.routers] == [HELD / 2, HELD / 2]
+    assert not stage.engines
+
+    hpa = Hpa(target=HELD / 2, minimum=0, maximum=2)
+    following = asyncio.create_task(stage.follow(hpa))
+    answers = await asyncio.gather(*held)
+    assert len(stage.engines) == 2
+    assert {reason for _, reason in answers} == {"length"}
+    assert len({text for text, _ in answers}) == 1
+
+    # All that is left has room on one engine, and the one that is told to stop is in the middle of an answer.
+    await comes(stage.known, [2, 2])
+    streams = [asyncio.create_task(complete(stage.routers[number % 2], 1200)) for number in range(LONG)]
+    await comes(stage.is_busy, True)
+    hpa.down_window = 0.5
+    await comes(stage.running, 1)
+    assert not any(stream.done() for stream in streams)
+    long = await asyncio.gather(*streams)
+    assert {reason for _, reason in long} == {"length"}
+    (text,) = {text for text, _ in long}
+    assert text.startswith(answers[0][0])
+
+    await comes(stage.running, 0)
+    following.cancel()
+    await stage.agree(0)
+    assert [await asyncio.to_thread(engine.wait) for engine in stage.stopped] == [0, 0]
+
+
+async def test_what_a_dead_router_had_is_forgotten_and_without_redis_nothing_is_known(stage: Stage) -> None:
+    await stage.agree(0)
+    waiting = [asyncio.create_task(complete(router, 8)) for router in stage.routers]
+    await stage.agree(2)
+    stage.routers[1].kill()
+    await stage.agree(1)
+    stage.redis.kill()
+    await stage.agree(None)
+    assert stage.routers[0].metric("quire_load", model=MODEL) == 1, "its own part is still told"
+    stage.redis.start()
+    await stage.agree(1)
+    assert not waiting[0].done()
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await stage.agree(0)

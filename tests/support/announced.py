@@ -1,0 +1,20 @@
+"""Discovery by announcement: a test says what engines there are."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from quire_router.fleet.endpoint import Endpoint
+
+
+class Announced:
+    """Yields each of ``lists`` that is put there."""
+
+    def __init__(self) -> None:
+        self.lists: asyncio.Queue[Sequence[Endpoint]] = asyncio.Queue()
+
+    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+        while True:
+            yield await self.lists.get()
+
+    def say(self, *endpoints: Endpoint) -> None:
+        self.lists.put_nowait(endpoints)

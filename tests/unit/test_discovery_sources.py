@@ -1,0 +1,135 @@
+"""What ``--engine`` takes, alone and mixed, and what it refuses in one sentence."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from pydantic import ValidationError
+from quire_router.config import Settings
+from quire_router.fleet.combined import CombinedDiscovery, discovery_of
+from quire_router.fleet.endpoint import Endpoint, merged
+from quire_router.fleet.source import Address, DnsName, KubernetesService, parse_source
+from quire_router.fleet.static import StaticDiscovery
+
+from tests.support.announced import Announced
+from tests.support.waiting import until
+
+
+@pytest.mark.parametrize(
+    ("entry", "source"),
+    [
+        ("host:1", Address("host:1")),
+        ("10.0.0.1:9000", Address("10.0.0.1:9000")),
+        ("[fd00::1]:9000", Address("[fd00::1]:9000")),
+        ("dns://engines:9000", DnsName("engines", 9000)),
+        ("dns://engines.prod.svc.cluster.local.:9000", DnsName("engines.prod.svc.cluster.local.", 9000)),
+        ("kubernetes://engines", KubernetesService(None, "engines", "grpc")),
+        ("kubernetes://engines:rpc", KubernetesService(None, "engines", "rpc")),
+        ("kubernetes://engines:9000", KubernetesService(None, "engines", 9000)),
+        ("kubernetes://prod/engines:9000", KubernetesService("prod", "engines", 9000)),
+    ],
+)
+def test_an_entry_names_an_engine_or_where_engines_are_found(entry: str, source: object) -> None:
+    assert parse_source(entry) == source
+    assert parse_source(str(source)) == source
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "", "nowhere", "host:0", "host:65536", "http://host:1", "dns://engines", "dns://engines:0", "dns://:1",
+        "dns://a b:1", "kubernetes://", "kubernetes:///engines", "kubernetes://a/b/c", "kubernetes://Engines",
+        "kubernetes://engines:", "kubernetes://engines:0", "kubernetes://engines:65536", "kubernetes://-engines",
+        "kubernetes://e:UPPER", "k8s://e",
+    ],
+)  # fmt: skip
+def test_what_is_none_of_them_is_refused_with_what_there_is(entry: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT, dns://NAME:PORT or kubernetes://"):
+        parse_source(entry)
+
+
+def test_settings_take_all_kinds_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/somewhere")
+    entries = "a:1,kubernetes://e,dns://n:2,a:1,kubernetes://e:grpc"
+    settings = Settings(model=["/m"], engine=entries)
+    assert settings.engine == ["a:1", "kubernetes://e:grpc", "dns://n:2"]
+
+
+def test_a_service_cannot_be_asked_from_outside_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(ValidationError, match="from a pod only"):
+        Settings(model=["/m"], engine="kubernetes://e")
+    with pytest.raises(ValueError, match="from a pod only"):
+        discovery_of(["kubernetes://e"], dns_period=1)
+
+
+def test_libraries_are_loaded_only_for_what_is_used() -> None:
+    script = (
+        "import sys\n"
+        "from quire_router.assembly import Parts\n"
+        "from quire_router.fleet.combined import discovery_of\n"
+        "discovery_of(['host:1'], dns_period=1)\n"
+        "print([name for name in ('kubernetes', 'aiohttp', 'dns') if name in sys.modules])"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert told.strip() == "[]"
+
+
+ENDPOINTS = st.lists(
+    st.builds(
+        Endpoint,
+        st.sampled_from(["a:1", "b:1", "c:1"]),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([None, "z"]),
+    )
+)
+
+
+@given(ENDPOINTS)
+def test_of_one_address_the_best_that_is_said_counts(endpoints: list[Endpoint]) -> None:
+    found = merged(endpoints)
+    assert [each.address for each in found] == list(dict.fromkeys(each.address for each in endpoints))
+    for each in found:
+        said = [other for other in endpoints if other.address == each.address]
+        assert each in said
+        assert each.terminating == all(other.terminating for other in said)
+        alive = [other for other in said if other.terminating == each.terminating]
+        assert each.ready == any(other.ready for other in alive)
+
+
+async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing:
+        async def watch(self):
+            yield [Endpoint("f:1")]
+            raise ZeroDivisionError
+
+    announced = Announced()
+    combined = CombinedDiscovery({"static": StaticDiscovery(["s:1"]), "test": Failing(), "told": announced})
+    seen: list[list[str]] = []
+
+    async def follow() -> None:
+        async for view in combined.watch():
+            seen.append([each.address for each in view])
+
+    task = asyncio.create_task(follow())
+    await until(lambda: bool(seen) and seen[-1] == ["s:1", "f:1"])
+    announced.say(Endpoint("t:1", ready=False), Endpoint("u:1", terminating=True), Endpoint("s:1"))
+    await until(lambda: seen[-1] == ["s:1", "f:1", "t:1", "u:1"])
+    counts = {
+        state: REGISTRY.get_sample_value("quire_discovery_engines", {"source": "told", "state": state})
+        for state in ("ready", "not_ready", "terminating")
+    }
+    assert counts == {"ready": 1, "not_ready": 1, "terminating": 1}
+    assert "test finds no more engines" in caplog.text
+    task.cancel()
+    await asyncio.wait([task])
+    names = {each.get_name() for each in asyncio.all_tasks()}
+    assert not any(name.startswith("engines of") for name in names)

@@ -1,0 +1,122 @@
+"""What the fleet makes of what discovery says: who gets requests, and that nobody's stream is cut by it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from quire.v1 import engine_pb2, types_pb2
+from quire_router.fleet.access import Access
+from quire_router.fleet.endpoint import Endpoint
+from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.fleet.output import EngineLost
+from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.source import KubernetesService
+
+from tests.support.announced import Announced
+from tests.support.kube_api import endpoint, kube_api, slice_of
+from tests.support.scripted_engine import STOP, ScriptedEngine, output
+from tests.support.waiting import until
+
+QUICK = LinkSettings(grace=0.05, backoff=0.01, silence=600, stall=600)  # an engine that says nothing stays ready
+
+
+def submit(request_id: str) -> engine_pb2.Submit:
+    sampling = types_pb2.SamplingParams(max_tokens=20)
+    return engine_pb2.Submit(request_id=request_id, prompt_token_ids=[1], sampling=sampling)
+
+
+@asynccontextmanager
+async def announced(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Fleet, Announced, ScriptedEngine, Endpoint]]:
+    """A fleet that finds what is announced, and an engine that is not yet, with its endpoint."""
+    engine, discovery = ScriptedEngine(), Announced()
+    fleet = Fleet(discovery, ["m"], settings)
+    await fleet.start()
+    try:
+        yield fleet, discovery, engine, Endpoint(await engine.start())
+    finally:
+        await fleet.close()
+        await engine.stop()
+
+
+async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            discovery.say(replace(there, ready=False, terminating=True))
+            await until(lambda: fleet.ready("m") == 0)
+            assert not fleet.rows("m").size
+            engine.send(output("a", [7], 0))
+            assert (await anext(outputs)).token_ids == [7]
+            discovery.say()  # its pod is gone from the list before its last word
+            await until(discovery.lists.empty)
+            engine.send(output("a", [8], 1, STOP))
+            assert (await anext(outputs)).token_ids == [8]
+        assert not list(fleet.table)
+
+
+async def test_a_terminating_engine_is_let_go_of_when_it_is_idle_and_not_connected_again() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        leaving = replace(there, terminating=True)
+        for view in ((leaving,), (leaving, Endpoint("127.0.0.1:1"))):
+            discovery.say(*view)
+            await until(lambda: discovery.lists.empty() and there.address not in dict(fleet.table))
+        with pytest.raises(EngineLost):
+            fleet.dispatch(there.address, submit("b"), pending_tokens=1)
+        assert engine.opened.qsize() == 1
+        discovery.say(there)  # another pod with its address
+        await until(lambda: fleet.ready("m") == 1)
+
+
+async def test_an_engine_with_an_open_session_is_chosen_whatever_a_probe_says() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(replace(there, ready=False))
+        await until(lambda: fleet.ready("m") == 1)
+        discovery.say(there)
+        discovery.say(replace(there, ready=False))
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            await until(discovery.lists.empty)
+            engine.send(output("a", [7], 0, STOP))
+            assert (await anext(outputs)).token_ids == [7]
+        assert fleet.ready("m") == 1
+
+
+async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
+    patient = LinkSettings(grace=0.05, backoff=600, max_backoff=600)
+    async with announced(patient) as (fleet, discovery, engine, there):
+        await engine.stop()
+        discovery.say(replace(there, ready=False))
+        await until(lambda: there.address in dict(fleet.table))
+        for _ in range(2):
+            assert not await fleet.wait_ready(0.2)  # its first try fails, and the next is minutes away
+        await engine.start()
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+
+
+async def test_engines_of_a_service_run_what_they_have_to_its_end_while_their_pods_terminate(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    host, _, port = (await engine.start()).rpartition(":")
+    async with kube_api() as server:
+        service = KubernetesService(None, "engines", int(port))
+        server.put(slice_of("a", [endpoint(host, ready=True)]))
+        access = Access(server.kubeconfig(tmp_path))
+        fleet = Fleet(KubernetesDiscovery(service, access, WatchSettings(backoff=0.001)), ["m"], QUICK)
+        await fleet.start()
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(engine.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            server.put(slice_of("a", [endpoint(host, ready=False, serving=True, terminating=True)]))
+            await until(lambda: fleet.ready("m") == 0)
+            await server.stop()
+            engine.send(output("a", [7], 0, STOP))
+            assert (await anext(outputs)).token_ids == [7]
+        await fleet.close()
+    await engine.stop()
