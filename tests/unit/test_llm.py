@@ -372,8 +372,8 @@ def test_wrong_settings_are_named(tmp_path, settings, param):
 
 
 SERVICE_ONLY = {
-    "model", "served_model_name", "host", "port", "metrics_port", "session_grace", "shutdown_timeout", "stall_timeout",
-    "trace_step_interval", "log_level",
+    "model", "served_model_name", "host", "port", "metrics_port", "tls_cert", "tls_key", "tls_client_ca",
+    "session_grace", "shutdown_delay", "shutdown_timeout", "stall_timeout", "trace_step_interval", "log_level",
 }  # fmt: skip
 
 
