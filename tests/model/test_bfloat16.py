@@ -2,6 +2,7 @@
 part, and there each engine's token must be among the other's five most probable ones.
 """
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ TOKENS = 32
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=5, ignore_eos=True)
 
 
-def theirs(folder: Path, prompts: list[list[int]]) -> list[list[tuple[int, set[int]]]]:
+@cache
+def theirs(folder: Path, prompts: tuple[tuple[int, ...], ...]) -> list[list[tuple[int, set[int]]]]:
     """Of each token that transformers makes in bfloat16: the token, and the five most probable ones."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     made = []
@@ -57,5 +59,5 @@ def test_tokens_part_from_transformers_only_where_both_are_probable(
         executor = load(folder, 200, 0, "bfloat16")
         made = run(executor, prompts, [PARAMS] * len(prompts))
         executor.close()
-    for (choice,), their_steps in zip(made.choices, theirs(folder, prompts), strict=True):
+    for (choice,), their_steps in zip(made.choices, theirs(folder, tuple(map(tuple, prompts))), strict=True):
         check_close(choice, their_steps)

@@ -31,20 +31,24 @@ def sampled(seed: int, n: int = 1) -> SamplingParams:
     return SamplingParams(temperature=0.9, top_p=0.95, seed=seed, n=n, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def alone(small_models: SmallModels) -> list[list[list[int]]]:
+    """The tokens of three choices for each of eight prompts, each made by itself."""
+    roomy = executor_of(small_models.folder("llama3"), "no pressure")
+    return [
+        [run(roomy, [prompt], [sampled(choice_seed(index, choice))]).outputs[0] for choice in range(3)]
+        for index, prompt in enumerate(small_models.prompts[:8])
+    ]
+
+
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 @pytest.mark.parametrize(("pressure", "caching"), SCHEDULES)
 def test_each_choice_is_what_it_would_be_alone(
-    small_models: SmallModels, pressure: str, chunk: int, caching: str
+    small_models: SmallModels, alone: list[list[list[int]]], pressure: str, chunk: int, caching: str
 ) -> None:
-    folder = small_models.folder("llama3")
     prompts = small_models.prompts[:8]
-    roomy = executor_of(folder, "no pressure")
-    alone = [
-        [run(roomy, [prompt], [sampled(choice_seed(index, choice))]).outputs[0] for choice in range(3)]
-        for index, prompt in enumerate(prompts)
-    ]
     made = run(
-        executor_of(folder, pressure),
+        executor_of(small_models.folder("llama3"), pressure),
         prompts,
         [sampled(index, n=3) for index in range(len(prompts))],
         chunk=chunk,

@@ -1,9 +1,12 @@
 """The two ways in which the CPU computes: the compiled kernels, and torch alone."""
 
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
+from quire_engine.kernels.build import BuildError, shared_object
 from quire_engine.kernels.library import library
 
 SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
@@ -27,3 +30,12 @@ def cpu_path(path: str) -> Iterator[None]:
         finally:
             patch.undo()
             library.cache_clear()
+
+
+def cache_with_kernels(folder: Path) -> Path:
+    """A folder for ``$XDG_CACHE_HOME`` that has nothing but the compiled kernels, where there are any."""
+    cache = folder / "cache"
+    (cache / "quire").mkdir(mode=0o700, parents=True)
+    with suppress(BuildError):
+        shutil.copy(shared_object(), cache / "quire")
+    return cache

@@ -24,6 +24,8 @@ from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import read_model_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.kernels import cache_with_kernels
+
 TINY = {
     "model_type": "llama",
     "vocab_size": 300,
@@ -262,7 +264,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
         [*command, *short, *small, "--against", "transformers", "--also", "int8", "--json", str(figures)],
         capture_output=True,
         text=True,
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        env={**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))},
         timeout=120,
         check=False,
     )
@@ -301,7 +303,7 @@ def test_wrong_settings_are_one_sentence(arguments: list[str], said: str) -> Non
 def test_a_peer_that_was_asked_for_and_a_prompt_that_is_too_long_are_refused_at_once(tmp_path: Path) -> None:
     shape = tmp_path / "config.json"
     shape.write_text(json.dumps(TINY))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache_with_kernels(tmp_path))}
     for arguments, said in (
         (("--against", "vllm", "--vllm-python", "/nonexistent"), "vllm is not installed; docs/bench.md says how."),
         (("--against", "none", "--prefill-len", "300"), "has 301 tokens, and the model takes 256: lower --prefill-len"),

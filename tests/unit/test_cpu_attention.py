@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -501,7 +502,24 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "quire"
 
 
+@pytest.fixture
+def small_sources(tmp_path, monkeypatch) -> None:
+    """What is built compiles in no time: how it is kept does not depend on what it is."""
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setattr(build, "SOURCES", [source])
+
+
+@pytest.fixture
+def hasty_compiler(tmp_path, monkeypatch) -> None:
+    compiler = tmp_path / "hasty"
+    compiler.write_text(f'#!/bin/sh\nexec {shlex.join(build._compiler())} "$@" -O0\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
 @needs_kernel
+@pytest.mark.usefixtures("hasty_compiler")
 def test_engines_that_start_at_once_share_one_build(cache):
     script = (
         "import torch; from quire_engine.attention.cpu import CpuAttention as A;"
@@ -514,6 +532,7 @@ def test_engines_that_start_at_once_share_one_build(cache):
 
 
 @needs_kernel
+@pytest.mark.usefixtures("small_sources")
 def test_a_build_is_logged_once_and_found_again_without_a_compiler(cache, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, logger=build.__name__):
         first = build.shared_object()
@@ -524,6 +543,7 @@ def test_a_build_is_logged_once_and_found_again_without_a_compiler(cache, monkey
 
 
 @needs_kernel
+@pytest.mark.usefixtures("small_sources")
 @pytest.mark.parametrize("kept", [0, 1000])
 def test_a_damaged_build_is_not_loaded_but_made_again(cache, kept):
     first = build.shared_object()
@@ -533,6 +553,7 @@ def test_a_damaged_build_is_not_loaded_but_made_again(cache, kept):
 
 
 @needs_kernel
+@pytest.mark.usefixtures("small_sources")
 def test_a_cache_that_others_may_write_to_is_not_trusted(cache):
     cache.mkdir()
     cache.chmod(0o777)
