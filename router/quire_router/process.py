@@ -67,7 +67,8 @@ class Router:
         if delay:
             log.info("leaving: new requests are taken for %g seconds", delay)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurried.wait(), delay)
+                async with asyncio.timeout(delay):
+                    await self._hurried.wait()
 
     async def _open_doors(self, ending: AsyncExitStack) -> list[HttpServer]:
         """Opens all ports before anything is served on one of them."""

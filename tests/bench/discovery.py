@@ -19,11 +19,11 @@ from statistics import median
 from time import perf_counter, process_time
 
 import uvloop
-from quire_router.fleet.access import Access
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.source import KubernetesService
+from quire_router.kube_access import KubeAccess
 
 from tests.support.kube_api import Json, KubeApiServer, endpoint, kube_api, slice_of
 from tests.support.scripted_engine import ScriptedEngine
@@ -40,7 +40,7 @@ async def delays(folder: Path) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"new and ready": [], "terminating": [], "known, and becomes ready": []}
     async with kube_api() as server:
         service = KubernetesService(None, "engines", int(port))
-        fleet = Fleet(KubernetesDiscovery(service, Access(server.kubeconfig(folder))), ["m"], LinkSettings())
+        fleet = Fleet(KubernetesDiscovery(service, KubeAccess(server.kubeconfig(folder))), ["m"], LinkSettings())
         await fleet.start()
         await until(lambda: server.watching > 0)
         for _ in range(ROUNDS):
@@ -119,7 +119,7 @@ async def _bookmarks(server: KubeApiServer) -> None:
 
 async def cost(control: Connection, kubeconfig: str, seconds: float) -> tuple[float, float, float]:
     """Milliseconds of CPU of the first list and of a change, and the part of a core while nothing happens."""
-    discovery = KubernetesDiscovery(KubernetesService(None, "engines"), Access(kubeconfig), WatchSettings())
+    discovery = KubernetesDiscovery(KubernetesService(None, "engines"), KubeAccess(kubeconfig), WatchSettings())
     views = discovery.watch()
     began = process_time()
     assert len(await anext(views)) == SLICES * ENDPOINTS

@@ -24,14 +24,15 @@ class DnsServer:
         self.records: dict[str, dict[str, list[str]]] = {}
         self.silent = False
         self.fails = False
+        self.patience = 0.2  # seconds that a resolver of it waits
         self.asked: list[tuple[str, str, str]] = []
         self.port = free_port()
 
     def resolver(self) -> Resolver:
-        """One that asks this server, and has little patience."""
+        """One that asks this server, and has no more than ``patience``."""
         resolver = Resolver(configure=False)
         resolver.nameservers, resolver.port = ["127.0.0.1"], self.port
-        resolver.timeout = resolver.lifetime = 0.2
+        resolver.timeout = resolver.lifetime = self.patience
         return resolver
 
     def answer(self, question: bytes, over: str) -> bytes | None:

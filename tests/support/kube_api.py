@@ -4,7 +4,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class KubeApiServer:
         self.gone_as_event = False
         self.delay = 0.0
         self.breaks_after: int | None = None
-        self._tls = tls
+        self.tls = tls
         self._oldest = self.version
         self._events: list[tuple[int, str, Json]] = []
         self._refusals: list[tuple[int, dict[str, str]]] = []
@@ -132,7 +132,7 @@ class KubeApiServer:
         application.router.add_get(PATH, self._answer)
         self._runner = web.AppRunner(application, shutdown_timeout=0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._tls, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self.tls, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -205,7 +205,8 @@ class KubeApiServer:
             async with asyncio.timeout(float(request.query.get("timeoutSeconds", 300))):
                 await self._tell(watch)
         except TimeoutError:
-            await watch.send("BOOKMARK", _bookmark(watch.since))
+            with suppress(ConnectionError):
+                await watch.send("BOOKMARK", _bookmark(watch.since))
         except ConnectionError:
             pass
         finally:

@@ -7,7 +7,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -30,11 +30,14 @@ class Process:
     ) -> None:
         self.log = log
         self._output = log.open("ab")
-        self.popen = subprocess.Popen(
+        self.popen = self._start(command, {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, stdout)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> subprocess.Popen:
+        return subprocess.Popen(
             command,
             stdout=self._output if stdout is None else stdout,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env=environment,
             start_new_session=True,
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,12 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
-from quire_router.fleet.access import Access
 from quire_router.fleet.combined import CombinedDiscovery, discovery_of
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
 from quire_router.fleet.source import KubernetesService
 from quire_router.fleet.static import StaticDiscovery
+from quire_router.kube_access import KubeAccess
 
 from tests.support.certificates import Authority
 from tests.support.kube_api import Conflict, Json, KubeApiServer, endpoint, kube_api, slice_of
@@ -26,6 +27,12 @@ from tests.support.waiting import until
 
 QUICK = WatchSettings(watch=30, patience=5, backoff=0.001, max_backoff=0.01)
 SERVICE = KubernetesService(None, "engines")
+
+
+@pytest.fixture(autouse=True)
+def no_authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library reads all that the system believes in for each connection, over HTTP too."""
+    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
 
 
 class Seen:
@@ -60,7 +67,7 @@ async def watched(
     server: KubeApiServer, folder: Path, service: KubernetesService = SERVICE, how: WatchSettings = QUICK
 ) -> AsyncIterator[Seen]:
     """What discovery sees of the server, from its first list on."""
-    access = Access(server.kubeconfig(folder))
+    access = KubeAccess(server.kubeconfig(folder))
     async with seen_by(KubernetesDiscovery(service, access, how)) as seen:
         await until(lambda: seen.view is not None and server.watching > 0)
         yield seen
@@ -107,7 +114,7 @@ async def test_the_namespace_is_the_one_given_else_its_own(
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1"), namespace=asked))
         server.put(slice_of("b", engines("10.0.0.2"), namespace="wrong"))
-        access = Access(server.kubeconfig(tmp_path, own))
+        access = KubeAccess(server.kubeconfig(tmp_path, own))
         async with seen_by(KubernetesDiscovery(KubernetesService(configured, "engines"), access, QUICK)) as seen:
             await until(lambda: seen.addresses == ["10.0.0.1:9000"])
 
@@ -215,11 +222,11 @@ async def test_a_lost_server_leaves_the_last_view_standing_and_is_told_of(
         server.put(slice_of("a", engines("10.0.0.1")))
         async with watched(server, tmp_path) as seen:
             assert metric("connected") == 1
-            heard = metric("heard_timestamp_seconds")
             await server.stop()
+            stopped = time.time()
             await until(lambda: metric("connected") == 0 and "cannot be asked" in caplog.text)
             assert seen.addresses == ["10.0.0.1:9000"]
-            assert metric("heard_timestamp_seconds") == heard
+            assert (metric("heard_timestamp_seconds") or 0) <= stopped
             await server.start()
             await until(lambda: metric("connected") == 1)
             assert "answers again" in caplog.text
@@ -230,7 +237,7 @@ async def test_a_lost_server_leaves_the_last_view_standing_and_is_told_of(
 async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", engines("10.0.0.1")))
-        access = Access(server.kubeconfig(tmp_path))
+        access = KubeAccess(server.kubeconfig(tmp_path))
         await server.stop()
         async with seen_by(KubernetesDiscovery(SERVICE, access, QUICK)) as seen:
             await until(lambda: metric("connected") == 0)
@@ -243,7 +250,7 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> N
 async def test_it_waits_as_long_as_it_is_asked_to(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.refuse(429, **{"Retry-After": "20"})
-        access = Access(server.kubeconfig(tmp_path))
+        access = KubeAccess(server.kubeconfig(tmp_path))
         async with seen_by(KubernetesDiscovery(SERVICE, access, QUICK)):
             await until(lambda: len(server.requests) == 1)
             await asyncio.sleep(0.2)
@@ -299,41 +306,19 @@ async def test_a_slice_without_the_port_is_warned_of_once(tmp_path: Path, caplog
         assert caplog.text.count("no port 'grpc' in a") == 1
 
 
-@pytest.mark.parametrize("service", ["not json at all", '{"items": [{}], "metadata": {"resourceVersion": "1"}}'])
-async def test_an_answer_that_makes_no_sense_is_outlived(
-    service: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from aiohttp import web
-
-    async with kube_api() as server:
-        server.put(slice_of("a", engines("10.0.0.1")))
-        async with watched(server, tmp_path) as seen:
-            monkeypatch.setattr(server, "_list", lambda request: web.Response(text=service))
-            server.fail_watches(410, "Expired")
-            await until(lambda: "cannot be read" in caplog.text)
-            assert seen.addresses == ["10.0.0.1:9000"]
-            monkeypatch.undo()
-            server.put(slice_of("a", engines("10.0.0.2")))
-            await until(lambda: seen.addresses == ["10.0.0.2:9000"])
-
-
-async def test_a_pod_asks_with_its_service_account_and_reads_a_new_token(
+async def test_a_pod_asks_with_its_service_account_and_reads_a_new_token_and_authority(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    authority = Authority(tmp_path)
-    identity = authority.issue("127.0.0.1")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(identity.certificate, identity.key)
     account = tmp_path / "account"
     account.mkdir()
-    (account / "ca.crt").write_bytes(authority.ca.read_bytes())
     (account / "namespace").write_text("prod\n")
+    context = spoken_by(Authority(tmp_path), account)
     (account / "token").write_text("first")
     async with kube_api(token="first", tls=context) as server:
         server.put(slice_of("a", engines("10.0.0.1"), namespace="prod"))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-        async with seen_by(KubernetesDiscovery(SERVICE, Access(account=account), QUICK)) as seen:
+        async with seen_by(KubernetesDiscovery(SERVICE, KubeAccess(account=account), QUICK)) as seen:
             await until(lambda: seen.addresses == ["10.0.0.1:9000"])
             server.token = "second"
             server.disconnect()
@@ -341,6 +326,23 @@ async def test_a_pod_asks_with_its_service_account_and_reads_a_new_token(
             await until(lambda: metric("connected") == 0)
             (account / "token").write_text("second")
             await until(lambda: seen.addresses == ["10.0.0.2:9000"])
+            (tmp_path / "new").mkdir()
+            server.tls = spoken_by(Authority(tmp_path / "new", "new"), tmp_path / "new")
+            await server.stop()
+            server.put(slice_of("a", engines("10.0.0.3"), namespace="prod"))
+            await server.start()
+            await until(lambda: metric("connected") == 0)
+            (account / "ca.crt").write_bytes((tmp_path / "new" / "ca.crt").read_bytes())
+            await until(lambda: seen.addresses == ["10.0.0.3:9000"])
+
+
+def spoken_by(authority: Authority, account: Path) -> ssl.SSLContext:
+    """A server's side of TLS, which who has the files of ``account`` believes."""
+    identity = authority.issue("127.0.0.1")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(identity.certificate, identity.key)
+    (account / "ca.crt").write_bytes(authority.ca.read_bytes())
+    return context
 
 
 def test_outside_of_a_pod_there_has_to_be_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +355,7 @@ def test_outside_of_a_pod_there_has_to_be_a_file(monkeypatch: pytest.MonkeyPatch
 async def test_several_sources_are_one_list_in_which_each_engine_is_once(tmp_path: Path) -> None:
     async with kube_api() as server:
         server.put(slice_of("a", [*engines("10.0.0.1", terminating=True), *engines("10.0.0.2")]))
-        access = Access(server.kubeconfig(tmp_path))
+        access = KubeAccess(server.kubeconfig(tmp_path))
         sources = {
             "static": StaticDiscovery(["10.0.0.2:9000", "10.0.0.9:9000", "10.0.0.9:9000"]),
             str(SERVICE): KubernetesDiscovery(SERVICE, access, QUICK),

@@ -3,6 +3,8 @@
 import asyncio
 import subprocess
 import sys
+import time
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
@@ -10,8 +12,10 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 from quire_router.config import Settings
+from quire_router.fleet import combined
 from quire_router.fleet.combined import CombinedDiscovery, discovery_of
 from quire_router.fleet.endpoint import Endpoint, merged
+from quire_router.fleet.paced import Paced
 from quire_router.fleet.source import Address, DnsName, KubernetesService, parse_source
 from quire_router.fleet.static import StaticDiscovery
 
@@ -25,6 +29,7 @@ from tests.support.waiting import until
         ("host:1", Address("host:1")),
         ("10.0.0.1:9000", Address("10.0.0.1:9000")),
         ("[fd00::1]:9000", Address("[fd00::1]:9000")),
+        ("[FD00:0:0::0001]:09000", Address("[fd00::1]:9000")),
         ("dns://engines:9000", DnsName("engines", 9000)),
         ("dns://engines.prod.svc.cluster.local.:9000", DnsName("engines.prod.svc.cluster.local.", 9000)),
         ("kubernetes://engines", KubernetesService(None, "engines", "grpc")),
@@ -44,7 +49,7 @@ def test_an_entry_names_an_engine_or_where_engines_are_found(entry: str, source:
         "", "nowhere", "host:0", "host:65536", "http://host:1", "dns://engines", "dns://engines:0", "dns://:1",
         "dns://a b:1", "kubernetes://", "kubernetes:///engines", "kubernetes://a/b/c", "kubernetes://Engines",
         "kubernetes://engines:", "kubernetes://engines:0", "kubernetes://engines:65536", "kubernetes://-engines",
-        "kubernetes://e:UPPER", "k8s://e",
+        "kubernetes://e:UPPER", "k8s://e", "[fd00::1::2]:9000", "[10.0.0.1]:9000",
     ],
 )  # fmt: skip
 def test_what_is_none_of_them_is_refused_with_what_there_is(entry: str) -> None:
@@ -103,6 +108,71 @@ def test_of_one_address_the_best_that_is_said_counts(endpoints: list[Endpoint]) 
         assert each.ready == any(other.ready for other in alive)
 
 
+async def test_a_source_that_failed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        times = 0
+
+        async def watch(self):
+            self.times += 1
+            if self.times < 3:
+                raise ZeroDivisionError
+            yield [Endpoint("f:1")]
+
+    monkeypatch.setattr(combined, "_PAUSE", 0.001)
+    async with aclosing(CombinedDiscovery({"test": Failing()}).watch()) as views:
+        assert await anext(views) == (Endpoint("f:1"),)
+
+
+async def test_of_a_name_that_leads_to_a_whole_cluster_only_so_many_are_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(combined, "MAX_ENGINES", 2)
+    async with aclosing(CombinedDiscovery({"static": StaticDiscovery(["a:1", "b:1", "c:1"])}).watch()) as views:
+        assert await anext(views) == (Endpoint("a:1"), Endpoint("b:1"))
+    assert "3 engines are named" in caplog.text
+
+
+async def test_views_that_change_all_the_time_are_told_at_the_pace_of_who_hears_them() -> None:
+    announced, heard = Announced(), 0
+
+    async def flap() -> None:
+        for number in range(200):
+            announced.say(Endpoint(f"e:{number}"))
+            await asyncio.sleep(0)
+
+    async with aclosing(CombinedDiscovery({"told": announced}).watch()) as views, asyncio.TaskGroup() as tasks:
+        tasks.create_task(flap())
+        async for view in views:
+            heard += 1
+            if view == (Endpoint("e:199"),):
+                break
+            burn(0.03)
+    assert heard <= 5
+
+
+async def test_what_is_asked_for_all_the_time_is_done_at_once_then_at_a_pace_and_after_the_last_time() -> None:
+    asked, done = 0, []
+
+    def work() -> None:
+        done.append(asked)
+        burn(0.03)
+
+    paced = Paced(work)
+    for asked in range(100):  # noqa: B007 - ``work`` notes how far it came
+        paced.ask()
+        await asyncio.sleep(0)
+    await until(lambda: done[-1] == 99)
+    assert done[0] == 0
+    assert len(done) <= 5
+
+
+def burn(seconds: float) -> None:
+    """Takes so much of the processor."""
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+
 async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -112,11 +182,11 @@ async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_sa
             raise ZeroDivisionError
 
     announced = Announced()
-    combined = CombinedDiscovery({"static": StaticDiscovery(["s:1"]), "test": Failing(), "told": announced})
+    found = CombinedDiscovery({"static": StaticDiscovery(["s:1"]), "test": Failing(), "told": announced})
     seen: list[list[str]] = []
 
     async def follow() -> None:
-        async for view in combined.watch():
+        async for view in found.watch():
             seen.append([each.address for each in view])
 
     task = asyncio.create_task(follow())
@@ -128,7 +198,7 @@ async def test_sources_are_heard_one_by_one_and_one_that_fails_leaves_what_it_sa
         for state in ("ready", "not_ready", "terminating")
     }
     assert counts == {"ready": 1, "not_ready": 1, "terminating": 1}
-    assert "test finds no more engines" in caplog.text
+    assert "test failed and is asked again" in caplog.text
     task.cancel()
     await asyncio.wait([task])
     names = {each.get_name() for each in asyncio.all_tasks()}

@@ -13,6 +13,7 @@ from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 
+from tests.support.batches import take_all
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, logprobs, output
 
 
@@ -31,7 +32,7 @@ class Wire:
         assert self.sent()[0].WhichOneof("command") == "submit"
 
     def tell(self, *outputs: engine_pb2.SequenceOutput) -> None:
-        self.session.apply(engine_pb2.StepBatch(sequence=self.session.sequence + 1, outputs=outputs))
+        take_all(self.session, engine_pb2.StepBatch(sequence=self.session.sequence + 1, outputs=outputs))
 
     def sent(self) -> list[engine_pb2.SessionRequest]:
         """What has been waiting to be sent to the engine."""

@@ -1,19 +1,23 @@
 """What the fleet makes of what discovery says: who gets requests, and that nobody's stream is cut by it."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
-from quire_router.fleet.access import Access
+from quire_router.fleet.away import TRIES_A_SECOND, Away
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.fleet.link import EngineLink
+from quire_router.fleet.outage import Outage
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.source import KubernetesService
+from quire_router.kube_access import KubeAccess
 
 from tests.support.announced import Announced
 from tests.support.kube_api import endpoint, kube_api, slice_of
@@ -101,13 +105,68 @@ async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
         await until(lambda: fleet.ready("m") == 1)
 
 
+async def test_readiness_that_flaps_makes_no_storm_of_tries() -> None:
+    tries = 0
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        writer.close()
+
+    listener = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    link = EngineLink(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", LinkSettings(backoff=600, max_backoff=600))
+    link.start()
+    await until(lambda: tries > 0)
+    first = tries  # a channel may try more than once by itself
+    for _ in range(100):
+        link.hurry()
+        await asyncio.sleep(0.005)
+    await link.close()
+    listener.close()
+    assert tries <= 3 * first
+
+
+async def test_another_engine_at_the_address_of_one_that_left_is_another_engine() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            discovery.say(replace(there, terminating=True))
+            await until(lambda: fleet.ready("m") == 0)
+            await engine.stop()
+            other = ScriptedEngine(generation=2, models=["other"])
+            other.address = there.address
+            await other.start()
+            discovery.say(there)
+            with pytest.raises(EngineLost):
+                await anext(outputs)
+        await until(lambda: other.opened.qsize() == 1 and discovery.lists.empty())
+        assert fleet.ready("m") == 0  # it is connected, and serves another model
+        assert [address for address, _ in fleet.table] == [there.address]
+        await other.stop()
+
+
+def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
+    away, settings = Away(), LinkSettings()
+    with ExitStack() as waiting:
+        for _ in range(5000):
+            waiting.enter_context(away.waiting())
+        outage = Outage("e:1", settings)
+        delays = [outage.next_delay(away.spacing) for _ in range(20)]
+    assert delays[0] <= settings.backoff  # who is away for a moment only is not made to wait
+    assert 5000 / delays[-1] <= 2 * TRIES_A_SECOND
+    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / TRIES_A_SECOND
+    assert outage.next_delay(away.spacing) <= settings.max_backoff
+
+
 async def test_engines_of_a_service_run_what_they_have_to_its_end_while_their_pods_terminate(tmp_path: Path) -> None:
     engine = ScriptedEngine()
     host, _, port = (await engine.start()).rpartition(":")
     async with kube_api() as server:
         service = KubernetesService(None, "engines", int(port))
         server.put(slice_of("a", [endpoint(host, ready=True)]))
-        access = Access(server.kubeconfig(tmp_path))
+        access = KubeAccess(server.kubeconfig(tmp_path))
         fleet = Fleet(KubernetesDiscovery(service, access, WatchSettings(backoff=0.001)), ["m"], QUICK)
         await fleet.start()
         await until(lambda: fleet.ready("m") == 1)

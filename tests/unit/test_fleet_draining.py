@@ -4,14 +4,18 @@ import logging
 from dataclasses import replace
 
 import pytest
+from quire.v1 import types_pb2
 from quire_router.fleet.link import EngineLink
+from quire_router.fleet.output import DrainExceeded, EngineLeaving, EngineLost
 from quire_router.fleet.settings import LinkSettings
 
-from tests.support.scripted_engine import ScriptedEngine, output
+from tests.support.scripted_engine import ABORT, ERROR, ScriptedEngine, output
 from tests.support.waiting import until
 from tests.unit.test_fleet_link import linked, rest, submit, submitted
 
 SETTINGS = LinkSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01)
+
+STOPPING = types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE, message="The engine is shutting down.")
 
 
 async def drained(engine: ScriptedEngine, link: EngineLink) -> None:
@@ -79,6 +83,23 @@ async def test_an_engine_that_left_and_does_not_come_back_is_a_reason_to_warn(ca
         await drained(engine, link)
         await engine.stop()
         await until(lambda: "cannot be reached" in caplog.text)
+
+
+async def test_what_a_leaving_engine_did_not_end_is_told_from_what_another_loses() -> None:
+    async with linked(SETTINGS) as (engine, link):
+        running = await submitted(engine, link, submit("a"))
+        lost = await submitted(engine, link, submit("b"))
+        engine.send(output("b", [], 0, ABORT))
+        with pytest.raises(EngineLost) as loss:
+            await rest(lost)
+        assert loss.value.kind == "engine_lost"
+        refused = await submitted(engine, link, submit("c"))
+        engine.send(output("c", [], 0, ERROR, STOPPING))
+        with pytest.raises(EngineLeaving):
+            await rest(refused)
+        await engine.stop()
+        with pytest.raises(DrainExceeded):
+            await rest(running)
 
 
 async def test_a_restarted_engine_does_not_drain() -> None:

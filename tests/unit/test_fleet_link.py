@@ -16,6 +16,7 @@ from quire_router.fleet.output import EngineFull, EngineLost, Output
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 
+from tests.support.batches import take_all
 from tests.support.ports import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
@@ -124,7 +125,7 @@ async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
         engine.send(output("a", [1], 0))
         await anext(stream)
         batch = engine_pb2.StepBatch(sequence=1, outputs=[output("a", [1], 0)])
-        link.session.apply(batch)
+        take_all(link.session, batch)
         engine.send(output("a", [1, 2], 0, STOP))  # the engine repeats itself under a new sequence
         assert (await rest(stream))[0] == [2]
 
@@ -437,6 +438,19 @@ async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None
         stream = await submitted(engine, link, submit("a", max_tokens=2))
         engine.send(output("a", [1, 2, 3], 0))
         _, last = await rest(stream)
+        assert last.error is not None
+        assert last.error.code is ErrorCode.INTERNAL
+        assert (await engine.cancel()).request_id == "a"
+
+
+@pytest.mark.parametrize("token_id", [-1, 1000, 2**31 - 1])
+async def test_an_engine_that_sends_what_is_no_token_of_its_model_is_stopped(token_id: int) -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [0, 999], 0))
+        assert (await anext(stream)).token_ids == [0, 999]
+        engine.send(output("a", [1, token_id, 2], 2))
+        (last,) = [piece async for piece in stream]
         assert last.error is not None
         assert last.error.code is ErrorCode.INTERNAL
         assert (await engine.cancel()).request_id == "a"

@@ -15,6 +15,7 @@ from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 
+from tests.support.batches import take_all
 from tests.support.scripted_engine import LENGTH, output
 
 NAMES = "abc"
@@ -50,12 +51,12 @@ def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]]
         read: dict[str, list[int]] = {name: [] for name in NAMES}
         script = list(batches(lengths))
         for batch in script:
-            session.apply(batch)
+            take_all(session, batch)
             back = data.draw(st.integers(0, batch.sequence), label="batches replayed")
             if back and session.in_flight:
                 session.begin(engine_pb2.Snapshot(generation=1, resumed=True, sequence=session.sequence - back))
                 for again in script[batch.sequence - back : batch.sequence]:
-                    session.apply(again)
+                    take_all(session, again)
             for name in data.draw(st.sets(st.sampled_from(NAMES)), label="readers"):
                 if streams[name]._ready and session.in_flight:
                     read[name] += (await anext(streams[name])).token_ids

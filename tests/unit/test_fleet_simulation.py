@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
-from quire_proto.hashing import hash_blocks
 from quire_router.fleet.cadence import IN_A_ROW, Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
@@ -21,6 +20,7 @@ from quire_router.simulation.shared_prefix import SharedPrefix, generate
 from quire_router.simulation.sharing import Publisher
 from quire_router.simulation.workload import Job, at_pace, from_trace
 
+from tests.support.hashes import hash_blocks
 from tests.support.traces import write_mooncake
 
 times = st.lists(st.integers(0, 100), max_size=30).map(sorted)

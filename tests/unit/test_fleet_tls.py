@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quire_engine.service.certificates import Certificates
+from quire_proto.certificates import Certificates
 from quire_proto.tls import ClientTls, IdentityFiles, ServerTls
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.settings import LinkSettings

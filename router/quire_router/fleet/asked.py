@@ -5,28 +5,32 @@ from typing import Self
 
 from quire.v1 import engine_pb2, types_pb2
 
+_ANY = 1 << 31
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """The choices that are to be run, and at which position of its output each goes on; each has at most
-    ``max_tokens``. ``logprobs`` tells whether tokens come with log-probabilities, and ``prompt_logprobs`` for how many
-    of the prompt's tokens they come: all but the first, or none.
+    ``max_tokens``, each below ``vocabulary``. ``logprobs`` tells whether tokens come with log-probabilities, and
+    ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none.
     """
 
     positions: dict[int, int]
     max_tokens: int
     logprobs: bool = False
     prompt_logprobs: int = 0
+    vocabulary: int = _ANY
 
     @classmethod
-    def of(cls, message: engine_pb2.Submit) -> Self:
-        """What the engine will answer to ``message``."""
+    def of(cls, message: engine_pb2.Submit, vocabulary: int = 0) -> Self:
+        """What the engine will answer to ``message``; 0 tokens are a vocabulary that is not known."""
         sampling = message.sampling
         return cls(
             positions=_positions(message),
             max_tokens=sampling.max_tokens,
             logprobs=sampling.HasField("logprobs") or sampling.best_of > max(1, sampling.n),
             prompt_logprobs=len(message.prompt_token_ids) - 1 if sampling.HasField("prompt_logprobs") else 0,
+            vocabulary=vocabulary or _ANY,
         )
 
 

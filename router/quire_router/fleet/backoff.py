@@ -13,10 +13,10 @@ class Backoff:
         self._last = last
         self._delay = first
 
-    def next(self) -> float:
-        """Seconds until the next try."""
+    def next(self, last: float = 0.0) -> float:
+        """Seconds until the next try, where they may grow up to ``last`` now if that is more."""
         delay = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads tries, hides nothing
-        self._delay = min(2 * self._delay, self._last)
+        self._delay = min(2 * self._delay, max(last, self._last))
         return delay
 
     def reset(self) -> None:

@@ -5,30 +5,39 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import chain
+from time import thread_time
 
 from quire_router import metrics
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.endpoint import Endpoint, merged
+from quire_router.fleet.paced import rest_after
 from quire_router.fleet.source import Address, DnsName, KubernetesService, Source, parse_source
 from quire_router.fleet.static import StaticDiscovery
 
 log = logging.getLogger(__name__)
 STATIC = "static"
+MAX_ENGINES = 10_000
+"""Far more than one router can serve: a name that leads to all pods of a large cluster is not taken for a fleet."""
+
 _STATES = ("ready", "not_ready", "terminating")
+_PAUSE = 5.0  # seconds until a source that failed is asked again
 
 
 class CombinedDiscovery:
     """Finds what any of ``sources`` finds, by the name that each has in metrics. Engines that two of them find are one
-    (see ``merged``). A source that has said nothing yet adds nothing.
+    (see ``merged``). A source that has said nothing yet adds nothing. Of more than ``MAX_ENGINES`` the first count.
     """
 
     def __init__(self, sources: Mapping[str, Discovery]) -> None:
         self._sources = dict(sources)
         self._views: dict[str, Sequence[Endpoint]] = {}
         self._changed = asyncio.Event()
+        self._too_many = False
 
     async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
-        """Yields when one of them did; what comes at the same time is yielded once."""
+        """Yields when one of them did, and rests in proportion to what that took, here and with who is told: engines
+        whose readiness flaps would keep a router of a large fleet busy. What comes meanwhile is yielded once.
+        """
         tasks = [
             asyncio.create_task(self._follow(name, source), name=f"engines of {name}")
             for name, source in self._sources.items()
@@ -37,18 +46,31 @@ class CombinedDiscovery:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                yield merged(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
+                began = thread_time()
+                yield self._found()
+                await asyncio.sleep(rest_after(thread_time() - began))
         finally:
             await _ended(tasks)
 
     async def _follow(self, name: str, source: Discovery) -> None:
-        try:
-            async for view in source.watch():
-                self._views[name] = view
-                _count(name, view)
-                self._changed.set()
-        except Exception:  # its last view stands, and the others go on
-            log.exception("%s finds no more engines", name)
+        while True:
+            try:
+                async for view in source.watch():
+                    self._views[name] = view
+                    self._changed.set()
+                return
+            except Exception:  # its last view stands, and the others go on
+                log.exception("%s failed and is asked again in %g seconds; what it found stays", name, _PAUSE)
+            await asyncio.sleep(_PAUSE)
+
+    def _found(self) -> Sequence[Endpoint]:
+        for name, view in self._views.items():
+            _count(name, view)
+        found = merged(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
+        if len(found) > MAX_ENGINES and not self._too_many:
+            log.error("%d engines are named, and only the first %d are connected to", len(found), MAX_ENGINES)
+        self._too_many = len(found) > MAX_ENGINES
+        return found[:MAX_ENGINES]
 
 
 def discovery_of(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:

@@ -9,11 +9,16 @@ from dns.exception import DNSException
 from dns.rdatatype import AAAA, A, RdataType
 from dns.resolver import NXDOMAIN, NoAnswer
 
-from quire_router.fleet.endpoint import Endpoint
+from quire_router.fleet.endpoint import Endpoint, address_of
 from quire_router.fleet.source import DnsName
 from quire_router.fleet.standing import Standing
 
 _PATIENCE = 2.0  # seconds for one answer, of whichever server
+_LOOKS = 5
+"""Looks in a row without it after which an address has left. The servers behind one address are several, and each keeps
+answers for some seconds: until all have heard of a change their answers alternate, and links would come and go.
+"""
+_SECONDS_EACH = 0.001  # between two looks, for each address: to read it takes a thirtieth of that
 _DATAGRAM = 1232  # bytes that pass everywhere; longer answers come over TCP
 
 
@@ -29,9 +34,10 @@ def system_resolver() -> Resolver:
 class DnsDiscovery:
     """Finds an engine at every address of a name, such as a headless Service's, which lists pods that are ready.
 
-    It is asked for about every ``period`` seconds, at most. IPv6 addresses count where there is no IPv4 address. That
-    the name has no address is believed only of a server that says so; with no answer the last ones stay. ``resolver``
-    makes one anew after each failure, in case that the servers have changed.
+    It is asked for about every ``period`` seconds, or less often where there are thousands. IPv6 addresses count where
+    there is no IPv4 address. That the name does not have an address any more is believed when answers say so
+    ``_LOOKS`` times in a row; no answer says nothing. ``resolver`` makes one anew after each failure, in case that the
+    servers have changed.
     """
 
     def __init__(
@@ -41,38 +47,46 @@ class DnsDiscovery:
         self._period = period
         self._make_resolver = resolver
         self._resolver: Resolver | None = None
+        self._looks: dict[str, int] = {}  # that an address is still believed for
         self._standing = Standing(str(source))
 
     async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
         """Yields them when the name was resolved, and when that has another outcome than before."""
         told: Sequence[Endpoint] | None = None
         while True:
-            found = await self._look()
-            if found is not None and found != told:
-                told = found
-                yield found
-            await asyncio.sleep(self._period * random.uniform(0.5, 1.0))  # noqa: S311 - spreads questions
+            if await self._look():
+                found = tuple(Endpoint(address) for address in sorted(self._looks))
+                if found != told:
+                    told = found
+                    yield found
+            period = max(self._period, _SECONDS_EACH * len(self._looks))
+            await asyncio.sleep(period * random.uniform(0.5, 1.0))  # noqa: S311 - spreads questions
 
-    async def _look(self) -> Sequence[Endpoint] | None:
+    async def _look(self) -> bool:
+        """Whether there was an answer."""
+        again = self._resolver is not None  # none is left by a failure
         try:
-            found = await self._resolve()
+            addresses = await self._resolve()
         except (DNSException, OSError) as error:
             self._resolver = None
             self._standing.failed(str(error))
-            return None
+            return False
+        self._looks = {address: left - 1 for address, left in self._looks.items() if left > 1}
+        self._looks |= dict.fromkeys(addresses, _LOOKS)
         self._standing.heard()
-        return found
+        if again:
+            self._standing.lasted()
+        return True
 
-    async def _resolve(self) -> Sequence[Endpoint]:
+    async def _resolve(self) -> list[str]:
         self._resolver = self._resolver or self._make_resolver()
-        addresses = await _addresses(self._resolver, self._source.name, A)
-        if not addresses:
-            addresses = [f"[{each}]" for each in await _addresses(self._resolver, self._source.name, AAAA)]
-        # Servers turn the order round and round, which changes nothing.
-        return tuple(Endpoint(f"{address}:{self._source.port}") for address in sorted(set(addresses)))
+        for kind in (A, AAAA):
+            if found := await _found(self._resolver, self._source.name, kind):
+                return [address_of(each, self._source.port, six=kind is AAAA) for each in found]
+        return []
 
 
-async def _addresses(resolver: Resolver, name: str, kind: RdataType) -> list[str]:
+async def _found(resolver: Resolver, name: str, kind: RdataType) -> list[str]:
     """None where a server says that there are none."""
     try:
         answer = await resolver.resolve(name, kind)

@@ -1,5 +1,6 @@
 """Where an engine is, as a source of engines says it. Plain data, and how several sayings become one."""
 
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,18 @@ class Endpoint:
     ready: bool = True
     terminating: bool = False
     zone: str | None = None
+
+
+def address_of(host: str, port: int, *, six: bool) -> str:
+    """``host:port`` of an IP address, written as every source writes it, so that one engine has one address. Raises
+    ``ValueError`` where ``host`` is no address of IPv4, or of IPv6 where ``six``.
+    """
+    family = socket.AF_INET6 if six else socket.AF_INET
+    try:
+        host = socket.inet_ntop(family, socket.inet_pton(family, host))
+    except OSError:
+        raise ValueError(f"{host!r} is no address of IPv{6 if six else 4}") from None
+    return f"[{host}]:{port}" if six else f"{host}:{port}"
 
 
 def merged(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:

@@ -7,7 +7,7 @@ from quire.v1 import engine_pb2
 
 from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
 from quire_router.fleet.endpoint import Endpoint
-from quire_router.fleet.ledger import InFlight
+from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.served import Served
 from quire_router.fleet.stream import OutputStream
@@ -89,7 +89,7 @@ class Dispatch:
         self,
         engine: Engine,
         message: engine_pb2.Submit,
-        begin: Callable[[], InFlight],
+        begin: Callable[[], LedgerEntry],
         on_release: Callable[[Engine], None],
     ) -> None:
         self._engine = engine
@@ -97,7 +97,7 @@ class Dispatch:
         self._begin = begin
         self._on_release = on_release
         self._outputs: OutputStream | None = None
-        self._entry: InFlight | None = None
+        self._entry: LedgerEntry | None = None
 
     def __enter__(self) -> OutputStream:
         self._outputs = self._engine.link.submit(self._message)

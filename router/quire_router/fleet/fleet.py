@@ -13,6 +13,7 @@ from quire.v1 import engine_pb2
 from quire_router import metrics
 from quire_router.fleet.account import Account
 from quire_router.fleet.asked import most_sequences
+from quire_router.fleet.away import Away
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.engine import Dispatch, Engine
@@ -20,6 +21,7 @@ from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.limits import ModelLimits
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.output import EngineLost
+from quire_router.fleet.paced import Paced
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.served import Served, Vocabulary
 from quire_router.fleet.settings import LinkSettings
@@ -75,11 +77,14 @@ class Fleet:
         self._models = tuple(models)
         self._served = Served(self._models, vocabularies)
         self.on_kv_event = on_kv_event
+        self._away = Away()
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
         self._able: dict[str, _Able] = {}
         self._limits = dict(assumed or {})
+        self._untold: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
+        self._telling = Paced(self._tell_change)
         self._following: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -100,7 +105,8 @@ class Fleet:
         for engine in engines:
             self._release(engine)
         await asyncio.gather(*self._closing)
-        self._on_change()
+        self._able.clear()
+        self._telling.call()
 
     # What can run where
 
@@ -120,6 +126,11 @@ class Fleet:
         assert namespace is not None, "it has not said what it is"
         return namespace
 
+    def zone(self, engine_id: str) -> str | None:
+        """Where the engine's node is, as discovery tells it; None where that is not known, or the engine is not."""
+        engine = self._engines.get(engine_id)
+        return None if engine is None else engine.endpoint.zone
+
     def has_room(self, model: str) -> bool:
         """Whether some engine could begin with a request for the model soon."""
         return has_room(self._able_to(model).accounts)
@@ -132,6 +143,8 @@ class Fleet:
         """The model's limits as engines told them, also after they went away. While none has told they are those that
         are ``assumed``, or None.
         """
+        if model in self._untold:
+            self._remember_limits(model)
         return self._limits.get(model)
 
     async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool
@@ -153,18 +166,9 @@ class Fleet:
         engine = self._engines.get(engine_id)
         if engine is None:
             raise EngineLost("the engine has left the fleet")
-        begin = partial(
-            self.ledger.begin,
-            engine_id,
-            self._model_of(engine),
-            pending_tokens=pending_tokens,
-            sequences=most_sequences(message),
-        )
+        sequences = most_sequences(message)
+        begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences)
         return Dispatch(engine, message, begin, self._released)
-
-    def _model_of(self, engine: Engine) -> str:
-        """The first of the configured names that the engine serves: its model, whatever a client calls it."""
-        return next((model for model in self._models if model in engine.models), "")
 
     def _released(self, engine: Engine) -> None:
         self._release(engine)
@@ -214,6 +218,7 @@ class Fleet:
             on_kv_event=None if self.on_kv_event is None else partial(self._hear_cached, address, account),
             on_load=account.report,
             on_lost=partial(self._forget, address, account),
+            away=self._away,
         )
         self._engines[address] = self._by_row[account.row] = Engine(link, account, self._served)
         link.start()
@@ -240,7 +245,14 @@ class Fleet:
         task.add_done_callback(self._closing.discard)
 
     def _on_change(self) -> None:
+        """Who can run what is looked at again by the next who asks; that it changed is told at a pace, because links
+        of a large fleet can have much to tell.
+        """
         self._able.clear()
+        self._untold.update(self._models)
+        self._telling.ask()
+
+    def _tell_change(self) -> None:
         for model in self._models:
             self._remember_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
@@ -250,6 +262,7 @@ class Fleet:
         self._tell_room()
 
     def _remember_limits(self, model: str) -> None:
+        self._untold.discard(model)
         described = [
             each.link.description
             for each in self._engines.values()

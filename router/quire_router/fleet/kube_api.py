@@ -12,16 +12,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import ClientResponse
-from kubernetes.aio.client import ApiClient, Configuration, DiscoveryV1Api
-from kubernetes.aio.config import list_kube_config_contexts, load_kube_config
-from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+from kubernetes.aio.client import DiscoveryV1Api
 
-from quire_router.fleet.access import Access
 from quire_router.fleet.slices import Json
+from quire_router.kube_access import KubeAccess
+from quire_router.kube_client import kube_client, own_namespace
 
 SERVICE_LABEL = "kubernetes.io/service-name"
-_MAX_LINE = 64 * 2**20
+# An object of the API has 3 MB at most, so that whatever comes without an end is given up before it fills the memory.
+_MAX_EVENT = 8 * 2**20
+_MAX_LIST = 64 * 2**20
 _PAGE = 100  # slices, of a hundred endpoints each unless somebody changed that
+_MAX_PAGES = 200
 
 
 class KubeProblem(Exception):  # noqa: N818 - handled where it is raised, and told of in the log
@@ -34,32 +36,16 @@ class KubeProblem(Exception):  # noqa: N818 - handled where it is raised, and to
 
 
 @asynccontextmanager
-async def connect(access: Access, namespace: str | None, service: str) -> AsyncIterator["KubeApi"]:
-    """Reads certificates and token anew, as they are changed from time to time; the token of a pod is also read again
-    every minute. Raises ``ConfigException``, ``OSError`` or ``ValueError`` where they cannot be used.
-    """
-    configuration = Configuration()
-    if access.kubeconfig is not None:
-        await load_kube_config(access.kubeconfig, client_configuration=configuration, persist_config=False)
-    else:
-        loader = InClusterConfigLoader(str(access.account / "token"), str(access.account / "ca.crt"))
-        loader.load_and_set(configuration)
-    client = ApiClient(configuration)
-    try:
-        yield KubeApi(DiscoveryV1Api(client), namespace or _own_namespace(access), service)
-    finally:
-        await client.close()
-
-
-def _own_namespace(access: Access) -> str:
-    if access.kubeconfig is None:
-        return (access.account / "namespace").read_text().strip()
-    _, current = list_kube_config_contexts(access.kubeconfig)
-    return str(current["context"].get("namespace") or "default")
+async def connect(access: KubeAccess, namespace: str | None, service: str) -> AsyncIterator["KubeApi"]:
+    """``namespace`` is the client's own where it is None. Raises as ``kube_client`` does."""
+    async with kube_client(access) as client:
+        yield KubeApi(DiscoveryV1Api(client), namespace or own_namespace(access), service)
 
 
 class KubeApi:
-    """The EndpointSlices of a Service. All calls raise ``KubeProblem``, ``aiohttp.ClientError`` or ``TimeoutError``."""
+    """The EndpointSlices of a Service. All calls raise ``KubeProblem``, ``aiohttp.ClientError`` or ``TimeoutError``,
+    and whatever comes of looking into an answer that is none.
+    """
 
     def __init__(self, api: DiscoveryV1Api, namespace: str, service: str) -> None:
         self._api = api
@@ -69,21 +55,29 @@ class KubeApi:
         """All slices, and the version from which on to watch; within ``patience`` seconds."""
         items: list[Json] = []
         more: str | None = None
+        left = _MAX_LIST
         async with asyncio.timeout(patience):
-            while True:
-                page = await self._page(more)
+            for _ in range(_MAX_PAGES):
+                body = await self._page(more, left)
+                left -= len(body)
+                page: Json = json.loads(body)
                 items += page.get("items") or ()
                 more = page["metadata"].get("continue")
                 if not more:
                     return items, page["metadata"]["resourceVersion"]
+        raise ValueError("a list without an end")
 
-    async def _page(self, token: str | None) -> Json:
+    async def _page(self, token: str | None, most: int) -> bytes:
         call = self._api.list_namespaced_endpoint_slice_without_preload_content
         response = await call(**self._which, limit=_PAGE, _continue=token)
         async with response:
             await _check(response)
-            page: Json = json.loads(await response.read())
-            return page
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > most:
+                    raise ValueError("a list without an end")
+            return bytes(body)
 
     async def watch(self, version: str, seconds: int, patience: float) -> AsyncGenerator[list[Json], None]:
         """What happens after ``version``, in lists of events as they come, the first of them empty when the watch is
@@ -108,24 +102,28 @@ class KubeApi:
 
 async def _check(response: ClientResponse) -> None:
     if response.status != 200:
-        await response.read()
         after = response.headers.get("Retry-After", "")
-        raise KubeProblem(response.status, response.reason or "", float(after) if after.isdigit() else 0.0)
+        seconds = float(after) if after.isascii() and after.isdigit() else 0.0
+        raise KubeProblem(response.status, response.reason or "", seconds)
 
 
 async def _lines(response: ClientResponse) -> AsyncIterator[list[bytes]]:
     """Whole lines. Of a stream that breaks in the middle of one, that is left out."""
-    rest = b""
+    rest = bytearray()
     async for chunk in response.content.iter_any():
-        *lines, rest = (rest + chunk).split(b"\n")
-        if len(rest) > _MAX_LINE:
-            raise KubeProblem(0, "an event without an end")
-        yield lines
+        end = chunk.rfind(b"\n")
+        rest += chunk[: end + 1] or chunk
+        if end >= 0:
+            *lines, _ = bytes(rest).split(b"\n")
+            rest = bytearray(chunk[end + 1 :])
+            yield lines
+        if len(rest) > _MAX_EVENT:
+            raise ValueError("an event without an end")
 
 
 def _event(line: bytes) -> dict[str, Any]:
     event: dict[str, Any] = json.loads(line)
     if event["type"] == "ERROR":
         status = event["object"]
-        raise KubeProblem(status.get("code") or 0, status.get("reason") or "an error of the watch")
+        raise KubeProblem(int(status.get("code") or 0), str(status.get("reason") or "an error of the watch"))
     return event

@@ -4,13 +4,12 @@ Each router counts what it has in flight itself, and hears of the others' shares
 message that was lost costs nothing but time, and a router that is silent for its lease is forgotten with all it had.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import monotonic
 
 from quire_router.fleet.account import NOTHING, Account
-from quire_router.fleet.share import Counts, Demand, Message, Share
+from quire_router.fleet.share import Counts, Message, Share
 from quire_router.fleet.unseen import Unseen
 from quire_router.placement.table import EngineTable
 
@@ -29,20 +28,15 @@ class _Peer:
     ticks: int
 
 
-class InFlight:
+class LedgerEntry:
     """What one dispatched request counts for, from ``Ledger.begin`` until ``end``. Each may be called twice."""
 
-    __slots__ = ("_account", "_counts", "_model", "_running", "_sequences")
+    __slots__ = ("_account", "_counts", "_sequences")
 
-    def __init__(
-        self, account: Account, running: Counter[str], model: str, *, pending_tokens: int, sequences: int
-    ) -> None:
+    def __init__(self, account: Account, *, pending_tokens: int, sequences: int) -> None:
         self._account = account
-        self._running = running
-        self._model = model
         self._sequences = sequences
         self._counts = NOTHING
-        running[model] += 1
         self._become((1, max(0, pending_tokens), 0))
 
     def hear(self) -> None:
@@ -53,7 +47,6 @@ class InFlight:
     def end(self) -> None:
         """It counts for nothing any more."""
         if self._counts != NOTHING:
-            self._running[self._model] -= 1
             self._become(NOTHING)
 
     def _become(self, counts: Counts) -> None:
@@ -82,8 +75,6 @@ class Ledger:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
         self._peers: dict[str, _Peer] = {}
-        self._parked: dict[str, int] = {}
-        self._running: Counter[str] = Counter()
         self.unseen = Unseen(clock)
 
     def __len__(self) -> int:
@@ -115,21 +106,13 @@ class Ledger:
 
     # What this router has
 
-    def begin(self, engine_id: str, model: str = "", *, pending_tokens: int, sequences: int = 1) -> InFlight:
+    def begin(self, engine_id: str, *, pending_tokens: int, sequences: int = 1) -> LedgerEntry:
         """A request was dispatched: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
-        account = self._accounts[engine_id]
-        return InFlight(account, self._running, model, pending_tokens=pending_tokens, sequences=sequences)
-
-    def park(self, model: str, requests: int) -> None:
-        """So many requests for the model wait here for an engine with room."""
-        if self._parked.get(model, 0) != requests:
-            self._parked[model] = requests
-            self._changed()
+        return LedgerEntry(self._accounts[engine_id], pending_tokens=pending_tokens, sequences=sequences)
 
     def share(self) -> Share:
         """What the other routers need to hear."""
-        engines = {engine_id: account.own for engine_id, account in self._accounts.items() if account.own[0]}
-        return Share(engines, self._own_demand())
+        return Share({engine_id: account.own for engine_id, account in self._accounts.items() if account.own[0]})
 
     # What the others have
 
@@ -158,16 +141,6 @@ class Ledger:
                 self._replace(peer.message.share, Share())
         self._table.unseen_tokens = self.unseen.tokens()
 
-    def demand(self) -> dict[str, Demand]:
-        """Requests of all routers, by model."""
-        parked: Counter[str] = Counter()
-        running: Counter[str] = Counter()
-        for models in (self._own_demand(), *(share.models for share in self._shares())):
-            for model, (waiting, runs) in models.items():
-                parked[model] += waiting
-                running[model] += runs
-        return {model: (parked[model], running[model]) for model in parked}
-
     # Inside
 
     def _changed(self) -> None:
@@ -176,11 +149,6 @@ class Ledger:
 
     def _shares(self) -> Iterator[Share]:
         return (peer.message.share for peer in self._peers.values())
-
-    def _own_demand(self) -> dict[str, Demand]:
-        names = dict.fromkeys((*self._parked, *self._running))
-        demand = {name: (self._parked.get(name, 0), self._running[name]) for name in names if name}
-        return {name: counts for name, counts in demand.items() if any(counts)}
 
     def _replace(self, before: Share, after: Share) -> None:
         """Moves the accounts that differ. Engines that are not known here keep in the share until they are."""

@@ -4,12 +4,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 
 import grpc
 from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.tls import TlsError
 
+from quire_router.fleet.away import Away
 from quire_router.fleet.channel import open_channel
 from quire_router.fleet.outage import Outage, Problem
 from quire_router.fleet.output import EngineLost
@@ -20,6 +22,7 @@ from quire_router.fleet.stream import OutputStream
 
 log = logging.getLogger(__name__)
 
+_HASTE = 1.0  # seconds between two tries for which ``hurry`` ends a pause
 OUTPUTS_IN_A_TURN = 4  # a sixth of a millisecond or so, after which requests that come have their turn
 
 SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
@@ -35,6 +38,7 @@ class EngineLink:
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
     still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
     ``on_load`` with each report of the engine's load, ``on_lost`` when all that it said before is of no use any more.
+    ``away`` is told while there is no stream, and says how far apart tries to open one are to be.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class EngineLink:
         on_kv_event: KvListener | None = None,
         on_load: LoadListener | None = None,
         on_lost: Callable[[], None] = lambda: None,
+        away: Away | None = None,
     ) -> None:
         self.address = address
         self.settings = settings or LinkSettings()
@@ -60,7 +65,9 @@ class EngineLink:
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
+        self._away = away or Away()
         self._hurried = asyncio.Event()
+        self._hastened = -inf
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -78,7 +85,9 @@ class EngineLink:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.address}")
 
     def hurry(self) -> None:
-        """Ends the pause between two tries to connect: the engine is said to be there now."""
+        """Ends the pause between two tries to connect: the engine is said to be there now. Once a second at most, as
+        that can be said again and again.
+        """
         self._hurried.set()
 
     async def close(self) -> None:
@@ -93,7 +102,7 @@ class EngineLink:
         """Sends a request. Raises ``EngineLost`` when the engine is away, ``EngineFull`` when too many wait already."""
         if self._lost:
             raise EngineLost("the engine is not connected")
-        return self.session.submit(message)
+        return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
 
     # The stream's life
 
@@ -113,12 +122,15 @@ class EngineLink:
             if problem.refused:
                 self._end_grace_within(self.settings.refused_grace)
             outage.tell(problem)
-            await self._pause(outage.next_delay())
+            await self._pause(outage.next_delay(self._away.spacing))
 
     async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
+        loop = asyncio.get_running_loop()
+        with self._away.waiting(), suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._hurried.wait()
+                await asyncio.sleep(self._hastened + _HASTE - loop.time())
+                self._hastened = loop.time()
         self._hurried.clear()
 
     def _outage(self) -> Outage:
@@ -198,6 +210,7 @@ class EngineLink:
         self.description = description
         self.session.begin(snapshot)
         self._silence.heard()
+        self._hurried.clear()
         self._connected, self._lost = True, False
         self._stop_grace()
         log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")

@@ -1,7 +1,6 @@
 """One stretch of time without a stream to an engine: when to try again, and how loudly to tell. Does no I/O."""
 
 import logging
-import random
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
@@ -9,6 +8,7 @@ from typing import Self
 import grpc
 from quire_proto.tls import ClientTls, TlsError
 
+from quire_router.fleet.backoff import Backoff
 from quire_router.fleet.channel import explain
 from quire_router.fleet.settings import LinkSettings
 
@@ -55,8 +55,7 @@ class Outage:
         self._address = address
         self._worrying = monotonic() + patience
         self._told = logging.INFO if known_to_leave else logging.NOTSET
-        self._delay = settings.backoff
-        self._max_delay = settings.max_backoff
+        self._backoff = Backoff(settings.backoff, settings.max_backoff)
         self._last: Problem | None = None
 
     def tell(self, problem: Problem) -> None:
@@ -69,8 +68,6 @@ class Outage:
             log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
             self._told = level
 
-    def next_delay(self) -> float:
-        """Seconds until the next try."""
-        delay = self._delay * random.uniform(0.5, 1.0)  # noqa: S311 - spreads reconnects, hides nothing
-        self._delay = min(2 * self._delay, self._max_delay)
-        return delay
+    def next_delay(self, spacing: float) -> float:
+        """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""
+        return self._backoff.next(spacing)

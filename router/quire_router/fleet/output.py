@@ -13,10 +13,26 @@ class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an 
     kind = "engine_lost"
 
 
+class EngineLeaving(EngineLost):
+    """The engine was told to stop before the request came, and did not take it."""
+
+    kind = "engine_leaving"
+
+
+class DrainExceeded(EngineLost):
+    """The engine was told to stop, and was gone before the request had ended."""
+
+    kind = "drain_exceeded"
+
+
 class EngineFull(Exception):  # noqa: N818 - as above
     """The engine takes no more requests now; it has done nothing for this one, and another engine may take it."""
 
     kind = "engine_full"
+
+
+LOSSES = (EngineLost.kind, EngineLeaving.kind, DrainExceeded.kind, EngineFull.kind)
+"""Everything that an attempt can come to nothing by."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from quire_router.fleet.cadence import Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import MAX_PEERS, Ledger
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
+from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
@@ -50,14 +51,14 @@ class PeerSettings:
 
 
 class Peers:
-    """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``url``; ``ValueError``,
+    """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``place``; ``ValueError``,
     without its password, when that is no URL. While Redis is away, this router's own counts go on and the others'
     shares expire.
     """
 
     def __init__(
         self,
-        url: str,
+        place: RedisAccess | str,
         ledger: Ledger,
         expectations: Expectations,
         *,
@@ -69,7 +70,7 @@ class Peers:
         self._ledger = ledger
         self._expectations = expectations
         self._settings = settings or PeerSettings()
-        self._client = redis_client(url, timeout=self._settings.timeout)  # what is told next replaces what was not
+        self._client = redis_client(place, timeout=self._settings.timeout)  # what is told next replaces what was not
         self._closing = False
         self._introduced = False
         self._speaking = False

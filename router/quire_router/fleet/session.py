@@ -11,7 +11,7 @@ from quire_proto.sampling import FinishReason
 
 from quire_router.fleet.asked import Asked
 from quire_router.fleet.outbox import Outbox
-from quire_router.fleet.output import Output
+from quire_router.fleet.output import DrainExceeded, EngineLeaving, EngineLost, Output
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
 
@@ -61,14 +61,21 @@ class Session:
         """Requests whose outputs have not all ended."""
         return len(self._streams)
 
-    def submit(self, message: engine_pb2.Submit) -> OutputStream:
-        """Sends a request, once the writer gets to it. Raises ``EngineFull`` when too many wait already."""
+    @property
+    def _loss(self) -> type[EngineLost]:
+        """What it means that a request which the engine runs is lost now."""
+        return DrainExceeded if self.draining else EngineLost
+
+    def submit(self, message: engine_pb2.Submit, vocabulary: int = 0) -> OutputStream:
+        """Sends a request, once the writer gets to it, to an engine whose model has so many tokens; 0: nobody knows.
+        Raises ``EngineFull`` when too many wait already.
+        """
         if message.request_id in self._streams:
             raise internal()
         self.outbox.submit(message)
         stream = OutputStream(
             message.request_id,
-            Asked.of(message),
+            Asked.of(message, vocabulary),
             on_cancel=self._cancel,
             slow_client_timeout=self._settings.slow_client_timeout,
         )
@@ -100,11 +107,6 @@ class Session:
         self.generation, self.draining = snapshot.generation, snapshot.draining
         self._take_load(snapshot.load)
 
-    def apply(self, batch: engine_pb2.StepBatch) -> None:
-        """As ``take``, all at once."""
-        for _ in self.take(batch):
-            pass
-
     def take(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
         """Takes a batch's news; each step of what is returned hands one of its outputs to its request, and all of them
         have to be made before anything else is taken. A batch that came before is ignored; raises ``SequenceGap`` when
@@ -135,7 +137,7 @@ class Session:
         self.sequence = 0
         for stream in list(self._streams.values()):
             self._remember_cancel(stream)
-            stream.lose(reason)
+            stream.lose(reason, self._loss)
         self._streams.clear()
 
     def forget(self) -> None:
@@ -217,7 +219,7 @@ class Session:
             # Nobody asked for this end: the engine is shutting down.
             output.finish_reason = output.error = None
             stream.push(output)
-            stream.fail_over("the engine gave the request back")
+            stream.fail_over("the engine gave the request back", EngineLeaving if refused else self._loss)
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.heard_of:
             stream.refuse("its queue is full")
         else:

@@ -1,7 +1,7 @@
 """What one router has in flight, and the form in which it tells the others. Does no I/O."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Self
@@ -15,9 +15,6 @@ from quire_router.fleet.expectations import MAX_NAMES, Expectation
 Counts = tuple[int, int, int]
 """Of one engine: requests in flight, tokens of their prompts that are pending, sequences that are decoding."""
 
-Demand = tuple[int, int]
-"""For one model: requests that are parked, and requests that engines run."""
-
 VERSION = 1
 MAX_PAYLOAD_BYTES = 2**20
 _LARGEST = 2**32 - 1
@@ -30,10 +27,9 @@ class DamagedShareError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one router has in flight on each engine, by its id, and for each model."""
+    """What one router has in flight on each engine, by its id."""
 
     engines: Mapping[str, Counts] = field(default_factory=dict)
-    models: Mapping[str, Demand] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +49,8 @@ class Message:
 
     def encode_share(self) -> bytes:
         """The payload without what is expected."""
-        engines, models = self.share.engines, self.share.models
-        requests, pending_tokens, decoding = _columns(engines.values(), 3)
-        parked, running = _columns(models.values(), 2)
+        engines = self.share.engines
+        requests, pending_tokens, decoding = zip(*engines.values(), strict=True) if engines else ((), (), ())
         return load_pb2.LoadShare(
             version=VERSION,
             router_id=self.router_id,
@@ -64,9 +59,6 @@ class Message:
             requests=requests,
             pending_tokens=[min(tokens, _LARGEST) for tokens in pending_tokens],
             decoding=decoding,
-            models=models,
-            parked=parked,
-            running=running,
         ).SerializeToString()
 
     def encode_expected(self) -> bytes:
@@ -96,10 +88,9 @@ class Message:
             engines = dict(
                 zip(told.engine_ids, zip(told.requests, told.pending_tokens, told.decoding, strict=True), strict=True)
             )
-            models = dict(zip(told.models, zip(told.parked, told.running, strict=True), strict=True))
         except ValueError:
             raise DamagedShareError("its columns differ in length") from None
-        return cls(told.router_id, told.sequence, Share(engines, models), tuple(_expected(told)))
+        return cls(told.router_id, told.sequence, Share(engines), tuple(_expected(told)))
 
 
 def _expected(told: load_pb2.LoadShare) -> Iterator[Expectation]:
@@ -117,7 +108,3 @@ def _expected(told: load_pb2.LoadShare) -> Iterator[Expectation]:
         expected = tuple(islice(each, count))
         if engine < len(told.engine_ids):
             yield Expectation(told.engine_ids[engine], expected)
-
-
-def _columns(rows: Iterable[tuple[int, ...]], width: int) -> list[tuple[int, ...]]:
-    return list(zip(*rows, strict=True)) or [()] * width

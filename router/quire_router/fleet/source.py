@@ -3,7 +3,9 @@
 import re
 from dataclasses import dataclass
 
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+from quire_router.fleet.endpoint import address_of
+
+_ADDRESS = re.compile(r"(\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[A-Za-z0-9._-]+)):(?P<port>[0-9]{1,5})")
 _DNS = re.compile(r"dns://(?P<name>[A-Za-z0-9_]([A-Za-z0-9._-]{0,252}))(?::(?P<port>[0-9]{1,5}))")
 _LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _KUBERNETES = re.compile(
@@ -53,25 +55,27 @@ Source = Address | DnsName | KubernetesService
 
 def parse_source(entry: str) -> Source:
     """Raises ``ValueError`` where the entry is none of the three."""
-    source = _parse(entry)
-    if source is None:
-        raise ValueError(f"{entry!r} is not HOST:PORT, dns://NAME:PORT or kubernetes://[NAMESPACE/]SERVICE[:PORT]")
-    return source
+    try:
+        return _parse(entry)
+    except ValueError:
+        kinds = "HOST:PORT, dns://NAME:PORT or kubernetes://[NAMESPACE/]SERVICE[:PORT]"
+        raise ValueError(f"{entry!r} is not {kinds}") from None
 
 
-def _parse(entry: str) -> Source | None:
+def _parse(entry: str) -> Source:
     if match := _ADDRESS.fullmatch(entry):
-        return Address(entry) if _is_port(match["port"]) else None
+        port = _port(match["port"])
+        return Address(address_of(match["six"], port, six=True) if match["six"] else f"{match['host']}:{port}")
     if match := _DNS.fullmatch(entry):
-        return DnsName(match["name"], int(match["port"])) if _is_port(match["port"]) else None
+        return DnsName(match["name"], _port(match["port"]))
     if match := _KUBERNETES.fullmatch(entry):
-        port = match["port"] or DEFAULT_PORT_NAME
-        if not port.isdigit():
-            return KubernetesService(match["namespace"], match["service"], port)
-        if _is_port(port):
-            return KubernetesService(match["namespace"], match["service"], int(port))
-    return None
+        name = match["port"] or DEFAULT_PORT_NAME
+        return KubernetesService(match["namespace"], match["service"], _port(name) if name.isdigit() else name)
+    raise ValueError(entry)
 
 
-def _is_port(text: str) -> bool:
-    return 1 <= int(text) <= 65535
+def _port(text: str) -> int:
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise ValueError(text)
+    return port

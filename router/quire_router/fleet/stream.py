@@ -129,20 +129,20 @@ class OutputStream:
         """The choices that were cancelled, and that the engine has not ended."""
         return [index for index, choice in self._choices.items() if choice.over and choice.running]
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
         """The engine is gone, so there is nothing to cancel."""
         if not self._ended:
-            self._finish(EngineLost(reason))
+            self._finish(loss(reason))
 
     def refuse(self, reason: str) -> None:
         """The engine did not take the request."""
         if not self._ended:
             self._finish(EngineFull(reason))
 
-    def fail_over(self, reason: str) -> None:
+    def fail_over(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
         """As ``lose``, where the engine may still be at work on it."""
         if not self._ended:
-            self._finish(EngineLost(reason))
+            self._finish(loss(reason))
             self._on_cancel(self.request_id, None)
 
     # The reader's side
@@ -212,6 +212,8 @@ class OutputStream:
             self.fail(internal())
         if choice.position + len(piece.token_ids) > self.asked.max_tokens:
             self.fail(internal())
+        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) < self.asked.vocabulary):
+            self.fail(internal())  # a text would just lack it
         return self._end is None
 
     def _align(self, choice: _Choice, piece: Output) -> None:

@@ -1,4 +1,4 @@
-"""How the Kubernetes API is reached. Plain data; ``kube_api`` goes the way."""
+"""Where the Kubernetes API is and as whom it is asked. Plain data; ``kube_client`` makes the client."""
 
 import os
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class KubeAccess:
     """With the file that ``kubeconfig`` names, else as the pod whose service account's files are in ``account``."""
 
     kubeconfig: str | None = None
@@ -20,5 +20,5 @@ class Access:
         """Raises ``ValueError`` where there is neither ``KUBECONFIG`` nor what every pod has."""
         kubeconfig = os.environ.get("KUBECONFIG")
         if not kubeconfig and not os.environ.get("KUBERNETES_SERVICE_HOST"):
-            raise ValueError("kubernetes:// can be asked from a pod only, or with the variable KUBECONFIG")
+            raise ValueError("the Kubernetes API can be asked from a pod only, or with the variable KUBECONFIG")
         return cls(kubeconfig or None)
