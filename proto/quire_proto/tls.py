@@ -1,5 +1,5 @@
-"""The PEM files of TLS between router and engines: named by settings, read and checked before they are used, and read
-again whenever they may have changed. What is made of them is each service's.
+"""The PEM files of TLS: named by settings, read and checked before they are used, and read again whenever they may have
+changed. What is made of them is each service's.
 """
 
 import re
@@ -40,7 +40,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """An engine's side. With ``client_ca`` only clients that show a certificate of it are talked to."""
+    """A server's side. With ``client_ca`` only clients that show a certificate of it are talked to."""
 
     identity: IdentityFiles
     client_ca: Path | None = None
@@ -77,6 +77,18 @@ def identity_files(certificate: Path | None, key: Path | None, flags: str) -> Id
         given, missing = ("key", "cert") if certificate is None else ("cert", "key")
         raise ValueError(f"{flags}-{given} needs {flags}-{missing}.")
     return IdentityFiles(certificate, key)
+
+
+def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None, flags: str) -> ServerTls | None:
+    """The three settings together, which are called ``flags`` and ``-cert``, ``-key`` or ``-client-ca``; None for plain
+    text. Raises ``ValueError``.
+    """
+    identity = identity_files(certificate, key, flags)
+    if identity is not None:
+        return ServerTls(identity, client_ca)
+    if client_ca is not None:
+        raise ValueError(f"{flags}-client-ca needs {flags}-cert.")
+    return None
 
 
 def check_identity(files: IdentityFiles | None, flags: str) -> None:

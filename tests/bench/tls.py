@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.v1 import engine_pb2
-from quire_engine.service.certificates import Certificates
+from quire_proto.certificates import Certificates
 from quire_proto.tls import ClientTls, ServerTls
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.settings import LinkSettings

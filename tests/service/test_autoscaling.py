@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from openai import AsyncOpenAI
 from quire.keda.externalscaler_pb2 import GetMetricsRequest, ScaledObjectRef
@@ -23,19 +24,22 @@ from tests.support.hpa import Hpa
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.warm import WarmEngine, warm_up
 
-HELD, LONG = 20, 3
+HELD, LONG = 20, 2
 PATIENCE = 120.0
+TICK = 0.1  # seconds from one question of the autoscaler to the next
 
 
 @dataclass
 class Asked:
-    """A router, and the ports at which autoscalers ask it."""
+    """A router, the ports at which autoscalers ask it, and what KEDA shows, if anything."""
 
     router: Router
     proxy: ssl.SSLContext
     scaling_port: int
     keda_port: int
+    credentials: grpc.ChannelCredentials | None
 
     async def external(self) -> int | None:
         """The load as external.metrics.k8s.io tells it; None where it is an error."""
@@ -46,7 +50,7 @@ class Asked:
     async def keda(self) -> int | None:
         """The load as KEDA is told it."""
         metadata = ScaledObjectRef(name="engine", namespace="serving", scalerMetadata={"model": MODEL})
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.keda_port}") as channel:
+        async with self._channel(f"127.0.0.1:{self.keda_port}") as channel:
             stub = ExternalScalerStub(channel)
             try:
                 told = await stub.GetMetrics(GetMetricsRequest(scaledObjectRef=metadata, metricName="quire_load"))
@@ -59,10 +63,17 @@ class Asked:
         assert active is (load > 0)
         return load
 
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address)
+        return grpc.aio.secure_channel(address, self.credentials)
+
 
 @dataclass
 class Stage:
-    """Two routers, the first of two processes, that know where engines may be, Redis, and no engine."""
+    """Two routers, the first of two processes and the second with TLS for KEDA, that know where engines may be, Redis,
+    and no engine.
+    """
 
     folder: Path
     redis: RedisServer
@@ -80,7 +91,7 @@ class Stage:
         for port in self.ports:
             if len(self.engines) < replicas and port not in self.engines:
                 flags = (*SMALL_POOLS, *FLOAT32, "--shutdown-timeout", "0.2")
-                self.engines[port] = Engine(DEMO, self.folder, *flags, port=port)
+                self.engines[port] = WarmEngine(DEMO, self.folder, *flags, port=port)
         while len(self.engines) > replicas:
             port = max(self.engines, key=lambda each: self.engines[each].metric("quire_engine_running_sequences"))
             engine = self.engines.pop(port)
@@ -95,16 +106,12 @@ class Stage:
         """How many of them each router can give requests to."""
         return [router.metric("quire_engines_ready", model=MODEL) for router in self.routers]
 
-    async def is_busy(self) -> bool:
-        """Whether one of them has something to do."""
-        return any(engine.metric("quire_engine_running_sequences") for engine in self.engines.values())
-
     async def follow(self, hpa: Hpa) -> None:
         """Does what the autoscaler says, again and again."""
         while True:
             load = await self.asked[0].external()
             self.scale(hpa.desired(len(self.engines), load, time.monotonic()))
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(TICK)
 
     async def agree(self, load: int | None) -> None:
         """Waits until every router that is there tells this load in every way."""
@@ -119,39 +126,48 @@ async def comes(tell: Callable[[], Any], wanted: object) -> None:
             await asyncio.sleep(0.05)
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    cluster, ports = Cluster(tmp_path), [free_port(), free_port()]
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """For all tests: the last one leaves a dead router behind."""
+    warm_up()
+    folder = tmp_path_factory.mktemp("autoscaling")
+    cluster, ports = Cluster(folder), [free_port(), free_port()]
     proxy = cluster.proxy()
     with redis_server() as redis, ExitStack() as ending:
         asked = []
-        for workers in ("2", "1"):
+        for workers, credentials in (("2", None), ("1", cluster.keda())):
             scaling, keda = free_port(), free_port()
             flags = (*cluster.flags(scaling), "--keda-port", str(keda), "--redis-url", redis.url)
+            flags += () if credentials is None else cluster.keda_flags()
             held = ("--workers", workers, "--hold-timeout", str(PATIENCE), "--shutdown-timeout", "0.2")
-            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], tmp_path, *flags, *held)
+            router = Router(DEMO, [f"127.0.0.1:{port}" for port in ports], folder, *flags, *held)
             ending.callback(lambda router=router: router.popen.poll() is None and router.stop())
-            asked.append(Asked(router, proxy, scaling, keda))
+            asked.append(Asked(router, proxy, scaling, keda, credentials))
         for each in asked:
             eventually(partial(is_up, each.router), 60, each.router.text)
-        stage = Stage(tmp_path, redis, asked, ports)
+        warm_up(wait=True)
+        stage = Stage(folder, redis, asked, ports)
         ending.callback(lambda: [engine.kill() for engine in (*stage.engines.values(), *stage.stopped)])
         yield stage
 
 
 def is_up(router: Router) -> bool:
-    """It is not healthy without an engine, but there."""
-    return fetch(router.metrics_port, "/live")[0] == 200
+    """It is not healthy without an engine, but there; with workers, one of them."""
+    return fetch(router.http_port, "/health")[0] == 503
 
 
-async def complete(router: Router, tokens: int) -> tuple[str, str]:
-    """A streamed answer: its text, and how it ended."""
+async def complete(router: Router, tokens: int, begun: asyncio.Event | None = None) -> tuple[str, str]:
+    """A streamed answer: its text, and how it ended. ``begun`` is set when it has begun."""
     text, reason = "", ""
-    async with AsyncOpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE) as client:
+    plain = httpx.AsyncClient(verify=False)  # it is http, and to read who vouches for https takes long
+    terms = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, "http_client": plain}
+    async with AsyncOpenAI(base_url=f"{router.url}/v1", **terms) as client:
         answer = await client.completions.create(
             model=MODEL, prompt="Once", max_tokens=tokens, temperature=0, stream=True, extra_body={"ignore_eos": True}
         )
         async for chunk in answer:
+            if begun is not None:
+                begun.set()
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
     return text, reason
@@ -164,18 +180,20 @@ async def test_engines_follow_the_load_from_zero_and_back_and_no_answer_is_lost(
     assert [router.metric("quire_load", model=MODEL) for router in stage.routers] == [HELD / 2, HELD / 2]
     assert not stage.engines
 
-    hpa = Hpa(target=HELD / 2, minimum=0, maximum=2)
+    hpa = Hpa(target=HELD / 2, minimum=0, maximum=2, down_window=3 * TICK)
     following = asyncio.create_task(stage.follow(hpa))
+    await comes(stage.running, 2)
+    hpa.minimum = 2
     answers = await asyncio.gather(*held)
-    assert len(stage.engines) == 2
     assert {reason for _, reason in answers} == {"length"}
     assert len({text for text, _ in answers}) == 1
 
     # All that is left has room on one engine, and the one that is told to stop is in the middle of an answer.
     await comes(stage.known, [2, 2])
-    streams = [asyncio.create_task(complete(stage.routers[number % 2], 1200)) for number in range(LONG)]
-    await comes(stage.is_busy, True)
-    hpa.down_window = 0.5
+    begun = asyncio.Event()
+    streams = [asyncio.create_task(complete(stage.routers[number % 2], 1000, begun)) for number in range(LONG)]
+    await begun.wait()
+    hpa.minimum = 0
     await comes(stage.running, 1)
     assert not any(stream.done() for stream in streams)
     long = await asyncio.gather(*streams)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import trustme
 from quire_proto.tls import IdentityFiles
@@ -49,8 +50,8 @@ class Cluster:
         self.servers.cert_pem.write_to_path(str(self.servers_ca))
         self.proxies.cert_pem.write_to_path(str(self.proxies_ca))
 
-    def issue(self, authority: trustme.CA, common_name: str, *names: str) -> IdentityFiles:
-        leaf = authority.issue_cert(*(names or ("client.test",)), common_name=common_name)
+    def issue(self, authority: trustme.CA, common_name: str, *names: str, **terms: Any) -> IdentityFiles:
+        leaf = authority.issue_cert(*(names or ("client.test",)), common_name=common_name, **terms)
         certificate, key = self._folder / f"{common_name}.crt", self._folder / f"{common_name}.key"
         certificate.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
@@ -73,6 +74,18 @@ class Cluster:
             *("--scaling-port", str(port), "--scaling-namespace", NAMESPACE),
             *("--scaling-cert", str(self.router.certificate), "--scaling-key", str(self.router.key)),
             *("--scaling-client-ca", str(self.proxies_ca), "--scaling-client-name", PROXY_NAME),
+        )
+
+    def keda_flags(self) -> tuple[str, ...]:
+        """With which a router serves KEDA over TLS, and nobody without a certificate."""
+        shown = ("--keda-cert", str(self.router.certificate), "--keda-key", str(self.router.key))
+        return (*shown, "--keda-client-ca", str(self.proxies_ca))
+
+    def keda(self) -> grpc.ChannelCredentials:
+        """What KEDA shows then."""
+        shown = self.issue(self.proxies, "keda")
+        return grpc.ssl_channel_credentials(
+            self.servers_ca.read_bytes(), shown.key.read_bytes(), shown.certificate.read_bytes()
         )
 
     def kubeconfig(self, port: int) -> Path:

@@ -105,9 +105,10 @@ async def test_a_value_is_told_byte_for_byte(tmp_path: Path) -> None:
         assert answer.content == (
             b'{"kind":"ExternalMetricValueList","apiVersion":"external.metrics.k8s.io/v1beta1","metadata":{},'
             b'"items":[{"metricName":"quire_load","metricLabels":{"model":"llama"},'
-            b'"timestamp":"%b","window":0,"value":"37"}]}' % time.encode()
+            b'"timestamp":"%b","window":0,"value":"37"}]}\n' % time.encode()
         )
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+        assert answer.headers["cache-control"] == "no-cache, private"
         told = datetime.strptime(time, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
         assert before <= told <= before + timedelta(minutes=1)
 
@@ -122,14 +123,14 @@ async def test_discovery_is_told_byte_for_byte(tmp_path: Path) -> None:
         assert (await stage.get("/apis/external.metrics.k8s.io/v1beta1")).content == (
             b'{"kind":"APIResourceList","apiVersion":"v1","groupVersion":"external.metrics.k8s.io/v1beta1",'
             b'"resources":[{"name":"quire_load","singularName":"","namespaced":true,'
-            b'"kind":"ExternalMetricValueList","verbs":["get"]}]}'
+            b'"kind":"ExternalMetricValueList","verbs":["get"]}]}\n'
         )
         wanted = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList"
         groups = await stage.get("/apis", accept=wanted)
-        assert groups.content == b'{"kind":"APIGroupList","apiVersion":"v1","groups":[{%b}]}' % group
+        assert groups.content == b'{"kind":"APIGroupList","apiVersion":"v1","groups":[{%b}]}\n' % group
         assert groups.headers["content-type"] == "application/json"
         own = await stage.get("/apis/external.metrics.k8s.io")
-        assert own.content == b'{"kind":"APIGroup","apiVersion":"v1",%b}' % group
+        assert own.content == b'{"kind":"APIGroup","apiVersion":"v1",%b}\n' % group
 
 
 @pytest.mark.parametrize(
@@ -270,13 +271,37 @@ async def test_until_the_proxy_is_known_nobody_is_answered(tmp_path: Path) -> No
 async def test_a_new_authority_counts_at_once_also_on_old_connections(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         url = f"https://127.0.0.1:{stage.port}{RESOURCE}"
+        former = trustme.CA.from_pem(
+            stage.cluster.proxies.cert_pem.bytes(), stage.cluster.proxies.private_key_pem.bytes()
+        )
         async with httpx.AsyncClient(verify=stage.cluster.proxy()) as old:
             assert (await old.get(url)).status_code == 200
             stage.cluster.proxies = trustme.CA()
             stage.cluster.write()
             await stage.proxy.refresh()
             assert (await old.get(url)).status_code == 403, "its connection was vouched for by the former authority"
+            stage.cluster.proxies = former
+            stage.cluster.write()
+            await stage.proxy.refresh()
+            assert (await old.get(url)).status_code == 200, "it connects again instead of being refused for ever"
         assert (await ask(stage.port, stage.cluster.proxy())).status_code == 200
+
+
+async def test_who_connects_before_the_proxy_is_known_is_answered_afterwards(tmp_path: Path) -> None:
+    async with serving(tmp_path, known=False) as stage, httpx.AsyncClient(verify=stage.cluster.proxy()) as early:
+        url = f"https://127.0.0.1:{stage.port}{RESOURCE}"
+        assert (await early.get(f"https://127.0.0.1:{stage.port}/healthz")).status_code == 200
+        assert (await early.get(url)).status_code == 503
+        assert (await early.get(f"https://127.0.0.1:{stage.port}/healthz")).status_code == 200
+        await stage.proxy.refresh()
+        assert [(await early.get(url)).status_code for _ in range(2)] == [401, 200], "nobody asked it for a certificate"
+
+
+async def test_a_certificate_that_has_expired_is_none(tmp_path: Path) -> None:
+    async with serving(tmp_path) as stage:
+        late = stage.cluster.issue(stage.cluster.proxies, PROXY_NAME, not_after=datetime.now(UTC) - timedelta(hours=1))
+        with pytest.raises(httpx.TransportError):
+            await ask(stage.port, stage.cluster.context(late))
 
 
 async def test_a_new_certificate_is_shown_and_a_broken_one_is_not(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ MODELS = ("llama", "qwen/small")
 @dataclass
 class Stage:
     load: KnownLoad
+    server: KedaServer
     stub: ExternalScalerStub
     channel: grpc.aio.Channel
 
@@ -32,7 +33,7 @@ async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     server = KedaServer(Scaler(load, labels_of(MODELS)), "127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        yield Stage(load, ExternalScalerStub(channel), channel)
+        yield Stage(load, server, ExternalScalerStub(channel), channel)
     await server.stop()
 
 
@@ -133,6 +134,18 @@ async def test_a_stream_that_begins_in_an_outage_waits(monkeypatch: pytest.Monke
         async with asyncio.timeout(10):
             assert (await pending).result is False
         call.cancel()
+
+
+async def test_streams_end_well_with_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error KEDA would wait up to a minute before it comes again."""
+    async with serving(monkeypatch) as stage:
+        monkeypatch.setattr(keda, "_PERIOD", 60.0)
+        calls = [stage.stub.StreamIsActive(trigger()) for _ in range(5)]
+        for call in calls:
+            assert (await call.read()).result is False
+        await stage.server.stop()
+        async with asyncio.timeout(10):
+            assert [await call.code() for call in calls] == [grpc.StatusCode.OK] * 5
 
 
 async def test_streams_are_bounded_and_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:

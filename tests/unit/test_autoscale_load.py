@@ -170,6 +170,69 @@ async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_tol
             await load.read()
 
 
+async def test_a_clock_that_goes_back_keeps_nobody_alive_and_the_load_is_soon_known_again(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}, {"a": 3}) as (first, _):
+        await comes(load, {"a": 5, "b": 0})
+        await first.die()
+        await set_clock_back(redis, hours=1)
+        await comes(load, None)
+        await comes(load, {"a": 3, "b": 0})
+
+
+async def set_clock_back(redis: RedisServer, hours: int) -> None:
+    """As Redis sees it: all that it was told is so much later."""
+    later = hours * 3_600_000
+    client = redis_client(redis.url, timeout=5)
+    for router, until in await client.zrange(KEYS[0], 0, -1, withscores=True):
+        await client.zadd(KEYS[0], {router: until + later})
+    await client.incrby(KEYS[2], later)
+    for key in KEYS:
+        await client.pexpire(key, later)
+    await client.aclose()
+
+
+@pytest.mark.parametrize("lost", [KEYS, KEYS[:1]])
+async def test_what_redis_lost_is_told_again_and_never_a_part_of_it(lost: tuple[str, ...], redis: RedisServer) -> None:
+    settled, calm = replace(SETTINGS, settle=0.6), replace(SETTINGS, beat=0.3)
+    async with (
+        reader(redis.url, settled) as load,
+        routers(redis.url, {"a": 2}),
+        routers(redis.url, {"a": 3}, settings=calm),
+    ):
+        await comes(load, {"a": 5, "b": 0})
+        client = redis_client(redis.url, timeout=5)
+        await client.delete(*lost)
+        await client.aclose()
+        known = None
+        async with asyncio.timeout(10):
+            while known is None:
+                await asyncio.sleep(2 * SETTINGS.age)
+                known = await now(load)
+        assert known == {"a": 5, "b": 0}
+
+
+async def test_a_redis_that_is_slow_is_asked_once_for_all_who_wait(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
+        await comes(load, {"a": 2, "b": 0})
+        redis.signal(signal.SIGSTOP)
+        await asyncio.sleep(2 * SETTINGS.age)
+        async with asyncio.timeout(10):  # each with an answer of its own would take a minute
+            assert await asyncio.gather(*(now(load) for _ in range(200))) == [None] * 200
+        redis.signal(signal.SIGCONT)
+        await comes(load, {"a": 2, "b": 0})
+
+
+async def test_who_goes_while_asking_takes_the_answer_from_nobody(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
+        await comes(load, {"a": 2, "b": 0})
+        for _ in range(50):
+            gone, *others = [asyncio.create_task(now(load)) for _ in range(3)]
+            await asyncio.sleep(0.0005)
+            gone.cancel()
+            assert await asyncio.gather(*others) == [{"a": 2, "b": 0}] * 2
+            await asyncio.sleep(SETTINGS.age)
+
+
 async def test_a_damaged_part_is_an_error_and_not_left_out(redis: RedisServer) -> None:
     async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
         await comes(load, {"a": 2, "b": 0})

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from quire_proto.settings import read_settings
+from quire_proto.tls import ServerTls
 from quire_router.autoscale.namespace import own_namespace
 from quire_router.config import Settings
 
@@ -29,6 +30,15 @@ def test_all_of_it_is_read(tmp_path: Path) -> None:
     assert (told.scaling_client_ca, told.scaling_client_name) == (cluster.proxies_ca, [PROXY_NAME])
 
 
+def test_keda_is_told_over_tls_where_the_settings_name_a_certificate(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    shown = ("--keda-cert", str(cluster.router.certificate), "--keda-key", str(cluster.router.key))
+    assert settings("--keda-port", "0").keda_tls is None
+    assert settings(*shown).keda_tls == ServerTls(cluster.router)
+    asking = settings(*shown, "--keda-client-ca", str(cluster.proxies_ca))
+    assert asking.keda_tls == ServerTls(cluster.router, cluster.proxies_ca)
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -39,6 +49,9 @@ def test_all_of_it_is_read(tmp_path: Path) -> None:
         (("--scaling-client-ca", "no/such/file"), "--scaling-client-ca: "),
         (("--scaling-namespace", "No"), "'No' is not the name of a namespace"),
         (("--keda-port", "70000"), "--keda-port: "),
+        (("--keda-key", "OTHER"), "--keda-key needs --keda-cert"),
+        (("--keda-cert", "CERT", "--keda-key", "OTHER"), "--keda-key: "),
+        (("--keda-client-ca", "CERT"), "--keda-client-ca needs --keda-cert"),
         (("--keda-port", "0", "--model", "a/b=folder,a_b=folder"), "would both be 'a_b'"),
     ],
 )

@@ -4,22 +4,23 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from quire.v1 import engine_pb2, engine_pb2_grpc
+from quire_proto.certificates import Certificates
 from quire_proto.tls import ServerTls
 
 from quire_engine.core import EngineCore, StepOutput, Stop
 from quire_engine.executor.base import Executor
 from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.service.certificates import Certificates
 from quire_engine.service.hub import SessionHub
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
 from quire_engine.service.servicer import EngineServicer
@@ -93,6 +94,7 @@ class EngineServer:
         """Serves until SIGTERM or SIGINT, then lets running requests end. Raises what made the core fail."""
         self._loop = asyncio.get_running_loop()
         self._told, self._hurried, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._hear_signals()
         probes = ProbeServer(self._config.host, self._config.metrics_port, self._metrics.registry, self._probes())
         server, self._health = await self._start_grpc()
         thread = Thread(target=self._run_core, name="engine-core", daemon=True)
@@ -100,7 +102,7 @@ class EngineServer:
         self._started = True
         await self._set_ready(True)
         beating = asyncio.create_task(self._hub.beat(), name="session heartbeats")
-        await self._wait_for_end()
+        await _first(self._told.wait(), self._core_ended.wait())
         await self._set_ready(False)
         await self._linger()
         await self._drain()
@@ -143,11 +145,9 @@ class EngineServer:
         self._hub.publish(step)
         self._metrics.on_step(step)
 
-    async def _wait_for_end(self) -> None:
-        """Returns at the first signal, or when the core ended."""
+    def _hear_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._stop)
-        await _first(self._told, self._core_ended)
 
     def _stop(self) -> None:
         """A signal came. The second one says that nobody needs to be waited for."""
@@ -158,15 +158,18 @@ class EngineServer:
         if self._config.shutdown_delay:
             log.info("leaving: new requests are taken for %g seconds", self._config.shutdown_delay)
             with suppress(TimeoutError):
-                await asyncio.wait_for(_first(self._hurried, self._core_ended), self._config.shutdown_delay)
+                async with asyncio.timeout(self._config.shutdown_delay):
+                    await _first(self._hurried.wait(), self._core_ended.wait())
 
     async def _drain(self) -> None:
-        """Takes nothing new and lets running requests end, for a bounded time."""
+        """Takes nothing new and lets running requests end, for a bounded time, and while there is a core that runs
+        them.
+        """
         log.info("stopping: %d requests in progress", self._hub.in_progress)
         self._hub.drain()
-        if self._failure is None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._hub.idle(), self._config.shutdown_timeout)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.shutdown_timeout):
+                await _first(self._hub.idle(), self._core_ended.wait())
 
     async def _set_ready(self, ready: bool) -> None:
         self._ready = ready
@@ -198,9 +201,9 @@ def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certifi
         raise OSError(f"{address} is in use or cannot be bound") from error
 
 
-async def _first(*events: asyncio.Event) -> None:
-    """Returns once one of them is set."""
-    waits = [asyncio.create_task(event.wait()) for event in events]
+async def _first(*endings: Coroutine[Any, Any, object]) -> None:
+    """Returns once one of them came."""
+    waits = [asyncio.create_task(ending) for ending in endings]
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -55,6 +55,7 @@ class Certificates:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         context.options |= ssl.OP_NO_TICKET  # a connection that goes on from another would not be checked again
+        context.options |= ssl.OP_NO_RENEGOTIATION  # by which one client can have a key agreed upon without end
         context.num_tickets = 0
         try:
             context.load_cert_chain(self._files.certificate, self._files.key)

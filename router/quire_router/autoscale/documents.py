@@ -29,8 +29,8 @@ _REASONS: Final = {
 
 
 def to_json(document: object) -> bytes:
-    """Compact JSON in ASCII."""
-    return json.dumps(document, separators=(",", ":")).encode("ascii")
+    """Compact JSON in ASCII, and the end of a line, as the Kubernetes API writes it."""
+    return json.dumps(document, separators=(",", ":")).encode("ascii") + b"\n"
 
 
 def api_groups() -> dict[str, Any]:

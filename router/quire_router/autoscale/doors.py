@@ -52,7 +52,8 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
 
 async def _open_keda(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    server = KedaServer(Scaler(load, labels_of(settings.models)), f"{host}:{settings.keda_port}")
+    tls = settings.keda_tls
+    server = KedaServer(Scaler(load, labels_of(settings.models)), f"{host}:{settings.keda_port}", tls)
     await server.start()
     ending.push_async_callback(server.stop)
-    log.info("autoscaling: KEDA on %s:%d", settings.host, server.port)
+    log.info("autoscaling: KEDA on %s:%d%s", settings.host, server.port, "" if tls is None else " over TLS")

@@ -39,6 +39,8 @@ _DISCOVERY = {
     f"/apis/{GROUP}": api_group(),
     f"/apis/{GROUP_VERSION}": api_resources(),
 }
+_HEADERS = {"cache-control": "no-cache, private"}
+_LAST_HEADERS = {**_HEADERS, "connection": "close"}
 _MAX_PARAMETERS = 32
 
 
@@ -49,6 +51,12 @@ class _RefusalError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
+
+
+class _StrangerError(_RefusalError):
+    """A request of somebody who is not known as the front proxy, whose connection ends with the answer: it may have
+    begun before others counted than now, and would be refused for as long as it is kept.
+    """
 
 
 class ExternalMetrics:
@@ -64,15 +72,17 @@ class ExternalMetrics:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
+        headers = _HEADERS
         try:
             status, document = HTTPStatus.OK, await self._answer(scope)
         except _RefusalError as refusal:
             status, document = refusal.status, failure(refusal.status, refusal.message)
+            headers = _LAST_HEADERS if isinstance(refusal, _StrangerError) else _HEADERS
         except Exception:
             log.exception("a request for the load failed")
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             document = failure(status, "The request failed because of an error inside the service.")
-        await Response(to_json(document), status, media_type="application/json")(scope, receive, send)
+        await Response(to_json(document), status, headers, "application/json")(scope, receive, send)
 
     async def _answer(self, scope: Scope) -> Mapping[str, object]:
         path, method = str(scope["path"]), str(scope["method"])
@@ -96,12 +106,12 @@ class ExternalMetrics:
 
     def _authenticate(self, scope: Scope) -> None:
         if not self._proxy.is_known:
-            raise _RefusalError(HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is.")
+            raise _StrangerError(HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is.")
         peer = peer_of(scope)
         if not peer.certificate:
-            raise _RefusalError(HTTPStatus.UNAUTHORIZED, "Only the cluster's front proxy is answered.")
+            raise _StrangerError(HTTPStatus.UNAUTHORIZED, "Only the cluster's front proxy is answered.")
         if not self._proxy.allows(peer):
-            raise _RefusalError(HTTPStatus.FORBIDDEN, "This certificate is not of the cluster's front proxy.")
+            raise _StrangerError(HTTPStatus.FORBIDDEN, "This certificate is not of the cluster's front proxy.")
 
     async def _values(self, parameters: Mapping[str, str]) -> Mapping[str, object]:
         if parameters.get("watch", "false") not in ("false", "0", ""):

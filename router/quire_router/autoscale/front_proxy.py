@@ -1,6 +1,8 @@
 """The cluster's front proxy, which asks in the name of others: whose certificates it shows, and under which names.
 
-The cluster tells both in a ConfigMap, and may change them at any time.
+The cluster tells both in a ConfigMap, and may change them at any time. It is asked again and again and not watched: it
+changes once in years, and what is too late for a change is an error for whoever scales by it. A watch would be a stream
+from each router for that, and discovery's is made of EndpointSlices.
 """
 
 import asyncio

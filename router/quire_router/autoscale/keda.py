@@ -17,7 +17,9 @@ from quire.keda.externalscaler_pb2 import (
     ScaledObjectRef,
 )
 from quire.keda.externalscaler_pb2_grpc import ExternalScalerServicer, add_ExternalScalerServicer_to_server
+from quire_proto.certificates import Certificates
 from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.tls import ServerTls
 
 from quire_router.api.rpc.errors import status_code
 from quire_router.api.rpc.server import CallLimits, bind, connection_options, options
@@ -33,7 +35,7 @@ _MAX_STREAMS = 256
 _LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=256)
 _MAX_MESSAGE = 64 * 1024
 _PATIENCE = 10.0  # seconds for a client to begin
-_LAST_WORDS = 0.5  # seconds; streams never end by themselves
+_LAST_WORDS = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class Scaler(ExternalScalerServicer):
         self._load = load
         self._models = {label: model for model, label in labels.items()} | {model: model for model in labels}
         self._streams = 0
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        """Lets streams end by themselves: KEDA comes again 2 s later then, and ever later after streams that broke."""
+        self._leaving.set()
 
     async def IsActive(self, request: ScaledObjectRef, context: Context) -> IsActiveResponse:  # noqa: N802
         """See the contract."""
@@ -91,13 +98,15 @@ class Scaler(ExternalScalerServicer):
     async def _changes(self, trigger: Trigger) -> AsyncIterator[bool]:
         """Whether there is something to do, once it is known, and whenever that has changed."""
         told: bool | None = None
-        while True:
+        while not self._leaving.is_set():
             with suppress(QuireError):  # what is not known is not told: the last word counts, and nobody is scaled away
                 active = await self._is_active(trigger)
                 if active is not told:
                     yield active
                 told = active
-            await asyncio.sleep(_PERIOD)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PERIOD):
+                    await self._leaving.wait()
 
     @contextmanager
     def _place(self) -> Iterator[None]:
@@ -126,13 +135,16 @@ class Scaler(ExternalScalerServicer):
 
 
 class KedaServer:
-    """Serves KEDA on ``address`` (port 0: any free one; ``port`` tells which). Raises ``OSError`` when it cannot."""
+    """Serves KEDA on ``address`` (port 0: any free one; ``port`` tells which), in plain text without ``tls``. Raises
+    ``OSError`` when it cannot, and ``TlsError`` where the files of ``tls`` are no good.
+    """
 
-    def __init__(self, scaler: Scaler, address: str) -> None:
+    def __init__(self, scaler: Scaler, address: str, tls: ServerTls | None = None) -> None:
+        self._scaler = scaler
         limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _PATIENCE)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
-        self.port = bind(self._server, address)
+        self.port = bind(self._server, address, None if tls is None else Certificates(tls).credentials())
 
     async def start(self) -> None:
         """Begins to accept calls."""
@@ -140,6 +152,7 @@ class KedaServer:
 
     async def stop(self) -> None:
         """Ends every call, within a bounded time."""
+        self._scaler.leave()
         await self._server.stop(_LAST_WORDS)
 
 

@@ -1,8 +1,8 @@
 """The name of the namespace in which this runs."""
 
-from pathlib import Path
+from quire_router.kube_access import SERVICE_ACCOUNT
 
-_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_FILE = SERVICE_ACCOUNT / "namespace"
 
 
 def own_namespace() -> str:

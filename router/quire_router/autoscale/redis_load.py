@@ -6,6 +6,7 @@ begins empty is not believed before every router has had the time to tell it.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from redis.exceptions import RedisError
 
 from quire_router.autoscale.load import unknown_load
 from quire_router.autoscale.part import DamagedPartError, decode, encode
+from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
@@ -37,19 +39,19 @@ class LoadSettings:
     interval: float = 0.1
     beat: float = 0.5
     lease: float = 3.0
-    age: float = 0.25
+    age: float = 0.1
     settle: float = 1.5
     timeout: float = 0.5
 
 
 class LoadTeller:
-    """Tells the part of a router, which ``part`` returns, to the Redis at ``url``; ``ValueError``, without its
+    """Tells the part of a router, which ``part`` returns, to the Redis at ``place``; ``ValueError``, without its
     password, when that is no URL. ``changed`` says that there is something new to tell.
     """
 
     def __init__(
         self,
-        url: str,
+        place: RedisAccess | str,
         part: Callable[[], Mapping[str, int]],
         settings: LoadSettings | None = None,
         *,
@@ -58,7 +60,7 @@ class LoadTeller:
         self._part = part
         self._settings = settings or LoadSettings()
         self._id = router_id or uuid4().hex
-        self._client = redis_client(url, timeout=self._settings.timeout, repeats=1)
+        self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
         self._script = self._client.register_script(_source("tell"))
         self._news = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
@@ -103,27 +105,29 @@ class LoadTeller:
 
 
 class RedisLoad:
-    """Implements ``Load`` for several routers: the sum of what they told the Redis at ``url``. Those who ask at once
+    """Implements ``Load`` for several routers: the sum of what they told the Redis at ``place``. Those who ask at once
     share one answer. ``ValueError``, without its password, when that is no URL.
     """
 
-    def __init__(self, url: str, models: Iterable[str], settings: LoadSettings | None = None) -> None:
+    def __init__(self, place: RedisAccess | str, models: Iterable[str], settings: LoadSettings | None = None) -> None:
         self._models = tuple(models)
         self._settings = settings or LoadSettings()
-        self._client = redis_client(url, timeout=self._settings.timeout, repeats=1)
+        self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
         self._script = self._client.register_script(_source("read"))
         self._reading = asyncio.Lock()
         self._known: Mapping[str, int] | QuireError = {}
-        self._until = 0.0
+        self._asked = -math.inf
 
     async def read(self) -> Mapping[str, int]:
         """See ``Load``."""
         loop = asyncio.get_running_loop()
+        came = loop.time()
         async with self._reading:
-            if loop.time() >= self._until:
+            # What was asked after somebody came is new to them, however long it took: nobody waits for more than two.
+            if self._asked < came and loop.time() >= self._asked + self._settings.age:
                 asked = loop.time()
                 self._known = await self._sum()
-                self._until = asked + self._settings.age
+                self._asked = asked
             known = self._known
         if isinstance(known, QuireError):
             raise QuireError(known.code, known.message)

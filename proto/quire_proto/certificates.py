@@ -1,11 +1,12 @@
-"""TLS on the engine's gRPC port. The files are looked at again for every connection, so that certificates can be
-replaced while streams go on: those that are open keep what they were opened with.
+"""TLS on a gRPC server's port. The files are looked at again for every connection, so that certificates can be replaced
+while streams go on: those that are open keep what they were opened with.
 """
 
 import logging
 from dataclasses import dataclass
 
 import grpc
+
 from quire_proto.tls import Identity, ServerTls, TlsError, read_authorities, read_identity
 
 log = logging.getLogger(__name__)
@@ -18,9 +19,9 @@ class _Checked:
 
 
 class Certificates:
-    """What the engine shows of itself, and whom it believes. Raises ``TlsError`` where the files cannot be used.
+    """What a server shows of itself, and whom it believes. Raises ``TlsError`` where the files cannot be used.
 
-    Where they cannot be used later, the engine stays with the last ones that could, and says so once.
+    Where they cannot be used later, the server stays with the last ones that could, and says so once.
     """
 
     def __init__(self, files: ServerTls) -> None:
