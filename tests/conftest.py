@@ -2,5 +2,11 @@
 
 import os
 
+from hypothesis import settings
+
 # The models here are tiny: more threads would only wait for each other, and the engines that tests start inherit this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine may take as long as it likes.
+settings.register_profile("quire", deadline=None)
+settings.load_profile("quire")

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.settings import CommandSettings
-from quire_proto.tls import AuthoritiesFile, CertificateFile, KeyFile, ServerTls, check_identity, identity_files
+from quire_proto.tls import AuthoritiesFile, CertificateFile, KeyFile, ServerTls, check_identity, server_tls
 
 from quire_engine.scheduling.config import Batching, Policy
 
@@ -146,12 +146,7 @@ class EngineConfig(CommandSettings):
     @property
     def tls(self) -> ServerTls | None:
         """What the gRPC port does with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
-        identity = identity_files(self.tls_cert, self.tls_key, "--tls")
-        if identity is not None:
-            return ServerTls(identity, self.tls_client_ca)
-        if self.tls_client_ca is not None:
-            raise ValueError("--tls-client-ca needs --tls-cert.")
-        return None
+        return server_tls(self.tls_cert, self.tls_key, self.tls_client_ca, "--tls")
 
     @model_validator(mode="after")
     def _tls_can_be_used(self) -> Self:

@@ -5,7 +5,7 @@ from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from inspect import cleandoc
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from quire_proto import __version__
 
@@ -14,7 +14,10 @@ _SERVICE_LINK = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TC
 _SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://.*")
 _KINDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
 _Value = TypeVar("_Value", bound=str | None)
-_NO_DEFAULTS = (" (default: null)", " (default: [])")
+_UNKNOWN = "unrecognized arguments: "  # as argparse begins what it says of them
+_DEFAULT = re.compile(r" \(default: (.*)\)$")
+# What a default is called that has no word of its own on a command line; what is nothing is not told.
+_WORDS = {"null": "", "[]": "", "True": "on", "False": "off"}
 
 
 class FlagParser(ArgumentParser):
@@ -22,26 +25,45 @@ class FlagParser(ArgumentParser):
     ``--version``. Its ``add_argument`` is to be the source's ``add_argument_method``.
 
     ``metavars`` are what stands for a flag's value in its help, by the flag's name; other values are called by their
-    type. A default that is nothing is not told.
+    type. A default is told as one would write it, and one that is nothing is not told. A flag that does not exist ends
+    the process with one line.
     """
 
     def __init__(self, program: str, description: str, metavars: Mapping[str, str]) -> None:
         self._metavars = dict(metavars)
+        self._flags: list[str] = []
         super().__init__(
             prog=program,
             description=cleandoc(description),
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self.add_argument("--version", action="version", version=f"{program} {__version__}", help="show it and exit")
+        self.add_argument(
+            "--version", action="version", version=f"{program} {__version__}", help="show the version and exit"
+        )
 
     def add_argument(self, *names: str, **options: Any) -> Action:
         """As ``ArgumentParser`` does."""
         if "metavar" in options:
             options["metavar"] = self._metavars.get(names[0]) or _kind(options["metavar"])
-        for nothing in _NO_DEFAULTS:
-            options["help"] = (options.get("help") or "").removesuffix(nothing)
+        self._flags += names
+        options["help"] = _DEFAULT.sub(_tell_default, options.get("help") or "")
         return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with a line, without the usage, in which tens of flags would hide it."""
+        if message.startswith(_UNKNOWN):
+            flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # its value is nobody's to read in a log
+            close = get_close_matches(flag, self._flags, 1, cutoff=0.7)
+            message = f"{flag} is no flag{f'; {close[0]} is one' if close else ''}"
+        self.exit(2, f"{self.prog}: {message}. {self.prog} --help tells them all.\n")
+
+
+def _tell_default(told: re.Match[str]) -> str:
+    value = _WORDS.get(told[1], told[1])
+    if value.startswith("["):
+        value = ", ".join(entry.strip("' ") for entry in value[1:-1].split(","))
+    return f" (default: {value})" if value else ""
 
 
 def own_variables(environment: Mapping[str, _Value]) -> dict[str, _Value]:

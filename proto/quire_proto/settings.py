@@ -77,6 +77,7 @@ def refuse_unknown_variables(kind: type[CommandSettings], others: Iterable[str] 
 
 def _explain(location: tuple[int | str, ...], message: str) -> str:
     text = message.removeprefix("Value error, ").replace(" after validation", "")
+    text = "needed, and not given" if text == "Field required" else text
     return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 

@@ -48,6 +48,7 @@ class Attribute:
     CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
     ERROR_TYPE = "error.type"
     SERVER_ADDRESS = "server.address"
+    ZONE = "cloud.availability_zone"
     REQUEST_ID = "quire.request.id"
     CLIENT_REQUEST_ID = "quire.client.request_id"
     ATTEMPT = "quire.attempt"

@@ -24,7 +24,7 @@ from quire_router.fleet.cache_events import CacheEvents
 from quire_router.fleet.combined import discovery_of
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.output import EngineFull, EngineLost
+from quire_router.fleet.output import LOSSES
 from quire_router.fleet.peers import Peers
 from quire_router.fleet.served import Vocabulary
 from quire_router.fleet.settings import LinkSettings
@@ -35,6 +35,7 @@ from quire_router.lifecycle import Lifecycle
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.placer import Placer
 from quire_router.placement.settings import PlacementSettings
+from quire_router.redis_access import RedisAccess
 from quire_router.routing import Routing
 from quire_router.upkeep import Upkeep
 
@@ -43,7 +44,7 @@ class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
 
     def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
-        metrics.begin(settings.models, (EngineLost.kind, EngineFull.kind))
+        metrics.begin(settings.models, LOSSES)
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
         self.fleet = Fleet(
@@ -58,11 +59,11 @@ class Parts:
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
         self.queue = Queue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
         self.fleet.on_room = self.queue.stir
-        url = None if settings.redis_url is None else settings.redis_url.get_secret_value()
-        self.journal = _journal(url, settings.retention)
-        self.meter = None if url is None else RedisMeter(url)
+        redis = settings.redis
+        self.journal = _journal(redis, settings.retention)
+        self.meter = None if redis is None else RedisMeter(redis)
         self.expectations = Expectations(self.fleet.table, self.index)
-        self.peers = None if url is None else Peers(url, self.fleet.ledger, self.expectations)
+        self.peers = None if redis is None else Peers(redis, self.fleet.ledger, self.expectations)
         limits = Limits(file.tenants, self.meter)
         self.lifecycle = self._lifecycle(settings, texts, limits)
         self.frontend = Frontend(
@@ -77,9 +78,9 @@ class Parts:
             tenant_limits=limits,
         )
         own = OwnLoad(settings.models, self.lifecycle.load)
-        self.load: Load = own if url is None else RedisLoad(url, settings.models)
-        self._teller = None if url is None else LoadTeller(url, own.now)
-        self._upkeep = Upkeep(settings.models, self.lifecycle, self.index, self.queue, self.fleet.ledger)
+        self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
+        self._teller = None if redis is None else LoadTeller(redis, own.now)
+        self._upkeep = Upkeep(self.lifecycle, self.index)
 
     async def start(self, ending: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
@@ -134,9 +135,9 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     )
 
 
-def _journal(url: str | None, retention: float) -> RedisJournal | MemoryJournal:
-    if url is None:
+def _journal(redis: RedisAccess | None, retention: float) -> RedisJournal | MemoryJournal:
+    if redis is None:
         return MemoryJournal(retention=retention)
-    journal = RedisJournal(url, settings=JournalSettings(retention=retention))
+    journal = RedisJournal(redis, settings=JournalSettings(retention=retention))
     journal.start()
     return journal

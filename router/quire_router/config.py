@@ -14,15 +14,18 @@ from quire_proto.tls import (
     ClientTls,
     IdentityFiles,
     KeyFile,
+    ServerTls,
     check_identity,
     identity_files,
+    server_tls,
 )
 
 from quire_router.admission.key import check_key
 from quire_router.autoscale.labels import labels_of
-from quire_router.fleet.access import Access
 from quire_router.fleet.source import KubernetesService, parse_source
+from quire_router.kube_access import KubeAccess
 from quire_router.placement.settings import PolicyName
+from quire_router.redis_access import RedisAccess, read_password
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -55,7 +58,7 @@ def _distinct(entries: list[str]) -> list[str]:
 def _source(entry: str) -> str:
     source = parse_source(entry)
     if isinstance(source, KubernetesService):
-        Access.of_environment()  # else each of several workers would end with it, again and again
+        KubeAccess.of_environment()  # else each of several workers would end with it, again and again
     return str(source)
 
 
@@ -72,6 +75,11 @@ def _server_name(entry: str) -> str:
     if not _SERVER_NAME.fullmatch(entry):
         raise ValueError(f"{entry!r} is not a host name")
     return entry
+
+
+def _password_file(file: Path) -> Path:
+    read_password(file)
+    return file
 
 
 def _namespace(entry: str) -> str:
@@ -98,6 +106,7 @@ Models = Annotated[
 Sources = Annotated[
     list[Annotated[str, AfterValidator(_source)]], NoDecode, BeforeValidator(_split), AfterValidator(_once)
 ]
+PasswordFile = Annotated[Path, AfterValidator(_password_file)]
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
@@ -130,7 +139,12 @@ class Settings(CommandSettings):
         "--scaling-client-ca": "FILE",
         "--scaling-client-name": "NAME",
         "--keda-port": "PORT",
+        "--keda-cert": "FILE",
+        "--keda-key": "FILE",
+        "--keda-client-ca": "FILE",
         "--redis-url": "URL",
+        "--redis-username": "NAME",
+        "--redis-password-file": "FILE",
         "--api-key": "KEY",
         "--tenants": "FILE",
     }
@@ -173,12 +187,25 @@ class Settings(CommandSettings):
         default=[], description="Common name of who may ask, with --scaling-client-ca; repeatable; none: any."
     )
     keda_port: Port | None = Field(
-        default=None, description="Port of KEDA's external scaler, over plain gRPC; none: not served."
+        default=None, description="Port of KEDA's external scaler, over gRPC; none: not served."
+    )
+    keda_cert: CertificateFile | None = Field(
+        default=None, description="PEM file of the certificate shown there; none: plain text."
+    )
+    keda_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
+    keda_client_ca: AuthoritiesFile | None = Field(
+        default=None, description="PEM file of the authorities that vouch for KEDA; none: any client may ask."
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
         default=1, description="Processes that share the ports; more than one need --redis-url."
     )
     redis_url: SecretStr | None = Field(default=None, description="Where request state is kept; none: in memory.")
+    redis_username: Annotated[str, Field(pattern=r"^\S+$")] | None = Field(
+        default=None, description="User of Redis; none: the one in the URL, or the default user."
+    )
+    redis_password_file: PasswordFile | None = Field(
+        default=None, description="File with the password of Redis, read for each connection; none: the one in the URL."
+    )
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
     tenants: Path | None = Field(default=None, description="TOML or JSON that names tenants and their limits.")
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
@@ -210,6 +237,14 @@ class Settings(CommandSettings):
         return self
 
     @model_validator(mode="after")
+    def _redis_can_be_found(self) -> Self:
+        if self.redis is None and self.redis_username is not None:
+            raise ValueError("--redis-username needs --redis-url: it says where Redis is.")
+        if self.redis is None and self.redis_password_file is not None:
+            raise ValueError("--redis-password-file needs --redis-url: it says where Redis is.")
+        return self
+
+    @model_validator(mode="after")
     def _engine_tls_can_be_used(self) -> Self:
         if self.engine_tls is not None:
             check_identity(self.engine_tls.identity, "--engine-tls")
@@ -222,6 +257,8 @@ class Settings(CommandSettings):
         if self.scaling_client_name and self.scaling_client_ca is None:
             raise ValueError("--scaling-client-name needs --scaling-client-ca: else the cluster says who may ask.")
         check_identity(self.scaling_identity, "--scaling")
+        if self.keda_tls is not None:
+            check_identity(self.keda_tls.identity, "--keda")
         if self.is_asked_for_load:
             labels_of(self.models)
         return self
@@ -232,9 +269,23 @@ class Settings(CommandSettings):
         return identity_files(self.scaling_cert, self.scaling_key, "--scaling")
 
     @property
+    def keda_tls(self) -> ServerTls | None:
+        """What ``--keda-port`` does with TLS; None for plain text. Raises ``ValueError`` where half is missing."""
+        return server_tls(self.keda_cert, self.keda_key, self.keda_client_ca, "--keda")
+
+    @property
     def is_asked_for_load(self) -> bool:
         """Whether autoscalers ask this router."""
         return self.scaling_port is not None or self.keda_port is not None
+
+    @property
+    def redis(self) -> RedisAccess | None:
+        """Where request state is kept; None: in memory. Raises ``ValueError`` where it is no URL, or says twice who
+        asks.
+        """
+        if self.redis_url is None:
+            return None
+        return RedisAccess(self.redis_url.get_secret_value(), self.redis_username, self.redis_password_file)
 
     @property
     def engine_tls(self) -> ClientTls | None:

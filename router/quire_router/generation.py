@@ -52,9 +52,9 @@ class Generation:
     deadline: float | None = None
 
     @property
-    def is_one_of_several(self) -> bool:
-        """Whether its request has other prompts besides."""
-        return bool(self.parts) or PART in self.request_id
+    def most_tokens(self) -> int:
+        """The prompt and the most output of all choices, also of those that are not told."""
+        return len(self.prompt_token_ids) + self.params.max_tokens * self.params.num_drawn
 
 
 def part_id(request_id: str, number: int) -> str:

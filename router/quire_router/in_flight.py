@@ -122,7 +122,7 @@ class InFlight:
 
     def _start_timers(self, progress: Progress) -> list[asyncio.TimerHandle]:
         """What ends the request when its time is over, and only its answer when that of its reader is."""
-        error = QuireError(ErrorCode.DEADLINE, "The request took longer than it was to take.")
+        error = QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
         ends: list[tuple[float | None, Callable[[], None]]] = [
             (self._seconds(progress.generation), partial(progress.interrupt, error)),
             (progress.reader.seconds_left, progress.dismiss),

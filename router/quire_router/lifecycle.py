@@ -29,8 +29,9 @@ from quire_router.placement.query import Decision
 from quire_router.progress import Progress
 from quire_router.reader import Reader
 from quire_router.resumption import Resumption
-from quire_router.routing import Routing, waiting
+from quire_router.routing import Routing
 from quire_router.shortcut import Live
+from quire_router.siblings import Siblings
 from quire_router.spans import attempt_span
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class Lifecycle:
         reader = Reader(context.get_current())
         return Live(self._run(generation, reader), reader.shortcut)
 
-    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already."""
         self._here.check_door()
         if generation.request_id in self._here:
@@ -112,7 +113,8 @@ class Lifecycle:
             if lease is None:
                 return None
             undo.pop_all()
-        return self._begin(generation, lease, bill, Reader(context.get_current()))
+        reader = Reader(context.get_current(), siblings=siblings or Siblings())
+        return self._begin(generation, lease, bill, reader)
 
     async def start(self, generation: Generation) -> bool:
         """Runs a request without a listener; False when there is a record of this id already, which is taken up where
@@ -213,6 +215,7 @@ class Lifecycle:
                 raise internal() from None
 
     async def _attempts(self, progress: Progress) -> AsyncGenerator[Delta]:
+        await progress.reread()
         for delta in progress.recover():
             yield delta
         if progress.finish_reason is not None:
@@ -237,7 +240,7 @@ class Lifecycle:
     async def _attempt(self, progress: Progress, decision: Decision) -> AsyncGenerator[Delta]:
         route = route_header(decision) if self._tell_route else ""
         progress.attempt += 1
-        with attempt_span(progress, decision.engine_id) as span:
+        with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
             submission = progress.submission(traceparent(span))
             pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
             with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
@@ -260,7 +263,7 @@ class Lifecycle:
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
             log.info("engine %s did not take request %s: %s", engine_id, progress.id, problem)
-            progress.refused_by.add(engine_id)
+            progress.count_refusal(engine_id)
             return
         log.warning("attempt %d of request %s lost engine %s: %s", progress.attempt, progress.id, engine_id, problem)
         progress.count_loss()
@@ -271,7 +274,7 @@ class Lifecycle:
 
     async def _charge(self, generation: Generation) -> Bill:
         """What the request may use, charged before there is a record of it: who is refused may ask again."""
-        return await self._limits.enter(generation.tenant, generation.request_id, waiting(generation).tokens)
+        return await self._limits.enter(generation.tenant, generation.request_id, generation.most_tokens)
 
     def _fail(self, progress: Progress, error: QuireError) -> None:
         """The request ends with an error. One that will pass is not its last word where somebody may come back, and
@@ -282,4 +285,5 @@ class Lifecycle:
         if progress.dismissed or (error.code in _TEMPORARY and progress.resumable and not lost):
             progress.leave()
         else:
+            progress.reader.siblings.failed = True
             progress.finish(FinishReason.ERROR, write_failure(error))

@@ -19,9 +19,9 @@ from quire_router.choice import Choice, open_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation, Usage
-from quire_router.journal.base import Journal, Lease, Record
+from quire_router.journal.base import Journal, Lease, Record, Told
 from quire_router.reader import Reader, reader_is_late
-from quire_router.retelling import as_told, parted, with_usage
+from quire_router.retelling import as_told, in_parts, in_turns, parted, with_usage
 from quire_router.selection import Selection
 from quire_router.tally import tally_of
 
@@ -40,9 +40,9 @@ class Progress:
     that were too full, ``attempt`` counts those that it was sent to, and ``losses`` those that were lost since the last
     token. ``finish_reason`` is None until the record is closed; of several choices the gravest reason counts.
 
-    A request that goes on from its ``record`` begins with what that holds, of which nothing is told again. Its client
-    may have had more than was written down: what is before its reader's mark comes as told. It is ``restored``, so it
-    was admitted before.
+    A request that goes on from its ``record`` begins with what that holds, once it was ``reread``; nothing of that is
+    told again. Its client may have had more than was written down: what is before its reader's mark comes as told. It
+    is ``restored``, so it was admitted before.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Progress:
         self._heard = False
         self.losses = 0
         self._made_at_loss = 0
-        if record is not None and self._selection is None:
-            self._restore(record)
+        self._refusals = 0
+        self._unread: list[Told] = [] if record is None or self._selection is not None else record.pieces
         self._tally = tally_of(generation.model)
 
     @property
@@ -99,23 +99,25 @@ class Progress:
     @property
     def usage(self) -> Usage:
         """Tokens so far: the prompt once, and the outputs of all choices, also of those that are not told."""
-        made = sum(len(choice.token_ids) for choice in self._choices)
+        made = sum(len(each.token_ids) for each in self._unread or self._choices)
         return Usage(len(self.generation.prompt_token_ids), made, self.cached_tokens or 0)
 
     @property
     def begun(self) -> bool:
         """Whether anything of the answer was told."""
-        return any(self._told) or any(reason is not None for reason in self._reasons)
+        return bool(self._unread) or any(self._told) or any(reason is not None for reason in self._reasons)
 
     @property
     def resumable(self) -> bool:
         """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
-        if only that of another of its prompts.
+        if only that of another of its prompts. Nobody does where another prompt's error ended the answer for good.
         """
-        generation = self.generation
+        generation, siblings = self.generation, self.reader.siblings
+        if siblings.failed:
+            return False
         if generation.background or generation.digest:
             return True
-        return generation.stream and (self.begun or self.restored or generation.is_one_of_several)
+        return generation.stream and (self.begun or self.restored or siblings.begun)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -123,11 +125,33 @@ class Progress:
         end = self.finish_reason
         return [] if end is None else [reason or end for reason in self._reasons]
 
+    async def reread(self) -> None:
+        """Brings every choice to where the record leaves it, in turns with others: there may be much of it. To be done
+        before anything else is asked of the answer.
+        """
+        if not self._unread:
+            return
+        async for piece in in_turns(in_parts(self._unread)):
+            choice = self._choices[piece.index]
+            choice.take(Output(piece.token_ids, len(choice.token_ids), piece.finish_reason))
+            if piece.prompt_logprobs:
+                self._prompt_logprobs = []
+        self._unread = []
+        self._told = [len(choice.token_ids) for choice in self._choices]
+        self._reasons = [choice.finish_reason for choice in self._choices]
+        self._unfinished = self._reasons.count(None)
+        self._heard = self.begun
+
     def count_loss(self) -> None:
         """An engine was lost."""
         made = self.usage.completion_tokens
         self.losses = 1 if made > self._made_at_loss else self.losses + 1
         self._made_at_loss = made
+
+    def count_refusal(self, engine_id: str) -> None:
+        """An engine was too full to take the request."""
+        self._refusals += 1
+        self.refused_by.add(engine_id)
 
     def submission(self, traceparent: str) -> engine_pb2.Submit:
         """The request from where it stands: its prompt, and what came of each choice."""
@@ -245,23 +269,18 @@ class Progress:
     def _close(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         if self._bill is not None:
-            self._bill.used = self.usage.prompt_tokens + self.usage.completion_tokens
-            self._bill.close()
+            self._settle(self._bill)
         generation = self.generation
         self._tally.flush()
         metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
         metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
 
-    def _restore(self, record: Record) -> None:
-        """Brings every choice to where the record leaves it."""
-        for choice, delivered in zip(self._choices, record.choices, strict=True):
-            choice.take(Output(delivered.token_ids, 0, delivered.finish_reason))
-            self._told[choice.index] = len(choice.token_ids)
-            self._reasons[choice.index] = choice.finish_reason
-            self._unfinished -= choice.finish_reason is not None
-        if any(piece.prompt_logprobs for piece in record.pieces):
-            self._prompt_logprobs = []
-        self._heard = self.begun
+    def _settle(self, bill: Bill) -> None:
+        if self.attempt == self._refusals and not self.restored:
+            bill.void()  # no engine ever had it
+        else:
+            bill.used = self.usage.prompt_tokens + self.usage.completion_tokens
+            bill.close()
 
     def _start_choices(self) -> None:
         """Makes all choices, with nothing in them yet."""

@@ -8,16 +8,19 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.mark import Mark
 from quire_router.shortcut import Shortcut
+from quire_router.siblings import Siblings
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """``caller`` is the trace context that the request came with, ``shortcut`` the short way of its pieces. Who comes
-    back for an earlier answer stands at ``mark``, and waits until ``deadline``, in seconds since 1970.
+    """``caller`` is the trace context that the request came with, ``shortcut`` the short way of its pieces, and
+    ``siblings`` the other prompts of the same answer. Who comes back for an earlier answer stands at ``mark``, and
+    waits until ``deadline``, in seconds since 1970.
     """
 
     caller: Context = field(default_factory=Context)
     shortcut: Shortcut = field(default_factory=Shortcut)
+    siblings: Siblings = field(default_factory=Siblings)
     mark: Mark | None = None
     deadline: float | None = None
 
@@ -29,4 +32,4 @@ class Reader:
 
 def reader_is_late() -> QuireError:
     """The reader's time is over, and not the request's."""
-    return QuireError(ErrorCode.DEADLINE, "The answer took longer than it was to take.")
+    return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")

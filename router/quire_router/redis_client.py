@@ -10,22 +10,24 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from quire_router.redis_access import RedisAccess
 
-def redis_client(url: str, *, timeout: float, repeats: int = 0, connections: int | None = None) -> Redis:
-    """A client of the Redis at ``url`` that waits ``timeout`` seconds for each connection and each answer. A command
+
+def redis_client(
+    place: RedisAccess | str, *, timeout: float, repeats: int = 0, connections: int | None = None
+) -> Redis:
+    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection and each answer. A command
     whose connection fails is sent again so many times, at once: who uses the client knows better when to try again.
     With ``connections`` it opens so many at most, and waits ``timeout`` for one that is free. Raises ``ValueError``,
     without its password, when that is no URL.
     """
+    access = RedisAccess.of(place)
     terms = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": Retry(NoBackoff(), repeats)}
-    try:
-        if connections is None:
-            pool = ConnectionPool.from_url(url, **terms)
-        else:
-            pool = BlockingConnectionPool.from_url(url, max_connections=connections, timeout=timeout, **terms)
-    except ValueError:
-        # The library's text can quote a part of a password that holds a slash or a colon.
-        raise ValueError("the Redis URL is not of the form redis://[user:password@]host:port/database") from None
+    if connections is None:
+        pool = ConnectionPool.from_url(access.url, **terms)
+    else:
+        pool = BlockingConnectionPool.from_url(access.url, max_connections=connections, timeout=timeout, **terms)
+    access.identify(pool.connection_kwargs)
     pool.connection_class = _MENDED[pool.connection_class]
     return Redis.from_pool(pool)
 

@@ -4,7 +4,7 @@ and takes it up when nobody does. Makes no tokens itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 
 from quire_proto.errors import ErrorCode, QuireError
@@ -20,7 +20,7 @@ from quire_router.journal.base import Journal, Lease, Record
 from quire_router.journal.failure import read_failure
 from quire_router.mark import Mark
 from quire_router.reader import Reader, reader_is_late
-from quire_router.retelling import PART, Retelling
+from quire_router.retelling import Retelling, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Resumption:
         retelling = Retelling(generation, self._texts[generation.model], mark)
         while (tail := await follower.look()) is not None:
             ended = tail.finish_reason is not None
-            async for delta in _in_turns(retelling.follow(tail.pieces, ended=ended)):
+            async for delta in in_turns(retelling.follow(tail.pieces, ended=ended)):
                 yield delta
             if tail.finish_reason is FinishReason.ERROR:
                 raise read_failure(tail.error)
@@ -91,7 +91,7 @@ class Resumption:
         self, record: Record, lease: Lease, retelling: Retelling, reader: Reader
     ) -> AsyncGenerator[Delta]:
         async with aclosing(self._go_on(record, lease, reader)) as answer:
-            async for delta in _in_turns(retelling.catch_up(record.pieces)):
+            async for delta in in_turns(retelling.catch_up(record.pieces)):
                 yield delta
             async for delta in answer:
                 yield delta
@@ -139,14 +139,3 @@ class Resumption:
         if request_id in self._here:
             return None  # it is ending here, and about to be let go of
         return await self._journal.claim(request_id)
-
-
-async def _in_turns(pieces: Iterable[Delta]) -> AsyncGenerator[Delta]:
-    """The pieces, between which others get their turn: there may be many, and each takes a while to make."""
-    tokens = 0
-    for piece in pieces:
-        yield piece
-        tokens += len(piece.token_ids) + sum(len(each.top) for each in piece.logprobs)
-        if tokens >= PART:
-            tokens = 0
-            await asyncio.sleep(0)

@@ -1,7 +1,9 @@
 """An answer told again from its record, up to where its reader stands and beyond. Does no I/O and knows no engine."""
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
@@ -9,12 +11,13 @@ from quire_proto.text.model_text import ModelText
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage
-from quire_router.journal.base import Told
+from quire_router.journal.base import Piece, Told
 from quire_router.mark import Mark
 from quire_router.selection import Selection
 
 PART = 256
 """Tokens of a part: a millisecond or so."""
+P = TypeVar("P", bound=Piece)
 
 
 class Retelling:
@@ -35,13 +38,13 @@ class Retelling:
         if self._together is not None:
             self._together += pieces
             pieces = self._together if ended else ()
-        for piece in _in_parts(pieces):
+        for piece in in_parts(pieces):
             yield from self._retell(piece, 0)
 
     def catch_up(self, pieces: Iterable[Told]) -> Iterator[Delta]:
         """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
         behind = [len(choice.token_ids) for choice in self._choices]
-        for piece in _in_parts(pieces if self._together is None else ()):
+        for piece in in_parts(pieces if self._together is None else ()):
             known = min(behind[piece.index], len(piece.token_ids))
             behind[piece.index] -= known
             yield from self._retell(piece, known)
@@ -78,7 +81,18 @@ class Retelling:
             prompt = []
 
 
-def _in_parts(pieces: Iterable[Told]) -> Iterator[Told]:
+async def in_turns(pieces: Iterable[P]) -> AsyncGenerator[P]:
+    """The pieces, between which others get their turn: there may be many, and each takes a while to make."""
+    tokens = 0
+    for piece in pieces:
+        yield piece
+        tokens += len(piece.token_ids) + sum(len(each.top) for each in piece.logprobs)
+        if tokens >= PART:
+            tokens = 0
+            await asyncio.sleep(0)
+
+
+def in_parts(pieces: Iterable[Told]) -> Iterator[Told]:
     """The same pieces, none of which has so many tokens that making their text would hold up others."""
     for piece in pieces:
         for start in range(0, len(piece.token_ids) - PART, PART):

@@ -11,6 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute
 
 from quire_router import metrics
+from quire_router.admission.reason import Reason
 from quire_router.admission.turn import Turns, Waiting
 from quire_router.fleet.fleet import Fleet
 from quire_router.generation import Generation
@@ -113,24 +114,24 @@ class Routing:
         return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
 
     def _nowhere(self, progress: Progress) -> QuireError:
-        code = ErrorCode.OVERLOADED if progress.refused_by else ErrorCode.UNAVAILABLE
+        code, reason = ErrorCode.UNAVAILABLE, str(Reason.NONE_READY)
         message = "No engine is ready to run this model."
         if progress.refused_by:
+            code, reason = ErrorCode.OVERLOADED, "engines_full"
             message = "Every engine that is ready has as many requests waiting as it takes."
         metrics.REJECTIONS.labels(code.name.lower()).inc()
-        return QuireError(code, message, retry_after=RETRY_AFTER[code])
+        return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
 
 
 def waiting(generation: Generation) -> Waiting:
     """The request as the queue sees it."""
-    params, prompt = generation.params, len(generation.prompt_token_ids)
     deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
     return Waiting(
         request_id=generation.request_id,
         model=generation.model,
         tenant=generation.tenant,
-        tokens=prompt + params.max_tokens * params.num_drawn,
-        bytes=prompt * _TOKEN_BYTES + len(generation.shape),
+        tokens=generation.most_tokens,
+        bytes=len(generation.prompt_token_ids) * _TOKEN_BYTES + len(generation.shape),
         priority=generation.priority,
         deadline=deadline,
     )

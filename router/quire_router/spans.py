@@ -29,11 +29,13 @@ def route_span(progress: Progress) -> Span:
 
 
 @contextmanager
-def attempt_span(progress: Progress, engine_id: str) -> Iterator[Span]:
-    """The span of one attempt, which tells how it ended."""
+def attempt_span(progress: Progress, engine_id: str, zone: str | None = None) -> Iterator[Span]:
+    """The span of one attempt, which tells how it ended. ``zone`` is the engine's, where it is known."""
     generation = progress.generation
     name = f"{generation.operation} {generation.model}"
     attributes = _attributes(generation, engine_id, progress.attempt)
+    if zone is not None:
+        attributes[Attribute.ZONE] = zone
     span = tracer.start_span(name, progress.caller, SpanKind.CLIENT, attributes)
     try:
         yield span

@@ -1,14 +1,12 @@
-"""What a router does beside its requests, again and again: looks for orphans, tidies the index, tells of its queue."""
+"""What a router does beside its requests, again and again: looks for orphans, tidies the index, counts tokens."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from quire_proto.errors import QuireError
 
 from quire_router import tally
-from quire_router.admission.queue import Queue
-from quire_router.fleet.ledger import Ledger
 from quire_router.lifecycle import Lifecycle
 from quire_router.placement.index import PrefixIndex
 
@@ -16,27 +14,20 @@ log = logging.getLogger("quire.router")
 ADOPTION_PERIOD = 1.0  # seconds
 SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between looks, and between parts while there is something to sweep
 SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
-PARKED_PERIOD = 0.1
 
 
 class Upkeep:
     """Runs until it is cancelled; what fails is tried again the next time."""
 
-    def __init__(
-        self, models: Iterable[str], lifecycle: Lifecycle, index: PrefixIndex, queue: Queue, ledger: Ledger
-    ) -> None:
-        self._models = tuple(models)
+    def __init__(self, lifecycle: Lifecycle, index: PrefixIndex) -> None:
         self._lifecycle = lifecycle
         self._index = index
-        self._queue = queue
-        self._ledger = ledger
 
     async def run(self) -> None:
         """Never returns."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._adopt())
             tasks.create_task(self._sweep())
-            tasks.create_task(_every(PARKED_PERIOD, self._count_parked))
             tasks.create_task(_every(tally.FLUSH_PERIOD, tally.flush))
 
     async def _adopt(self) -> None:
@@ -61,10 +52,6 @@ class Upkeep:
                 left = self._index.sweep(SWEEP_BLOCKS)
             except Exception:
                 log.exception("tidying the index failed")
-
-    def _count_parked(self) -> None:
-        for model in self._models:
-            self._ledger.park(model, self._queue.parked(model))
 
 
 async def _every(period: float, work: Callable[[], object]) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
     names = [f"10.0.{number // 256}.{number % 256}:9000" for number in range(ENGINES)]
     accounts = [ledger.add(name) for name in names]
     for name in names:
-        ledger.begin(name, "m", pending_tokens=1000, sequences=1)
+        ledger.begin(name, pending_tokens=1000, sequences=1)
     pace = engine_pb2.Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=1e-4)
     load = engine_pb2.Load(running=20, waiting=3, uncomputed_tokens=900, blocks_total=9, blocks_free=5, pace=pace)
     print(f"a report into the table: {least(lambda: accounts[7].report(load), 2_000):.2f} us")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def dispatch(ledger: Ledger, engine_id: str) -> None:
-    entry = ledger.begin(engine_id, "m", pending_tokens=1000, sequences=1)
+    entry = ledger.begin(engine_id, pending_tokens=1000, sequences=1)
     entry.hear()
     entry.end()
 

@@ -20,7 +20,7 @@ from quire_proto.errors import ErrorCode
 
 from tests.service.conftest import DEMO
 from tests.support.processes import eventually
-from tests.support.replicas import MODEL, Door, Replicas, replicas
+from tests.support.replicas import FEW, MODEL, Door, Replicas, replicas
 
 _prompts = count()
 
@@ -196,28 +196,35 @@ def test_limits_are_those_of_both_routers_in_both_apis(stack: Replicas) -> None:
         assert _refusal_over_grpc(doors[1], small) == (grpc.StatusCode.PERMISSION_DENIED, "model")
         assert doors[0].openai.models.list().data == []
     with stack.doors("short") as doors:
-        whole(doors[0], ask(max_tokens=60))
+        whole(doors[0], ask(max_tokens=80))
         for door in doors:
-            eventually(lambda door=door: _refusal(door, ask(max_tokens=60)) == (429, "tokens_per_minute"))
-            assert _refusal_over_grpc(door, ask(max_tokens=60))[1] == "tokens_per_minute"
+            eventually(lambda door=door: _is_used_up(door), message="more tokens were taken than there are in a minute")
     with stack.doors("single") as doors:
         eventually(lambda: _is_alone(doors), message="two of a tenant run that may run one")
         eventually(lambda: doors[1].http.post("/v1/completions", json=small).status_code == 200)
 
 
+def _is_used_up(door: Door) -> bool:
+    """Whether no tokens are left, as both APIs say it: not when a router counts alone, and has not seen all of it."""
+    large = ask(max_tokens=80)
+    is_refused = _refusal(door, large) == (429, "tokens_per_minute")
+    return is_refused and _refusal_over_grpc(door, large)[1] == "tokens_per_minute"
+
+
 def _is_alone(doors: list[Door]) -> bool:
     """Whether the second router refuses what the first one's request leaves no room for: not when one of them counts
-    alone, because Redis did not answer within 50 ms.
+    alone, because Redis did not answer within 50 ms, nor while the request of an earlier look has its place.
     """
-    small = ask(max_tokens=1)
-    with begun(doors[0], ask(max_tokens=1900)):
-        is_refused = _refusal(doors[1], small) == (429, "max_concurrent")
-        return is_refused and _refusal_over_grpc(doors[1], small)[1] == "max_concurrent"
+    small, long = ask(max_tokens=1), ask(max_tokens=1900, stream=True)
+    with doors[0].http.stream("POST", "/v1/completions", json=long) as response:
+        if response.status_code != 200 or _refusal(doors[1], small) != (429, "max_concurrent"):
+            return False
+        return _refusal_over_grpc(doors[1], small)[1] == "max_concurrent"
 
 
 def test_requests_a_minute_are_those_of_both_routers(stack: Replicas) -> None:
     admitted = []
-    for number in range(4):
+    for number in range(FEW):
         with stack.doors(f"few-{number}") as doors:
             answers = [door.http.post("/v1/completions", json=ask(max_tokens=1)) for door in doors * 3]
             admitted.append(sum(answer.status_code == 200 for answer in answers))
@@ -230,17 +237,21 @@ def test_requests_a_minute_are_those_of_both_routers(stack: Replicas) -> None:
 
 
 def _refusal(door: Door, body: dict[str, Any]) -> tuple[int, str]:
+    """The status and the reason, in the words of the header and of the error, and again as the OpenAI client has it;
+    no reason where these differ, as when the second of two requests was let in.
+    """
     answer = door.http.post("/v1/completions", json=body)
     if answer.status_code == 200:
         return 200, ""
-    reason = answer.headers["x-quire-reason"]
-    assert answer.json()["error"]["code"] == reason
-    assert ("retry-after" in answer.headers) == (answer.status_code == 429)
+    assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
     fields = {name: value for name, value in body.items() if name not in ENDLESS}
-    with pytest.raises(openai.APIStatusError) as caught:
+    reasons = {answer.headers.get("x-quire-reason"), answer.json()["error"]["code"]}
+    try:
         door.openai.completions.create(**fields)
-    assert caught.value.code == reason
-    return answer.status_code, reason
+    except openai.APIStatusError as error:
+        reasons.add(error.code)
+        return answer.status_code, "".join(map(str, reasons)) if len(reasons) == 1 else ""
+    return answer.status_code, ""
 
 
 def _refusal_over_grpc(door: Door, body: dict[str, Any]) -> tuple[grpc.StatusCode, str]:
@@ -251,8 +262,9 @@ def _refusal_over_grpc(door: Door, body: dict[str, Any]) -> tuple[grpc.StatusCod
         list(call)
         return call.code(), ""
     said = dict(call.trailing_metadata())
-    assert ("retry-after" in said) == (call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
-    return call.code(), said["quire-reason"]
+    is_passing = call.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+    assert ("retry-after" in said) == is_passing
+    return call.code(), str(said.get("quire-reason", ""))
 
 
 def test_what_takes_too_long_is_504_or_ends_with_an_error_event(stack: Replicas, doors: list[Door]) -> None:
@@ -292,23 +304,18 @@ def _placed(door: Door, prompt: str, **headers: str) -> tuple[str, int, int]:
 def test_a_router_counts_what_another_one_has_placed(stack: Replicas, doors: list[Door]) -> None:
     filled, *_ = _placed(doors[0], f"{next(_prompts)}", **{"x-session-id": "one"})
     body = ask(max_tokens=1900)
-    before = _neighbours(doors[1], stack)
+    eventually(lambda: _busy(doors[1], stack) == [], message="what ran before is still counted")
     with begun(doors[0], body, **{"x-session-id": "one"}):
-        eventually(lambda: _neighbours(doors[1], stack)[filled] > 0, message="the other router does not know of it")
-        during = _neighbours(doors[1], stack)
-    assert set(before.values()) == {0}
-    assert [engine for engine, seconds in during.items() if seconds] == [filled]
-    eventually(lambda: not any(_neighbours(doors[1], stack).values()), message="its end is not told")
+        eventually(lambda: _busy(doors[1], stack) == [filled], message="the other router does not know of it")
+    eventually(lambda: _busy(doors[1], stack) == [], message="its end is not told")
 
 
-def _neighbours(door: Door, stack: Replicas) -> dict[str, float]:
-    """What decoding neighbours would cost a request at each engine, as its router sees it."""
+def _busy(door: Door, stack: Replicas) -> list[str]:
+    """The engines where decoding neighbours would cost a request anything, as its router sees it."""
     answer = door.http.post("/v1/completions", json={"model": MODEL, "prompt": "?", "max_tokens": 2})
     told = answer.headers["x-quire-route"]
     found = (re.search(rf"{engine.address}:[^,]*neighbours=([0-9.e-]+)", told) for engine in stack.engines)
-    return {
-        engine.address: float(match[1]) if match else 0.0 for engine, match in zip(stack.engines, found, strict=True)
-    }
+    return [engine.address for engine, match in zip(stack.engines, found, strict=True) if match and float(match[1]) > 0]
 
 
 def test_a_request_waits_with_heartbeats_until_there_is_an_engine(stack: Replicas, held: Any) -> None:

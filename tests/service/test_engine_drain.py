@@ -11,11 +11,12 @@ from quire.v1 import types_pb2
 from tests.service.conftest import DEMO, SMALL_POOLS
 from tests.support.engine_link import Link
 from tests.support.processes import Engine
+from tests.support.warm import WarmEngine
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(DEMO, tmp_path, *SMALL_POOLS)
+    engine = WarmEngine(DEMO, tmp_path, *SMALL_POOLS)
     try:
         yield engine.wait_ready()
     finally:

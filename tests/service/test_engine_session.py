@@ -12,13 +12,14 @@ from quire.v1 import engine_pb2_grpc, types_pb2
 from tests.service.conftest import DEMO, SMALL_POOLS
 from tests.support.engine_link import Link
 from tests.support.processes import Engine, eventually
+from tests.support.warm import WarmEngine
 
 GRACE = 2.0
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine(DEMO, tmp_path_factory.mktemp("engine"), *SMALL_POOLS, "--session-grace", str(GRACE))
+    engine = WarmEngine(DEMO, tmp_path_factory.mktemp("engine"), *SMALL_POOLS, "--session-grace", str(GRACE))
     try:
         yield engine.wait_ready()
     finally:
@@ -209,7 +210,7 @@ def test_a_session_must_begin_with_a_proper_open(engine: Engine, first: pb.Sessi
 
 
 def test_sigterm_lets_running_requests_end(tmp_path: Path) -> None:
-    engine = Engine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
+    engine = WarmEngine(DEMO, tmp_path, *SMALL_POOLS).wait_ready()
     with Link(engine, "drain") as link:
         link.snapshot()
         link.submit("long", PROMPT, max_tokens=300)

@@ -1,4 +1,6 @@
-"""Services that were told to stop say so to whoever looks, and take new requests until everybody had time to look."""
+"""Routers that were told to stop say so to whoever looks, and take new requests until everybody had time to look. (Of
+engines: ``tests/unit/test_engine_leaving.py``.)
+"""
 
 import json
 import signal
@@ -8,9 +10,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from tests.bench.router_stage import SteadyEngineProcess, body
-from tests.service.conftest import DEMO, SMALL_POOLS
-from tests.support.engine_link import Link
-from tests.support.processes import Engine, Process, Router, eventually, fetch
+from tests.service.conftest import DEMO
+from tests.support.processes import Process, Router, eventually, fetch
 
 LONG = ("--shutdown-delay", "600")  # a second signal ends it
 PROBES = ("/started", "/ready", "/live")
@@ -64,18 +65,3 @@ def test_a_router_without_an_engine_is_ready_because_it_holds_requests_for_one(t
     assert router.stop() == 0
     said = [word for line in router.text.splitlines() for word in ("leaving:", "stopping:") if word in line]
     assert said == ["leaving:", "stopping:"]
-
-
-def test_an_engine_that_leaves_serves_on_and_is_not_ready(tmp_path: Path) -> None:
-    engine = Engine(DEMO, tmp_path, *SMALL_POOLS, *LONG)
-    with killed(engine):
-        engine.wait_ready()
-        assert probes(engine.metrics_port) == [200, 200, 200]
-        engine.signal(signal.SIGTERM)
-        eventually(lambda: probes(engine.metrics_port) == [200, 503, 200])
-        with Link(engine, "late") as link:
-            assert not link.snapshot().draining
-            link.submit("late", [1, 2, 3], max_tokens=4)
-            assert len(link.collect("late")[0]) == 4
-        assert "stopping:" not in engine.text
-        assert engine.stop() == 0, engine.text

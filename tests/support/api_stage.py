@@ -27,6 +27,7 @@ from quire_router.held import Held
 from quire_router.journal.base import Record, Told
 from quire_router.journal.failure import write_failure
 from quire_router.mark import Mark
+from quire_router.siblings import Siblings
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
@@ -113,7 +114,7 @@ class ScriptedRunner:
     def run(self, generation: Generation) -> AsyncGenerator[Delta]:
         return self._run(generation)
 
-    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
         await asyncio.sleep(0)
         if generation.request_id in self.lives:
             return None

@@ -1,5 +1,6 @@
 """A real ``redis-server`` of a test's own: on a free port, in a folder that goes away, and never left behind."""
 
+import os
 import shutil
 import signal
 import socket
@@ -55,6 +56,11 @@ class RedisServer:
         """Loses all that was written, of a server that is dead."""
         for entry in self._folder.iterdir():
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+    def rewind(self, part: float) -> None:
+        """Loses what was written last, of a dead server: all but ``part`` of its log."""
+        for log in self._folder.glob("appendonlydir/*.incr.aof"):
+            os.truncate(log, int(part * log.stat().st_size))
 
     def restart(self) -> None:
         self.kill()

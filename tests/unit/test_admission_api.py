@@ -17,7 +17,7 @@ from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.generation import Delta, Generation
 
-from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, open_stage
+from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, completion, open_stage
 
 KEY, OTHER = "a-long-enough-key", "another-long-key"
 
@@ -104,6 +104,16 @@ async def test_a_limit_that_is_used_up_is_429_and_resource_exhausted_with_the_sa
     assert 1 <= int(metadata["retry-after"]) <= 30
     assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert others.status == 200
+
+
+async def test_a_list_of_more_prompts_than_a_tenant_may_ever_ask_for_is_400_and_costs_nothing():
+    async with tenant_stage(requests_per_minute=2) as stage:
+        headers = {"authorization": f"Bearer {KEY}"}
+        listed = await ask(stage.port, "POST", "/v1/completions", completion(["a", "b", "c"]), headers)
+        others = [await post(stage) for _ in range(2)]
+
+    assert (listed.status, listed.error["param"]) == (400, "prompt")
+    assert [other.status for other in others] == [200, 200]
 
 
 async def test_answers_tell_how_a_tenant_with_limits_stands():

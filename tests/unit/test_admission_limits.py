@@ -85,6 +85,24 @@ async def test_a_request_that_can_never_be_admitted_is_told_so_and_not_to_wait()
     assert (error.code, error.param, error.retry_after) == (ErrorCode.INVALID, "max_tokens", None)
 
 
+def test_requests_that_can_never_run_together_are_told_so():
+    for limit, tokens, param in (
+        ({"tokens_per_minute": 100}, [40, 40, 40], "max_tokens"),
+        ({"requests_per_minute": 2, "max_concurrent": 9}, [1, 1, 1], "prompt"),
+        ({"requests_per_minute": 9, "max_concurrent": 2}, [1, 1, 1], "prompt"),
+    ):
+        limits_of(**limit).check_size("t", tokens[:2])
+        with pytest.raises(QuireError) as refusal:
+            limits_of(**limit).check_size("t", tokens)
+        assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
+
+
+async def test_a_request_that_never_ran_costs_nothing():
+    limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100)
+    (await limits.enter("t", "a", 60)).void()
+    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (5, 100)
+
+
 @pytest.mark.parametrize("failure", [None, RuntimeError, asyncio.CancelledError])
 async def test_a_place_is_free_again_on_every_way_out(failure):
     limits = limits_of(max_concurrent=1)
@@ -231,7 +249,8 @@ async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_l
 
 
 # Few ids, so that some are charged while they are in progress, and some again after their end.
-COSTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), st.booleans()), max_size=25)
+ENDS = st.sampled_from(["stays", "ends", "never ran"])
+COSTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), ENDS), max_size=25)
 
 
 @given(COSTS, st.integers(1, 6))
@@ -246,7 +265,7 @@ async def compare(server, costs, most):
     meter = RedisMeter(server.url, timeout=5)
     try:
         await meter._client.flushall()
-        for number, tokens, stays in costs:
+        for number, tokens, end in costs:
             request_id, costs_of = str(number), oracle.costs(tokens)
             running, ahead = oracle.running, oracle.ahead_of(request_id)
             charged = await meter.charge(Charge("t", request_id, *costs_of, most))
@@ -261,13 +280,17 @@ async def compare(server, costs, most):
             if charged.admitted:
                 oracle.take(request_id, tokens, 0)
             assert charged.running == oracle.running
-            if charged.admitted and not stays:
-                oracle.end(request_id, 0)
-                meter.end("t", request_id, placed=charged.placed, unused=0)
-                await told(meter)
             standing = oracle.standing(0)
             assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
             assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
+            if charged.admitted and end != "stays":
+                unused = (1, tokens) if end == "never ran" else (0, 0)
+                request_refund, token_refund = oracle.refunds(*unused)
+                oracle.end(request_id, *unused)
+                meter.end(
+                    "t", request_id, placed=charged.placed, request_refund=request_refund, token_refund=token_refund
+                )
+                await told(meter)
     finally:
         await meter.close()
 

@@ -149,6 +149,12 @@ async def unary(channel, method, metadata):
     await call(b"", metadata=metadata)
 
 
+@pytest.mark.parametrize("authorization", ["", KEY, f"Token {KEY}"])
+def test_who_sends_a_key_in_another_form_is_told_the_right_one(authorization):
+    with pytest.raises(QuireError, match="Authorization: Bearer KEY"):
+        Keys([KEY]).caller(authorization)
+
+
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", KEY),)])
 async def test_every_rpc_needs_a_key_also_reflection_and_unknown_ones(metadata):
     codes = []

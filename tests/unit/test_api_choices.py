@@ -70,7 +70,7 @@ class Verbatim:
         finally:
             self.closed.append(generation.request_id)
 
-    async def run_once(self, generation: Generation):
+    async def run_once(self, generation: Generation, _siblings=None):
         self.opened.append(generation.request_id)
         return self.run(generation)
 

@@ -15,6 +15,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api.identity import Caller
 from quire_router.api.terms import Terms
 from quire_router.generation import Delta, Generation
+from quire_router.siblings import Siblings
 
 from tests.support.api_stage import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
 from tests.support.both_apis import as_proto
@@ -98,11 +99,11 @@ class RefusesSecondPrompts(ScriptedRunner):
 
     refused = False
 
-    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
         if generation.request_id.endswith("_1") and not self.refused:
             self.refused = True
             raise QuireError(ErrorCode.OVERLOADED, "There is no room.")
-        return await super().run_once(generation)
+        return await super().run_once(generation, siblings)
 
 
 async def test_prompts_that_were_refused_are_run_when_their_key_comes_again():
@@ -219,7 +220,7 @@ async def test_an_error_that_the_first_one_ended_with_is_told_again():
 class Forgetful(ScriptedRunner):
     """Says that there is a request, and then that there is none."""
 
-    async def run_once(self, generation):
+    async def run_once(self, generation, siblings=None):
         return None
 
     async def start(self, generation):

@@ -83,3 +83,23 @@ async def test_a_body_in_many_small_chunks_is_taken():
         answer = await read_answer(reader)
         writer.close()
     assert answer.status in (200, 400)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 100_000])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_who_offers_another_protocol_is_answered_in_this_one_and_keeps_the_connection(chunked, at_a_time):
+    body = json.dumps(chat()).encode()
+    length = b"transfer-encoding: chunked" if chunked else b"content-length: %d" % len(body)
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
+    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk"
+    head = b"POST %b HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n%b\r\n%b\r\n\r\n"
+    sent = (head % (CHAT.encode(), offer, length) + body) * 2 + LIVE
+    async with open_stage() as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        for start in range(0, len(sent), at_a_time):
+            writer.write(sent[start : start + at_a_time])
+            await asyncio.sleep(0)
+        answers = [await asyncio.wait_for(read_answer(reader), LONG) for _ in range(3)]
+        writer.close()
+    assert [answer.status for answer in answers] == [200] * 3
+    assert [generation.operation for generation in stage.runner.generations] == ["chat"] * 2

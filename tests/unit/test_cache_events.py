@@ -16,6 +16,7 @@ from quire_router.fleet.static import StaticDiscovery
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 
+from tests.support.batches import take_all
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
@@ -58,7 +59,7 @@ class Stage:
 
     def has(self, engine_id: str, numbers: Sequence[int]) -> tuple[set[int], set[int]]:
         """Which of the blocks the engine has on its device, and which only on its host."""
-        row = self.table.row(engine_id)
+        row = self.table.find(engine_id)
         found = {number: self.index.match([name(number)], 0.0, row + 1) for number in numbers}
         return (
             {number for number, matches in found.items() if matches.device[row]},
@@ -165,7 +166,7 @@ def test_a_session_that_is_resumed_after_it_was_given_up_is_begun_anew() -> None
     heard: list[pb.Snapshot | pb.KvEvent] = []
     session = Session(LinkSettings(), heard.append)
     session.begin(pb.Snapshot(generation=1, cached=[stored(1)]))
-    session.apply(pb.StepBatch(sequence=1))
+    take_all(session, pb.StepBatch(sequence=1))
     session.lose("it was away for too long")
     with pytest.raises(SequenceGap):
         session.begin(pb.Snapshot(generation=1, resumed=True, sequence=1))

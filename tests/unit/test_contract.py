@@ -16,9 +16,11 @@ from quire_proto.convert import (
     sampling_to_proto,
 )
 from quire_proto.errors import STATUS, ErrorCode, QuireError
-from quire_proto.hashing import ROOT, extra_key, hash_block, hash_blocks
+from quire_proto.hashing import ROOT, extra_key, hash_block
 from quire_proto.sampling import MAX_SEED, FinishReason, SamplingParams, check_length, choice_seed
 from quire_proto.structured import Structured, StructuredKind, choice
+
+from tests.support.hashes import hash_blocks
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 

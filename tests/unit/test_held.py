@@ -25,7 +25,7 @@ class Runner:
     def run(self, _generation: Generation) -> AsyncGenerator[Delta, None]:
         return self._hold()
 
-    async def run_once(self, _generation: Generation) -> AsyncGenerator[Delta, None]:
+    async def run_once(self, _generation: Generation, _siblings: object = None) -> AsyncGenerator[Delta, None]:
         return self._hold()
 
     def _hold(self) -> Held:

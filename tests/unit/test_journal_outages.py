@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
+from quire_router.journal import server as seen_server
 from quire_router.journal.base import Delivered, Told
 from quire_router.journal.keys import keys
 from quire_router.journal.redis import RedisJournal
@@ -74,6 +75,53 @@ async def test_a_redis_that_answers_but_does_not_write_is_one_outage(
         record = await journal.read("r")
         assert record is not None
         assert record.choices[0].token_ids == [1]
+
+
+UNWRITABLE = {
+    "out of memory": (("config", "set", "maxmemory", "1"), ("config", "set", "maxmemory", "0")),
+    "a replica": (("replicaof", "127.0.0.1", "1"), ("replicaof", "no", "one")),
+    "writes wait, as in a failover": (("client", "pause", "30000", "write"), ("client", "unpause")),
+}
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+async def test_a_record_that_redis_does_not_take_is_not_unknown_to_a_router_that_writes_nothing(
+    kind: str, server: RedisServer
+) -> None:
+    break_it, mend_it = UNWRITABLE[kind]
+    looks_on = JournalSettings(settle=1.0)
+    async with (
+        journal_at(server) as holder,
+        journal_at(server, "other", settings=looks_on, timeout=1.0) as other,
+        redis_at(server) as redis,
+    ):
+        await settled(other)
+        assert await redis.execute_command(*break_it)
+        tell(holder, holder.open(small_request()), 0, [1])
+        with pytest.raises(QuireError) as caught:
+            await other.read("r")
+        assert caught.value.code is ErrorCode.UNAVAILABLE
+        assert await redis.execute_command(*mend_it)
+        await flushed(holder)
+        assert seen(await other.read("r")) == Seen(small_request(), "me", 1, [Delivered([1])])
+
+
+@pytest.mark.parametrize(("others", "writes", "away"), [(True, True, False), (True, False, True), (False, True, True)])
+async def test_an_exchange_that_waits_while_others_are_answered_is_no_outage(
+    others: bool, writes: bool, away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(seen_server, "monotonic", lambda: now[0])
+    async with Redis() as client:
+        server = seen_server.RedisServer(client, settle=60)
+        with server.exchange(writes=True):
+            for _ in range(10):
+                if others:
+                    with server.exchange(writes=writes):
+                        now[0] += 0.2
+                else:
+                    now[0] += 0.2
+        assert server.is_settling is away
 
 
 async def script_loads(redis: Redis) -> int:

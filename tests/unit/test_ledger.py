@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from quire.v1 import engine_pb2, load_pb2
-from quire_router.fleet.ledger import MAX_PEERS, InFlight, Ledger
+from quire_router.fleet.ledger import MAX_PEERS, Ledger, LedgerEntry
 from quire_router.fleet.recent import SETTLE_SECONDS
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, Counts, DamagedShareError, Message, Share
 from quire_router.fleet.unseen import Unseen
@@ -16,12 +16,10 @@ from quire_router.placement.table import EngineTable
 
 ENGINES = st.sampled_from(["a:1", "b:1", "c:1"])
 ROUTERS = st.sampled_from(["x", "y", "z"])
-MODELS = st.sampled_from(["m", "n"])
 SMALL = st.integers(0, 50)
 SHARES = st.builds(
     Share,
     engines=st.dictionaries(ENGINES, st.tuples(SMALL, SMALL, SMALL)),
-    models=st.dictionaries(MODELS, st.tuples(SMALL, SMALL)),
 )
 
 
@@ -36,31 +34,30 @@ class Recount(RuleBasedStateMachine):
         self.table = EngineTable()
         self.ledger = Ledger(self.table, clock=lambda: self.now)
         self.accounts = {engine_id: self.ledger.add(engine_id) for engine_id in ("a:1", "b:1")}
-        self.own: dict[InFlight, tuple[str, str, Counts, int]] = {}
+        self.own: dict[LedgerEntry, tuple[str, Counts, int]] = {}
         self.peers: dict[str, tuple[int, Share, int]] = {}
-        self.parked: dict[str, int] = {}
         self.reported = dict.fromkeys(self.accounts, 0)
 
-    @rule(target=entries, engine_id=ENGINES, model=MODELS, pending=SMALL, sequences=st.integers(1, 4))
-    def begin(self, engine_id: str, model: str, pending: int, sequences: int) -> InFlight | None:
+    @rule(target=entries, engine_id=ENGINES, pending=SMALL, sequences=st.integers(1, 4))
+    def begin(self, engine_id: str, pending: int, sequences: int) -> LedgerEntry | None:
         if engine_id not in self.accounts:
             with pytest.raises(KeyError):
-                self.ledger.begin(engine_id, model, pending_tokens=pending)
+                self.ledger.begin(engine_id, pending_tokens=pending)
             return None
-        entry = self.ledger.begin(engine_id, model, pending_tokens=pending, sequences=sequences)
-        self.own[entry] = engine_id, model, (1, pending, 0), sequences
+        entry = self.ledger.begin(engine_id, pending_tokens=pending, sequences=sequences)
+        self.own[entry] = engine_id, (1, pending, 0), sequences
         return entry
 
     @rule(entry=entries)
-    def hear_output(self, entry: InFlight | None) -> None:
+    def hear_output(self, entry: LedgerEntry | None) -> None:
         if entry is not None:
             entry.hear()
             if entry in self.own:
-                engine_id, model, _, sequences = self.own[entry]
-                self.own[entry] = engine_id, model, (1, 0, sequences), sequences
+                engine_id, _, sequences = self.own[entry]
+                self.own[entry] = engine_id, (1, 0, sequences), sequences
 
     @rule(entry=st.one_of(entries, consumes(entries)))
-    def end(self, entry: InFlight | None) -> None:
+    def end(self, entry: LedgerEntry | None) -> None:
         if entry is not None:
             entry.end()
             self.own.pop(entry, None)
@@ -83,11 +80,6 @@ class Recount(RuleBasedStateMachine):
         if engine_id in self.accounts:
             self.accounts[engine_id].report(engine_pb2.Load(uncomputed_tokens=uncomputed, running=running))
             self.reported[engine_id] = max(0, uncomputed - running)
-
-    @rule(model=MODELS, requests=SMALL)
-    def park(self, model: str, requests: int) -> None:
-        self.ledger.park(model, requests)
-        self.parked[model] = requests
 
     @precondition(lambda self: "c:1" not in self.accounts)
     @rule()
@@ -120,19 +112,11 @@ class Recount(RuleBasedStateMachine):
         assert self.ledger.share().engines == {
             engine_id: counts
             for engine_id in self.accounts
-            if (counts := total(e[2] for e in self.own.values() if e[0] == engine_id))[0]
+            if (counts := total(e[1] for e in self.own.values() if e[0] == engine_id))[0]
         }
-        wanted = {}
-        for model in ("m", "n"):
-            told = [peer[1].models.get(model, (0, 0)) for peer in self.peers.values()]
-            parked = self.parked.get(model, 0) + sum(each[0] for each in told)
-            running = sum(e[1] == model for e in self.own.values()) + sum(each[1] for each in told)
-            if parked or running:
-                wanted[model] = parked, running
-        assert {model: demand for model, demand in self.ledger.demand().items() if any(demand)} == wanted
 
     def recount(self, engine_id: str) -> Counts:
-        own = [counts for where, _, counts, _ in self.own.values() if where == engine_id]
+        own = [counts for where, counts, _ in self.own.values() if where == engine_id]
         return total([*own, *(share.engines.get(engine_id, (0, 0, 0)) for _, share, _ in self.peers.values())])
 
     def teardown(self) -> None:
@@ -175,11 +159,11 @@ class OneEngine:
 
     @property
     def pending(self) -> float:
-        return self.table.pending_tokens[self.table.row("e:1")]
+        return self.table.pending_tokens[self.table.find("e:1")]
 
     @property
     def step(self) -> tuple[float, float]:
-        row = self.table.row("e:1")
+        row = self.table.find("e:1")
         return self.table.stepped[row], self.table.computing[row]
 
     def report(self, uncomputed: int, running: int = 0, after: float = 2 * SETTLE_SECONDS) -> None:
@@ -264,7 +248,7 @@ def test_what_others_send_while_a_share_is_on_its_way_is_their_rate_times_that_t
         place.now += 0.01
         place.hear(2 * number + 1, 100)
         if number % 2 == 0:
-            place.ledger.park("m", number)
+            place.ledger.begin("e:1", pending_tokens=1)
             unseen.told(number)
         else:
             place.now += 0.01
@@ -330,13 +314,13 @@ def test_a_pace_that_is_none_is_not_taken(wrong: float) -> None:
     place = OneEngine()
     before = place.table.token_seconds[0]
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=wrong)))
-    assert place.table.token_seconds[place.table.row("e:1")] == before
+    assert place.table.token_seconds[place.table.find("e:1")] == before
 
 
 def test_so_many_routers_are_believed_and_no_more() -> None:
     place = OneEngine()
     taken = [place.ledger.hear(Message(f"r{number}", 1, Share({"e:1": (1, 1, 1)})), 1) for number in range(300)]
-    assert sum(taken) == MAX_PEERS == place.table.requests[place.table.row("e:1")]
+    assert sum(taken) == MAX_PEERS == place.table.requests[place.table.find("e:1")]
 
 
 def test_an_engine_with_requests_cannot_be_forgotten() -> None:
@@ -349,9 +333,9 @@ def test_an_engine_with_requests_cannot_be_forgotten() -> None:
 # On the wire
 
 
-@given(st.dictionaries(st.text(max_size=20), st.tuples(*[st.integers(0, 2**32 - 1)] * 3)), SHARES)
-def test_a_share_arrives_as_it_was_sent(engines: Mapping[str, Counts], share: Share) -> None:
-    message = Message("router-1", 7, Share(engines, share.models))
+@given(st.dictionaries(st.text(max_size=20), st.tuples(*[st.integers(0, 2**32 - 1)] * 3)))
+def test_a_share_arrives_as_it_was_sent(engines: Mapping[str, Counts]) -> None:
+    message = Message("router-1", 7, Share(engines))
     assert Message.decode(message.encode()) == message
 
 
@@ -368,7 +352,7 @@ def test_bytes_that_are_no_share_are_refused(payload: bytes) -> None:
 
 @given(st.integers(0, 200), st.binary(max_size=8))
 def test_a_share_that_was_damaged_is_refused_or_well_formed(position: int, noise: bytes) -> None:
-    payload = Message("router", 3, Share({"a:1": (1, 2, 3), "b:1": (4, 5, 6)}, {"m": (7, 8)})).encode()
+    payload = Message("router", 3, Share({"a:1": (1, 2, 3), "b:1": (4, 5, 6)})).encode()
     damaged = payload[:position] + noise + payload[position + len(noise) :]
     try:
         message = Message.decode(damaged)
@@ -385,7 +369,6 @@ def test_a_share_that_was_damaged_is_refused_or_well_formed(position: int, noise
         {"router_id": "a b"},
         {"router_id": "a" * 65},
         {"requests": [1, 2]},
-        {"models": ["m"]},
     ],
 )
 def test_a_share_of_another_kind_is_refused(change: dict[str, object]) -> None:

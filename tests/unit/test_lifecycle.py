@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.fleet.endpoint import Endpoint
 from quire_router.generation import Generation, Usage
 
 from tests.support.house import QUICK, collect, house, started, told
@@ -338,7 +339,8 @@ async def test_when_every_engine_is_full_the_client_is_told_when_to_come_back() 
             engine.send(output((await engine.submit()).request_id, [], 0, ERROR, FULL))
         with pytest.raises(QuireError) as caught:
             await task
-        assert (caught.value.code, caught.value.retry_after) == (ErrorCode.OVERLOADED, 1.0)
+        error = caught.value
+        assert (error.code, error.reason, error.retry_after) == (ErrorCode.OVERLOADED, "engines_full", 1.0)
         for engine in place.engines:
             assert engine.commands.empty()
         await place.left_nothing("r", FinishReason.ERROR, "")
@@ -425,6 +427,7 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
         await asyncio.sleep(0.02)
         await place.engine.start()
         first = await place.engine.submit()
+        place.fleet._update([Endpoint(place.engine.address, zone="eu-1a")])
         place.engine.send(output("r", tokens("a"), 0, ABORT))
         second = await place.engine.submit()
         place.engine.send(output(second.request_id, tokens("b"), 1, STOP))
@@ -441,6 +444,7 @@ async def test_each_attempt_is_a_span_and_so_is_the_wait_for_an_engine(monkeypat
     assert [each["quire.attempt"] for each in attributes] == [1, 2]
     assert attributes[0]["error.type"] == "engine_lost"
     assert "error.type" not in attributes[1]
+    assert [each.get("cloud.availability_zone") for each in attributes] == [None, "eu-1a"]
     assert attributes[1]["gen_ai.response.finish_reasons"] == ("stop",)
     assert attributes[1]["gen_ai.usage.output_tokens"] == 2
 

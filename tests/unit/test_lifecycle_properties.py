@@ -30,6 +30,7 @@ from quire_router.lifecycle import Lifecycle
 from quire_router.placement.table import EngineTable, Rows
 from quire_router.routing import Routing
 
+from tests.support.batches import take_all
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.house import FirstIdle
 from tests.support.letters import TEXT, tokens
@@ -60,7 +61,7 @@ class DirectLink:
             self.engine.receive(command)
 
     def step(self, counts: dict[int, int]) -> None:
-        self.session.apply(self.engine.step(counts))
+        take_all(self.session, self.engine.step(counts))
 
     def replay(self, back: int) -> None:
         """The stream breaks, and the engine goes on where it is ``back`` batches behind."""
@@ -68,7 +69,7 @@ class DirectLink:
         snapshot = engine_pb2.Snapshot(generation=self.engine.generation, resumed=True, sequence=sequence)
         self.session.begin(snapshot)
         for batch in self.engine.batches[sequence:]:
-            self.session.apply(batch)
+            take_all(self.session, batch)
 
     def restart(self) -> None:
         self.engine.restart()
@@ -104,6 +105,9 @@ class OneEngine:
 
     def rows(self, model: str) -> Rows:
         return np.array([self.engine.row])
+
+    def zone(self, engine_id: str) -> str | None:
+        return None
 
     def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens)

@@ -19,12 +19,17 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.model_text import ModelText
 from quire_router.admission.limits import Limits
 from quire_router.admission.tenant import Tenant, Tenants
+from quire_router.choice import open_choices
+from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage, part_id
 from quire_router.journal.base import Journal, Lease, Owners, Record, Tail, Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
 from quire_router.mark import Mark
+from quire_router.progress import Progress
+from quire_router.reader import Reader
 from quire_router.retelling import PART, Retelling
+from quire_router.siblings import Siblings
 
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.house import House, collect, house, started, told
@@ -160,8 +165,11 @@ def streamed(**more: object) -> Generation:
 
 async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_begun() -> None:
     async with house() as place:
+        siblings = Siblings(begun=True)
         for part in (streamed(parts=("r", "r_1")), streamed(request_id=part_id("r", 1))):
-            task, _ = await started(place, place.lifecycle.run(part))
+            answer = await place.lifecycle.run_once(part, siblings)
+            assert answer is not None
+            task, _ = await started(place, answer)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -308,7 +316,7 @@ async def test_what_ended_with_an_error_ends_with_it_again() -> None:
             await collect(place.lifecycle.run(streamed(deadline=0.0)))
         record = await place.lifecycle.record("r")
         assert record is not None
-        with pytest.raises(QuireError, match="took longer") as caught:
+        with pytest.raises(QuireError, match="time for this request was over") as caught:
             await collect(place.lifecycle.resume(record, Mark(1)))
         assert caught.value.code is ErrorCode.DEADLINE
 
@@ -510,7 +518,7 @@ async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one(
         place.engine.send(output(submit.request_id, tokens("ab"), 0))
         record = await place.lifecycle.record("r")
         assert record is not None
-        with pytest.raises(QuireError, match="took longer") as caught:
+        with pytest.raises(QuireError, match="time to read this answer was over") as caught:
             await collect(place.lifecycle.resume(record, Mark(1), time() + 0.1))
         assert caught.value.code is ErrorCode.DEADLINE
         assert not first.done()
@@ -531,7 +539,7 @@ async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bo
         place.journal.release(place.journal.open(streamed(background=background, deadline=time() + 600)))
         record = await place.lifecycle.record("r")
         assert record is not None
-        with pytest.raises(QuireError, match="took longer") as caught:
+        with pytest.raises(QuireError, match="time to read this answer was over") as caught:
             await collect(place.lifecycle.resume(record, Mark(1), time() + 0.05))
         after = await place.lifecycle.record("r")
         assert after is not None
@@ -551,3 +559,56 @@ def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: boo
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
     assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
     assert max((len(delta.token_ids) for delta in retold), default=0) <= PART
+
+
+def restored(pieces: list[Told], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> Progress:
+    """A request that goes on from its record, which has these pieces."""
+    request = Generation("r", "m", tokens("hi"), SamplingParams(max_tokens=2**20), stop)
+    lease, position = journal.open(request), 0
+    for piece in pieces:
+        journal.append(lease, position, piece)
+        position += len(piece.token_ids)
+    return Progress(request, TEXT, journal, lease, Reader(), record=Record(request, "router", 1, pieces))
+
+
+@given(st.lists(st.text("abé", max_size=3 * PART), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
+@settings(deadline=None)
+def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
+    texts: list[str], stop: tuple[str, ...]
+) -> None:
+    journal = MemoryJournal()
+
+    async def reread() -> tuple[Progress, int]:
+        progress = restored([Told(0, tokens(text)) for text in texts], journal, stop)
+        before = progress.usage.completion_tokens
+        await progress.reread()
+        return progress, before
+
+    progress, before = asyncio.run(reread())
+    (choice,) = open_choices(progress.generation, TEXT, 1)
+    choice.take(Output(tokens("".join(texts)), 0))
+    submission = progress.submission("")
+    assert before == len(tokens("".join(texts)))
+    assert list(submission.output_token_ids) == choice.token_ids
+    assert progress.ended == (choice.finish_reason is not None)
+    if not progress.ended:
+        following = Output(tokens("aé"), len(choice.token_ids), FinishReason.LENGTH)
+        assert progress.take(replace(following))[0].text == choice.take(following).text
+        record = asyncio.run(journal.read("r"))
+        assert record is not None
+        assert (record.choices[0].token_ids, record.finish_reason) == (choice.token_ids, choice.finish_reason)
+
+
+async def test_a_long_record_is_reread_in_turns() -> None:
+    progress, turns = restored([Told(0, tokens("a") * 100 * PART)], MemoryJournal()), 0
+
+    async def beat() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    beating = asyncio.create_task(beat())
+    await progress.reread()
+    beating.cancel()
+    assert turns >= 99

@@ -35,6 +35,12 @@ HELP: dict[str, Callable[[Sequence[str]], object]] = {
     "quire-engine": partial(read_settings, EngineConfig),
 }
 PAGES = [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")]
+FLAGS: dict[str, set[str]] = {
+    str(settings.model_config.get("cli_prog_name")): {
+        (field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()
+    }
+    for settings in (Settings, EngineConfig, FleetSettings, SimulationConfig, BenchConfig)
+}
 PACKAGES = {"quire_engine", "quire_router", "quire_proto"}
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
 Listed = dict[str, tuple[str, set[str]]]  # kind and labels of each metric
@@ -101,6 +107,14 @@ def test_commands_run_in_the_environment_and_what_they_run_is_there(page: Path) 
         assert (pages.ROOT / path).is_file(), path
     for module in re.findall(r"python -m (tests\.[a-z_.]+[a-z_])", text):
         assert find_spec(module) is not None, module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_have_flags_that_there_are(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for program, arguments in re.findall(r"(quire-(?:router|engine)(?: simulate| bench)?) ([^`\n]*)", text):
+        flags = set(re.findall(r"(?<!\S)--(?:no-)?([a-z][a-z0-9-]*)", arguments)) - {"help", "version"}
+        assert not flags - FLAGS[program], program
 
 
 def listed_under(heading: str) -> Listed:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire_proto.hashing import extra_key, hash_blocks
+from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
 from quire_router.generation import Generation
 from quire_router.placement.explanation import MAX_HEADER, SHOWN, route_attributes, route_header
@@ -21,6 +21,7 @@ from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
 
+from tests.support.hashes import hash_blocks
 from tests.support.placing import PACE
 
 ONE = Namespace("one", 16)

@@ -138,6 +138,32 @@ def test_help_says_what_values_are_and_not_which_type_holds_them(program, capsys
     assert end.value.code == 0
     assert f"usage: {program} " in told
     assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", told.split("options:")[1])
+    assert not re.search(r"default: ([^)]*['\[\]]|True|False)", told)
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--frobnicate=3"], "--frobnicate is no flag"),
+        (["--log-lvel", "--modell", "--tracee"], r"--log-lvel is no flag(; --log-level is one)?"),
+        (["frobnicate", "--x"], "frobnicate is no flag"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_told_in_one_line(program, arguments, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], arguments)
+    line = capsys.readouterr().err
+
+    assert end.value.code == 2
+    assert re.fullmatch(rf"{program}: {told}\. {program} --help tells them all\.\n", line)
+
+
+def test_a_flag_that_is_nearly_one_is_put_right(capsys):
+    with pytest.raises(SystemExit):
+        read_settings(["--modle", "/m"])
+
+    assert "--modle is no flag; --model is one." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("program", ["quire-router", "quire-engine"])

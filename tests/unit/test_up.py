@@ -1,5 +1,7 @@
 """``make up`` starts several engines on one machine, bounds what each of them takes, and ends all in their order."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from threading import Semaphore, Thread
@@ -72,9 +74,40 @@ def test_the_router_ends_before_the_engines_and_redis_last(monkeypatch: pytest.M
     assert (ended[0], sorted(ended[1:3]), ended[3]) == ("router", ["engine-1", "engine-2"], "redis")
 
 
-def test_when_one_ends_all_do_and_its_status_is_told() -> None:
-    status = Programs().run([lingering("redis", 0), ("router", [sys.executable, "-c", "raise SystemExit(7)"])])
-    assert status == 7
+@pytest.mark.parametrize(
+    ("end", "status", "told"),
+    [
+        ("raise SystemExit(7)", 7, "router ended with status 7; the others are stopped"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "router was killed by SIGKILL, as the system does when memory runs out; the others are stopped",
+        ),
+    ],
+)
+def test_when_one_ends_all_do_and_who_it_was_is_told(
+    monkeypatch: pytest.MonkeyPatch, end: str, status: int, told: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(up, "say", lambda text, speaker="quire": lines.append(text))
+    assert Programs().run([lingering("redis", 0), ("router", [sys.executable, "-c", end])]) == status
+    assert told in lines
+
+
+@pytest.mark.parametrize(("keys", "shown"), [("a" * 16, "a" * 16), ("a" * 16 + "," + "b" * 16, "a" * 16)])
+def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatch, keys: str, shown: str) -> None:
+    monkeypatch.setenv("QUIRE_ROUTER_API_KEY", keys)
+    assert keys not in up.how_to_try(PLAN)
+    header = re.search(r'"Authorization: Bearer (.*)"', up.how_to_try(PLAN))
+    assert header is not None
+    said = subprocess.run(["sh", "-c", f'printf %s "{header[1]}"'], capture_output=True, text=True, check=True)
+    assert said.stdout == shown
+
+
+def test_a_port_is_named_with_the_variable_that_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "is_free", lambda port: port != 15)
+    with pytest.raises(SystemExit, match="Port 15 is in use, which engine 2 needs; QUIRE_ENGINE_METRICS_PORT chooses"):
+        up.refuse_busy_ports(PLAN)
 
 
 def test_one_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, ClassVar, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -30,6 +30,12 @@ class BenchConfig(EngineConfig):
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-engine bench")
+    metavars: ClassVar[Mapping[str, str]] = {
+        **EngineConfig.metavars,
+        **dict.fromkeys(("--against", "--also", "--measure"), "NAMES"),
+        **dict.fromkeys(("--input-len", "--output-len"), "N"),
+        "--shape": "SHAPE",
+    }
 
     model: Path = Field(default=Path(), description="Folder of the model, as Hugging Face lays it out.")
     shape: str | None = Field(

@@ -29,6 +29,7 @@ AHEAD = Path(__file__).parent / "ahead"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp")
 _SECONDS_TO_COMPILE = 300
+_SECONDS_TO_COMPILE_AHEAD = 3600  # where images are built, processors may be busy or emulated, and nobody waits
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,10 @@ def compile_ahead() -> None:
     """
     AHEAD.mkdir(exist_ok=True)
     for level in levels_of(platform.machine()):
-        _run([*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead(level.name))])
+        _run(
+            [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead(level.name))],
+            _SECONDS_TO_COMPILE_AHEAD,
+        )
         logger.info("compiled the CPU kernels for %s", level.name)
 
 
@@ -161,10 +165,10 @@ def _compile(folder: Path, stem: str) -> Path:
     return target
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], seconds: float = _SECONDS_TO_COMPILE) -> None:
     try:
         result = subprocess.run(  # noqa: S603 -- our own arguments, and no shell
-            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS_TO_COMPILE, check=False
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} did not run: {error}") from error

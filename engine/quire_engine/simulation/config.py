@@ -108,9 +108,12 @@ class EngineSettings(CommandSettings):
 
 
 class SimulationConfig(EngineSettings):
-    """Settings of one simulation."""
+    """Runs a trace of requests through the engine's own scheduler and memory, in virtual time: a formula says how long
+    a step takes, and no model is needed.
+    """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-engine simulate")
+    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--compare": "NAMES"}
 
     trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
     start: int = Field(default=0, ge=0, description="First row of the trace that is used.")
@@ -118,7 +121,9 @@ class SimulationConfig(EngineSettings):
     rate: float = Field(
         default=1.0, gt=0, allow_inf_nan=False, description="How many times faster than traced requests arrive."
     )
-    compare: Names = Field(default=[], description="Policies to run side by side, instead of --scheduling-policy.")
+    compare: Names = Field(
+        default=[], description="Policies to run side by side, with commas between; instead of --scheduling-policy."
+    )
     as_json: bool = Field(default=False, alias="json", description="Print JSON instead of a table.")
     plot: Path | None = Field(default=None, description="Picture to write (needs the extra 'plot').")
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/load.proto\x12\x08quire.v1\"\x8d\x02\n\tLoadShare\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nengine_ids\x18\x04 \x03(\t\x12\x10\n\x08requests\x18\x05 \x03(\r\x12\x16\n\x0epending_tokens\x18\x06 \x03(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x03(\r\x12\x0e\n\x06models\x18\x08 \x03(\t\x12\x0e\n\x06parked\x18\t \x03(\r\x12\x0f\n\x07running\x18\n \x03(\r\x12\x18\n\x10\x65xpected_engines\x18\x0b \x03(\r\x12\x17\n\x0f\x65xpected_blocks\x18\x0c \x03(\r\x12\x16\n\x0e\x65xpected_names\x18\r \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13quire/v1/load.proto\x12\x08quire.v1\"\xe2\x01\n\tLoadShare\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x11\n\trouter_id\x18\x02 \x01(\t\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nengine_ids\x18\x04 \x03(\t\x12\x10\n\x08requests\x18\x05 \x03(\r\x12\x16\n\x0epending_tokens\x18\x06 \x03(\r\x12\x10\n\x08\x64\x65\x63oding\x18\x07 \x03(\r\x12\x18\n\x10\x65xpected_engines\x18\x0b \x03(\r\x12\x17\n\x0f\x65xpected_blocks\x18\x0c \x03(\r\x12\x16\n\x0e\x65xpected_names\x18\r \x01(\x0cJ\x04\x08\x08\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.load_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADSHARE']._serialized_start=34
-  _globals['_LOADSHARE']._serialized_end=303
+  _globals['_LOADSHARE']._serialized_end=260
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LoadShare(_message.Message):
-    """All that one router has in flight. Replaces what it said before. The columns of engines, and those of models, are equally long."""
+    """All that one router has in flight. Replaces what it said before. The columns of engines are equally long."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,9 +31,6 @@ class LoadShare(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     PENDING_TOKENS_FIELD_NUMBER: _builtins.int
     DECODING_FIELD_NUMBER: _builtins.int
-    MODELS_FIELD_NUMBER: _builtins.int
-    PARKED_FIELD_NUMBER: _builtins.int
-    RUNNING_FIELD_NUMBER: _builtins.int
     EXPECTED_ENGINES_FIELD_NUMBER: _builtins.int
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     EXPECTED_NAMES_FIELD_NUMBER: _builtins.int
@@ -62,18 +59,6 @@ class LoadShare(_message.Message):
         """Sequences of requests whose first output was heard."""
 
     @_builtins.property
-    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Models that it has something to do for."""
-
-    @_builtins.property
-    def parked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that wait in it for an engine with room."""
-
-    @_builtins.property
-    def running(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that engines run for it."""
-
-    @_builtins.property
     def expected_engines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompts that it sent since it last told, newest first: blocks of them that engines will have soon. Only those who hear of it when
         it is told need to know, so what is kept for routers that come later is without. A router ignores what does not fit together.
@@ -94,16 +79,13 @@ class LoadShare(_message.Message):
         requests: _abc.Iterable[_builtins.int] | None = ...,
         pending_tokens: _abc.Iterable[_builtins.int] | None = ...,
         decoding: _abc.Iterable[_builtins.int] | None = ...,
-        models: _abc.Iterable[_builtins.str] | None = ...,
-        parked: _abc.Iterable[_builtins.int] | None = ...,
-        running: _abc.Iterable[_builtins.int] | None = ...,
         expected_engines: _abc.Iterable[_builtins.int] | None = ...,
         expected_blocks: _abc.Iterable[_builtins.int] | None = ...,
         expected_names: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "engine_ids", b"engine_ids", "expected_blocks", b"expected_blocks", "expected_engines", b"expected_engines", "expected_names", b"expected_names", "models", b"models", "parked", b"parked", "pending_tokens", b"pending_tokens", "requests", b"requests", "router_id", b"router_id", "running", b"running", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "engine_ids", b"engine_ids", "expected_blocks", b"expected_blocks", "expected_engines", b"expected_engines", "expected_names", b"expected_names", "pending_tokens", b"pending_tokens", "requests", b"requests", "router_id", b"router_id", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,6 +1,6 @@
 """The limits of all tenants: what they may use, counted for the whole fleet where routers share a meter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
@@ -52,9 +52,11 @@ class SharedMeter(Protocol):
         """Counts a request among those in progress, without a charge. Never waits."""
         ...
 
-    def end(self, tenant: str, request_id: str, *, placed: bool, unused: int) -> None:
-        """Ends what was charged or held, once for each time; with ``placed`` the request has no place any more.
-        ``unused`` microseconds of refilling are given back. Never waits.
+    def end(
+        self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
+    ) -> None:
+        """Ends what was charged or held, once for each time; with ``placed`` the request has no place any more. So many
+        microseconds of refilling are given back. Never waits.
         """
         ...
 
@@ -64,10 +66,10 @@ class Bill:
     whoever runs it keeps up to date: the rest of its tokens is given back.
     """
 
-    def __init__(self, charged: int, end: Callable[[int], None]) -> None:
+    def __init__(self, charged: int, end: Callable[[int, int], None]) -> None:
         self.used = 0
         self._charged = charged
-        self._end: Callable[[int], None] | None = end
+        self._end: Callable[[int, int], None] | None = end
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +82,18 @@ class Bill:
         self.used = self._charged
         self.close()
 
+    def void(self) -> None:
+        """The request never ran: all of it is given back, and it does not count as one."""
+        self._close(1, self._charged)
+
     def close(self) -> None:
         """The request has ended. Never waits; a second time does nothing."""
+        self._close(0, max(0, self._charged - self.used))
+
+    def _close(self, requests: int, tokens: int) -> None:
         end, self._end = self._end, None
         if end is not None:
-            end(max(0, self._charged - self.used))
+            end(requests, tokens)
 
 
 class Limits:
@@ -114,7 +123,7 @@ class Limits:
         meter = self._meter(tenant_id)
         if not meter.tenant.limited:
             return Bill(tokens, _nothing)
-        meter.check_size(tokens)
+        meter.check_size(1, tokens)
         with counting_refusals():
             charged = await self._take(meter, request_id, tokens)
         if charged is None:
@@ -133,6 +142,10 @@ class Limits:
             return Bill(0, partial(meter.end, request_id))
         self._shared.hold(tenant_id, request_id)
         return Bill(0, partial(self._end, meter, request_id, True))
+
+    def check_size(self, tenant_id: str, tokens: Sequence[int]) -> None:
+        """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
+        self._meter(tenant_id).check_size(len(tokens), sum(tokens))
 
     def standing(self, tenant_id: str) -> Standing:
         """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
@@ -168,11 +181,14 @@ class Limits:
         tenant = meter.tenant
         return await self._shared.charge(Charge(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent))
 
-    def _end(self, meter: Meter, request_id: str, placed: bool, unused: int) -> None:
-        meter.end(request_id, unused)
+    def _end(self, meter: Meter, request_id: str, placed: bool, requests: int, tokens: int) -> None:
+        meter.end(request_id, requests, tokens)
         if self._shared is not None:
-            self._shared.end(meter.tenant.id, request_id, placed=placed, unused=meter.refund(unused))
+            request_refund, token_refund = meter.refunds(requests, tokens)
+            self._shared.end(
+                meter.tenant.id, request_id, placed=placed, request_refund=request_refund, token_refund=token_refund
+            )
 
 
-def _nothing(_unused: int) -> None:
+def _nothing(_requests: int, _tokens: int) -> None:
     """The end of a request that was not counted."""

@@ -58,13 +58,21 @@ class Meter:
         """How many of them were there before this one: none if it is one of them, and has its place."""
         return 0 if request_id in self._running else len(self._running)
 
-    def check_size(self, tokens: int) -> None:
-        """Raises ``QuireError`` INVALID for a request that would never be admitted, however long it waited."""
+    def check_size(self, requests: int, tokens: int) -> None:
+        """Raises ``QuireError`` INVALID for requests, with so many tokens in all, that would never be admitted
+        together, however long they waited.
+        """
         if self._tokens is not None and tokens > self._tokens.limit:
             raise invalid(
                 "max_tokens",
                 f"The prompt and the most output are {tokens} tokens, but this key may use {self._tokens.limit} a "
                 "minute: set a smaller max_tokens.",
+            )
+        most = min(filter(None, (self.tenant.requests_per_minute, self.tenant.max_concurrent)), default=requests)
+        if requests > most:
+            raise invalid(
+                "prompt",
+                f"Each of the {requests} prompts is a request, but this key may have {most} at once or a minute.",
             )
 
     def costs(self, tokens: int) -> tuple[int, int]:
@@ -93,17 +101,19 @@ class Meter:
             self._tokens.take(tokens, now)
         self.hold(request_id)
 
-    def end(self, request_id: str, unused: int) -> None:
-        """Ends a request once for each time that it was taken in; ``unused`` of its tokens are given back."""
+    def end(self, request_id: str, requests: int, tokens: int) -> None:
+        """Ends a request once for each time that it was taken in; so much of its charge is given back."""
         self._running[request_id] -= 1
         if self._running[request_id] <= 0:
             del self._running[request_id]
+        if self._requests is not None:
+            self._requests.give_back(requests)
         if self._tokens is not None:
-            self._tokens.give_back(unused)
+            self._tokens.give_back(tokens)
 
-    def refund(self, unused: int) -> int:
-        """What ``unused`` tokens give back to their bucket, in microseconds of refilling."""
-        return 0 if self._tokens is None else self._tokens.refund(unused)
+    def refunds(self, requests: int, tokens: int) -> tuple[int, int]:
+        """What so many give back to both buckets, in microseconds of refilling."""
+        return _refund(self._requests, requests), _refund(self._tokens, tokens)
 
     def owe(self, request_debt: int, token_debt: int, now: int) -> None:
         """Takes over how the tenant stands for all routers together."""
@@ -138,6 +148,10 @@ def _bucket(limit: int | None) -> Bucket | None:
 
 def _cost(bucket: Bucket | None, amount: int) -> int:
     return 0 if bucket is None else bucket.cost(amount)
+
+
+def _refund(bucket: Bucket | None, amount: int) -> int:
+    return 0 if bucket is None else bucket.refund(amount)
 
 
 def _wait(bucket: Bucket | None, amount: int, now: int) -> int:

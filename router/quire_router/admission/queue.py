@@ -94,10 +94,6 @@ class Queue:
         """
         return any(line.leave(request_id) for line in self._lines.values())
 
-    def parked(self, model: str) -> int:
-        """How many requests wait for this model here."""
-        return len(self._lines[model])
-
     def close(self) -> None:
         """Nobody waits any more: all that do, and all that come, get UNAVAILABLE."""
         self._closed = True
@@ -123,9 +119,6 @@ class _Line:
         self._parked: dict[str, _Parked] = {}
         self._given: _Parked | None = None
         self._unready_since: float | None = None
-
-    def __len__(self) -> int:
-        return len(self._queue)
 
     async def turn(self, waiting: Waiting) -> None:
         if not self._parked and self._given is None and self._has_room_for(waiting.tenant):

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from quire_router import metrics
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import Charge, Charged
+from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
@@ -27,20 +28,20 @@ _FAILURES = (RedisError, OSError, TimeoutError)
 
 
 class RedisMeter:
-    """Implements ``SharedMeter`` at ``url``. A request waits at most ``timeout`` seconds for it. One in progress counts
-    for ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended while Redis was away
-    is too, and its unused tokens stay charged.
+    """Implements ``SharedMeter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for it. One in
+    progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended
+    while Redis was away is too, and its unused tokens stay charged.
     """
 
-    def __init__(self, url: str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
+    def __init__(self, place: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
         # A connection that died with a former Redis is replaced at once.
-        self._client = redis_client(url, timeout=_PATIENCE, repeats=1, connections=_CONNECTIONS)
+        self._client = redis_client(place, timeout=_PATIENCE, repeats=1, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
         self._charge = self._client.register_script(_source("charge"))
         self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._begun: dict[tuple[str, str], None] = {}
-        self._ends: deque[tuple[str, str, int]] = deque(maxlen=_MOST_ENDS)
+        self._ends: deque[tuple[str, str, int, int]] = deque(maxlen=_MOST_ENDS)
         self._news = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         self._away_until = 0.0
@@ -56,10 +57,10 @@ class RedisMeter:
                 reply = await self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
         except _FAILURES as error:
             self._lose(error)
-            self._note_end(charge.tenant, charge.request_id, 0)  # it may have been taken in, and the answer was lost
+            self._note_end(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
             return None
         except asyncio.CancelledError:
-            self._note_end(charge.tenant, charge.request_id, 0)
+            self._note_end(charge.tenant, charge.request_id)
             raise
         metrics.LIMITS_SHARED.set(1)
         admitted, placed, request_debt, token_debt, running = reply
@@ -74,7 +75,9 @@ class RedisMeter:
         self._begun[tenant, request_id] = None
         self._news.set()
 
-    def end(self, tenant: str, request_id: str, *, placed: bool, unused: int) -> None:
+    def end(
+        self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
+    ) -> None:
         """See ``SharedMeter``."""
         held = self._held[tenant]
         held[request_id] -= 1
@@ -83,8 +86,8 @@ class RedisMeter:
             self._begun.pop((tenant, request_id), None)
         if not held:
             del self._held[tenant]
-        if placed or unused:
-            self._note_end(tenant, request_id if placed else "", unused)
+        if placed or request_refund or token_refund:
+            self._note_end(tenant, request_id if placed else "", request_refund, token_refund)
 
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
@@ -98,8 +101,8 @@ class RedisMeter:
                 log.warning("the end of %d requests was not counted", len(self._ends))
         await self._client.aclose()
 
-    def _note_end(self, tenant: str, request_id: str, unused: int) -> None:
-        self._ends.append((tenant, request_id, unused))
+    def _note_end(self, tenant: str, request_id: str, request_refund: int = 0, token_refund: int = 0) -> None:
+        self._ends.append((tenant, request_id, request_refund, token_refund))
         self._news.set()
 
     def _arguments(self, charge: Charge) -> list[Any]:
@@ -147,9 +150,8 @@ class RedisMeter:
         while self._ends:
             pipeline = self._client.pipeline(transaction=False)
             for _ in range(min(_AT_ONCE, len(self._ends))):
-                tenant, request_id, unused = self._ends.popleft()
-                _, tokens, running = _keys(tenant)
-                pipeline.eval(_END, 2, tokens, running, request_id, str(unused))
+                tenant, request_id, *refunds = self._ends.popleft()
+                pipeline.eval(_END, 3, *_keys(tenant), request_id, *map(str, refunds))
             await pipeline.execute()
 
     async def _tell_begun(self) -> None:

@@ -6,9 +6,10 @@ from typing import Protocol
 from quire_router.generation import Delta, Generation
 from quire_router.journal.base import Record
 from quire_router.mark import Mark
+from quire_router.siblings import Siblings
 
 
-class Limits(Protocol):
+class ModelLimits(Protocol):
     """What a model's engines can take."""
 
     @property
@@ -25,7 +26,7 @@ class Limits(Protocol):
 class FleetView(Protocol):
     """What is known of the engines now."""
 
-    def limits(self, model: str) -> Limits | None:
+    def limits(self, model: str) -> ModelLimits | None:
         """The limits of a configured model; None while no engine has told them."""
         ...
 
@@ -43,9 +44,10 @@ class Runner(Protocol):
         """
         ...
 
-    async def run_once(self, generation: Generation) -> AsyncGenerator[Delta] | None:
+    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already: it is to be resumed. For requests whose id
-        follows from an idempotency key. Raises ``QuireError``.
+        follows from an idempotency key, and for one of several prompts, of which ``siblings`` are the others. Raises
+        ``QuireError``.
         """
         ...
 

@@ -105,6 +105,9 @@ class Frontend:
             work = partial(check, request, request_id, caller)
             generations = await self._aside.run(caller.tenant, work) if _is_long(request) else work()
             admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model))
+            if self._tenant_limits is not None:
+                tokens = [generation.most_tokens for generation in generations]
+                self._tenant_limits.check_size(caller.tenant, tokens)
             return on_terms(request, admitted, terms, caller, self._request_timeout)
 
     async def answer(self, admitted: Admitted, caller: Caller) -> Answer:

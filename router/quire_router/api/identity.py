@@ -67,7 +67,7 @@ class Keys:
 
 
 def _refusal(authorizations: Sequence[str]) -> QuireError:
-    if not any(authorizations):
+    if not any(value.lower().startswith("bearer ") for value in authorizations):
         return QuireError(ErrorCode.UNAUTHENTICATED, "An API key is needed: send the header Authorization: Bearer KEY.")
     if len(authorizations) > 1:
         return QuireError(ErrorCode.UNAUTHENTICATED, "There is more than one Authorization header.")

@@ -47,7 +47,7 @@ class Said:
         return bool(self.content or self.reasoning or self.calls or self.finish_reason)
 
 
-class Reader:
+class ChoiceReader:
     """Reads one choice. What it has said after some text depends on that text alone and not on the pieces in which it
     came: so whoever takes an answer up again, with the same pieces or with others, goes on where it was.
     """
@@ -122,7 +122,7 @@ class Reader:
         return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 
 
-def open_readers(admitted: Admitted) -> list[Reader] | None:
+def open_readers(admitted: Admitted) -> list[ChoiceReader] | None:
     """A reader for each choice; None where a choice's text is its content, as it comes."""
     first, shape, text = admitted.first, admitted.shape, admitted.text
     tool_format = text.tool_format if shape.tools else None
@@ -131,7 +131,7 @@ def open_readers(admitted: Admitted) -> list[Reader] | None:
         return None
     opened = thinks and text.begins_with_reasoning(first.prompt_token_ids)
     return [
-        Reader(
+        ChoiceReader(
             f"{first.request_id}/{index}",
             ReasoningParser(opened=opened) if thinks else None,
             open_parser(tool_format, shape.tools) if tool_format is not None else None,

@@ -23,11 +23,6 @@ class Running:
         return self._taken
 
     @property
-    def accepting(self) -> bool:
-        """Whether new requests may enter."""
-        return self._accepting
-
-    @property
     def leaving(self) -> bool:
         """Whether clients had better go elsewhere with what is new, even if it is still accepted."""
         return self._leaving

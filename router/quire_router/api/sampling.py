@@ -8,7 +8,7 @@ from quire_proto.structured import Structured
 from quire_proto.text.bad_words import bad_word_tokens
 from quire_proto.text.model_text import ModelText
 
-from quire_router.api.backend import Limits
+from quire_router.api.backend import ModelLimits
 from quire_router.api.schemas import GenerationRequest
 
 _AS_THEY_ARE = (
@@ -19,7 +19,7 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 
 def sampling_of(
-    request: GenerationRequest, max_tokens: int, text: ModelText, limits: Limits, structured: Structured | None
+    request: GenerationRequest, max_tokens: int, text: ModelText, limits: ModelLimits, structured: Structured | None
 ) -> SamplingParams:
     """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
     held to. Raises ``QuireError``.
@@ -58,7 +58,7 @@ def check_stream(request: GenerationRequest) -> None:
             raise _excluded(param, "stream")
 
 
-def check_ids(param: str, token_ids: Sequence[int], limits: Limits) -> None:
+def check_ids(param: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
     """Raises ``QuireError`` for a token id that the model does not have."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
@@ -74,7 +74,7 @@ def _bad_words(request: GenerationRequest, text: ModelText) -> tuple[tuple[int, 
     return bad_word_tokens([word for word in given if isinstance(word, str)], text) + as_tokens
 
 
-def _check_ids_of(params: SamplingParams, limits: Limits) -> None:
+def _check_ids_of(params: SamplingParams, limits: ModelLimits) -> None:
     check_ids("stop_token_ids", params.stop_token_ids, limits)
     check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], limits)
     check_ids("bad_words", [token_id for word in params.bad_words for token_id in word], limits)

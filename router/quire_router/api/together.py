@@ -13,6 +13,7 @@ from quire_router.generation import Delta, Generation, Usage
 from quire_router.held import Held
 from quire_router.journal.base import Record
 from quire_router.mark import Mark
+from quire_router.siblings import Siblings
 
 _News = tuple[int, Delta | Exception | None]
 
@@ -38,18 +39,20 @@ class Together:
 
     async def run_once(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta] | None:
         """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts. All of them are
-        written down before anything of their answer is told: who comes back for it can be told the rest.
+        written down before anything of their answer is told: who comes back for it can be told the rest. When one of
+        them is refused, the others end as if they had never been; but who has a key comes back, and finds them.
         """
         first, *others = generations
+        siblings = Siblings()
         with self._places(len(generations)) as places:
             async with AsyncExitStack() as undo:
-                run = await self._runner.run_once(first)
+                run = await self._runner.run_once(first, siblings)
                 if run is None:
                     return None
                 undo.push_async_callback(run.aclose)
-                runs = [run, *await self._all_of(others, {}, first.deadline, undo)]
+                runs = [run, *await self._all_of(others, {}, siblings, first.deadline, undo)]
                 undo.pop_all()
-            return _one(runs, first.params.n, places)
+            return _one(runs, siblings, first.params.n, places)
 
     async def start(self, generation: Generation) -> bool:
         """As ``Runner.start``."""
@@ -61,12 +64,12 @@ class Together:
 
     def resume(self, records: Sequence[Record], mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
-        n = records[0].generation.params.n
+        n, siblings = records[0].generation.params.n, Siblings()
         with self._places(len(records)) as places:
             runs = [
                 self._runner.resume(record, mark.part(number * n, n), deadline) for number, record in enumerate(records)
             ]
-            return _one(runs, n, places)
+            return _one(runs, siblings, n, places)
 
     async def replay(
         self, generations: Sequence[Generation], records: Sequence[Record], deadline: float | None
@@ -74,31 +77,33 @@ class Together:
         """The answer to a request that came before, until ``deadline``: prompts that have a record are resumed, the
         others, which were refused or lost before they were written down, are run. Raises as ``run_once``.
         """
-        known = {record.generation.request_id: record for record in records}
+        known, siblings = {record.generation.request_id: record for record in records}, Siblings()
         with self._places(len(generations)) as places:
             async with AsyncExitStack() as undo:
-                runs = await self._all_of(generations, known, deadline, undo)
+                runs = await self._all_of(generations, known, siblings, deadline, undo)
                 undo.pop_all()
-            return _one(runs, generations[0].params.n, places)
+            return _one(runs, siblings, generations[0].params.n, places)
 
     async def _all_of(
         self,
         generations: Sequence[Generation],
         known: Mapping[str, Record],
+        siblings: Siblings,
         deadline: float | None,
         undo: AsyncExitStack,
     ) -> list[AsyncGenerator[Delta]]:
         """Each one's answer, which ``undo`` closes."""
         runs = []
         for generation in generations:
-            runs.append(await self._resumed_or_run(generation, known.get(generation.request_id), deadline))
+            record = known.get(generation.request_id)
+            runs.append(await self._resumed_or_run(generation, record, siblings, deadline))
             undo.push_async_callback(runs[-1].aclose)
         return runs
 
     async def _resumed_or_run(
-        self, generation: Generation, record: Record | None, deadline: float | None
+        self, generation: Generation, record: Record | None, siblings: Siblings, deadline: float | None
     ) -> AsyncGenerator[Delta]:
-        run = await self._runner.run_once(generation) if record is None else None
+        run = await self._runner.run_once(generation, siblings) if record is None else None
         if run is not None:
             return run
         record = record or await self._runner.record(generation.request_id)
@@ -119,7 +124,7 @@ class Together:
             yield places
 
 
-def _one(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> AsyncGenerator[Delta]:
+def _one(runs: Sequence[AsyncGenerator[Delta]], siblings: Siblings, n: int, places: ExitStack) -> AsyncGenerator[Delta]:
     """One answer of several with ``n`` choices each, which takes over ``places``."""
     if len(runs) == 1:
         return runs[0]
@@ -127,10 +132,12 @@ def _one(runs: Sequence[AsyncGenerator[Delta]], n: int, places: ExitStack) -> As
     ending.enter_context(places.pop_all())
     for run in runs:
         ending.push_async_callback(run.aclose)
-    return Held(_numbered(runs, n, ending), ending.aclose)
+    return Held(_numbered(runs, siblings, n, ending), ending.aclose)
 
 
-async def _numbered(runs: Sequence[AsyncGenerator[Delta]], n: int, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
+async def _numbered(
+    runs: Sequence[AsyncGenerator[Delta]], siblings: Siblings, n: int, ending: AsyncExitStack
+) -> AsyncGenerator[Delta]:
     """The pieces with their choices numbered through: the usage is that of all, and comes with the last piece of the
     last one.
     """
@@ -141,6 +148,7 @@ async def _numbered(runs: Sequence[AsyncGenerator[Delta]], n: int, ending: Async
                 usages.append(delta.usage)
             usage = total(usages) if len(usages) == len(runs) else None
             if usage is not None or _says_more(delta):
+                siblings.begun = True
                 yield replace(delta, index=number * n + delta.index, usage=usage)
 
 

@@ -12,7 +12,8 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import check_length
 from quire_proto.text.model_text import ModelText
 
-from quire_router.api.backend import Limits
+from quire_router.admission.reason import Reason
+from quire_router.api.backend import ModelLimits
 from quire_router.api.calling import format_of, structured_of, template_options
 from quire_router.api.conversation import as_template_sees_them
 from quire_router.api.identity import Caller
@@ -34,7 +35,7 @@ class Validator:
     def __init__(
         self,
         texts: Mapping[str, ModelText],
-        limits: Callable[[str], Limits | None],
+        limits: Callable[[str], ModelLimits | None],
         *,
         allow_priority: bool = False,
     ) -> None:
@@ -90,13 +91,14 @@ class Validator:
 
 def unknown_model(model: str) -> QuireError:
     """The refusal of a model that is not configured."""
-    return QuireError(ErrorCode.NOT_FOUND, f"There is no model named {model[:128]!r} here.", param="model")
+    message = f"There is no model named {model[:128]!r} here; /v1/models and ListModels say which there are."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="model")
 
 
 def unready(model: str) -> QuireError:
     """The refusal of a model that no engine has offered yet."""
     message = f"No engine is ready for the model {model!r}."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY)
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=Reason.NONE_READY)
 
 
 def _for_prompt(first: Generation, number: int, prompt: Sequence[int]) -> Generation:
@@ -110,7 +112,7 @@ def _seeded(generation: Generation) -> Generation:
     return replace(generation, params=replace(generation.params, seed=randbits(64)))
 
 
-def _prompts(request: GenerationRequest, text: ModelText, limits: Limits) -> tuple[list[Sequence[int]], int]:
+def _prompts(request: GenerationRequest, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
         return _conversation(request, text, limits)
@@ -126,7 +128,7 @@ def _prompts(request: GenerationRequest, text: ModelText, limits: Limits) -> tup
     return [*prompts], output_limit
 
 
-def _conversation(request: ChatRequest, text: ModelText, limits: Limits) -> tuple[list[Sequence[int]], int]:
+def _conversation(request: ChatRequest, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     tools = [tool.as_template_sees_it() for tool in request.offered]
     if tools:
         format_of(text)
@@ -139,7 +141,9 @@ def _conversation(request: ChatRequest, text: ModelText, limits: Limits) -> tupl
     return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
 
 
-def _checked_limit(request: GenerationRequest, param: str, prompt_tokens: int, default: int, limits: Limits) -> int:
+def _checked_limit(
+    request: GenerationRequest, param: str, prompt_tokens: int, default: int, limits: ModelLimits
+) -> int:
     """The most output tokens: what the client said, or ``default``. ``param`` is what this API calls the prompt."""
     given = request.output_limit
     if given is not None and given < 1:

@@ -27,6 +27,7 @@ from quire_router.journal.store import RedisStore
 from quire_router.journal.troubles import unavailable
 from quire_router.journal.wire import Wire
 from quire_router.journal.writer import RedisWriter
+from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ LAST_WRITE = 2.0  # seconds that a router which is ending waits for Redis: it ma
 
 
 class RedisJournal:
-    """Records at ``url`` (``redis://``, ``rediss://`` for TLS, with user and password in it).
+    """Records in the Redis at ``place`` (a URL: ``redis://``, ``rediss://`` for TLS, with user and password in it).
 
     Writes are noted and return; one task writes them, and tries again while Redis is away. At most ``max_requests``
     requests, and ``max_tokens`` tokens that are not written yet, are held here; beyond that records are dropped and
@@ -45,7 +46,7 @@ class RedisJournal:
 
     def __init__(
         self,
-        url: str,
+        place: RedisAccess | str,
         *,
         owner: str | None = None,
         settings: JournalSettings | None = None,
@@ -55,9 +56,10 @@ class RedisJournal:
     ) -> None:
         self._owner = owner or uuid4().hex
         self._timeout = timeout
-        self._client = redis_client(url, timeout=timeout)  # the writer tries again by itself, with all that came since
+        # The writer tries again by itself, with all that came since.
+        self._client = redis_client(place, timeout=timeout)
         # Readers may come by the hundred, and must not hold up what is written.
-        self._reading = redis_client(url, timeout=timeout, connections=READERS)
+        self._reading = redis_client(place, timeout=timeout, connections=READERS)
         settings = settings or JournalSettings()
         self._owners: Owners | None = None
         self._pending = Pending(max_requests, max_tokens)
@@ -227,7 +229,7 @@ class RedisJournal:
 
     async def _may_come_back(self, request_id: str) -> bool:
         """Whether what Redis has of a record may be older than what its router is about to write, maybe again."""
-        with self._server.exchange():
+        with self._server.exchange(writes=True):
             await self._store.ask(request_id, self._server.look)
         return self._server.is_settling
 

@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
+
+from quire_router.journal.keys import PROBE
 
 PATIENCE = 0.5  # seconds that a request waits for Redis where it can go on, or begin, without
 
@@ -21,6 +24,9 @@ class RedisServer:
         self._settle = settle
         self._run_id = ""
         self._settled = 0.0
+        # Of reads and of writes: when the last was answered, and when those were asked that are not, in their order.
+        self._heard = {False: 0.0, True: 0.0}
+        self._asked: dict[bool, dict[object, float]] = {False: {}, True: {}}
 
     @property
     def is_settling(self) -> bool:
@@ -28,25 +34,48 @@ class RedisServer:
         return monotonic() < self._settled
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Around an exchange with it: one that takes longer than requests wait means that it was away."""
-        began = monotonic()
+    def exchange(self, *, writes: bool = False) -> Iterator[None]:
+        """Around an exchange with it: one that takes longer than requests wait, while no other is answered, means that
+        it was away. Answers to reads say nothing of those to what ``writes``. Where many ask at once, one may just have
+        waited here for its turn: each of them would keep all others from going on.
+        """
+        asked = object()
+        self._asked[writes][asked] = monotonic()
         try:
             yield
+        except BaseException:
+            self._judge(writes)
+            raise
+        else:
+            self._judge(writes)
+            self._heard[writes] = monotonic()
         finally:
-            if monotonic() - began > PATIENCE:
-                self.was_away()
+            del self._asked[writes][asked]
+
+    def _judge(self, writes: bool) -> None:
+        """Whether it was silent since it was asked what it was asked first, of all that is not answered."""
+        first = next(iter(self._asked[writes].values()))
+        if monotonic() - max(first, self._heard[writes]) > PATIENCE:
+            self.was_away()
 
     def was_away(self) -> None:
         """It cannot be written to, or could not until now."""
         self._settled = monotonic() + self._settle
 
     async def look(self) -> None:
-        """Finds out whether it was restarted. Raises what the client raises."""
-        try:
-            told = await self._client.info("server")
-        except ResponseError:
-            return  # this user may not ask
+        """Finds out whether it was restarted, and whether it takes what is written: a router that has nothing to write
+        would not know. Raises what the client raises.
+        """
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.info("server")
+        pipeline.setrange(PROBE, 0, "")
+        told, taken = await pipeline.execute(raise_on_error=False)
+        if isinstance(taken, ResponseError) and not isinstance(taken, NoPermissionError):
+            self.was_away()
+        if not isinstance(told, ResponseError):  # else this user may not ask
+            self._look_at(told)
+
+    def _look_at(self, told: dict[str, Any]) -> None:
         run_id = str(told.get("run_id", ""))
         if self._run_id not in ("", run_id):
             self.was_away()

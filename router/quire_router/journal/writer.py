@@ -145,7 +145,8 @@ class RedisWriter:
         if not writes:
             return
         commands = [self._commands.of(write) for write in writes]
-        answers = iter(await self._wire.exchange(chain.from_iterable(commands)))
+        with self._server.exchange(writes=True):
+            answers = iter(await self._wire.exchange(chain.from_iterable(commands)))
         now = asyncio.get_running_loop().time()
         problems = [
             self._settle(write, list(islice(answers, len(made))), now)

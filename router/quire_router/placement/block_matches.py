@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire_router.placement.query import Matches
-
 Blocks = npt.NDArray[np.int64]
 
 
@@ -18,10 +16,3 @@ class BlockMatches:
 
     device: Blocks
     host: Blocks
-
-    def tokens(self, prompt_tokens: int, block_size: int) -> Matches:
-        """The same in tokens, as far as an engine makes use of it: one token of a prompt is always computed."""
-        most = (prompt_tokens - 1) // block_size
-        device = np.minimum(self.device, most)
-        host = np.minimum(self.device + self.host, most) - device
-        return Matches(device=(device * block_size).astype(np.float64), host=(host * block_size).astype(np.float64))

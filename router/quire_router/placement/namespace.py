@@ -40,8 +40,3 @@ class BlockHashes:
             if index == len(known):
                 known.append(next(self._more))
             yield known[index]
-
-    @property
-    def computed(self) -> int:
-        """How many names have been computed so far."""
-        return len(self._known)

@@ -129,10 +129,6 @@ class EngineTable(Columns):
         self.ids[row] = None
         self._free.append(row)
 
-    def row(self, engine_id: str) -> int:
-        """Raises ``KeyError`` for an engine that is not known."""
-        return self._rows[engine_id]
-
     def find(self, engine_id: str) -> int:
         """The engine's row, -1 when it is not known."""
         return self._rows.get(engine_id, -1)

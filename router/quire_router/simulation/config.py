@@ -41,7 +41,7 @@ class FleetSettings(EngineSettings):
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-router simulate")
-    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--policies": "NAME"}
+    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--policies": "NAMES"}
 
     trace: Path | None = Field(
         default=None, description="Requests: an Azure CSV or a Mooncake JSONL file; by default they are generated."
@@ -56,7 +56,9 @@ class FleetSettings(EngineSettings):
 
     engines: int = Field(default=8, ge=1, le=1024, description="Engines.")
     replicas: int = Field(default=1, ge=1, le=64, description="Routers; each request comes to any of them.")
-    policies: Names = Field(default=list(POLICIES), description="Placement policies to run side by side.")
+    policies: Names = Field(
+        default=list(POLICIES), description="Placement policies to run side by side, with commas between."
+    )
     tenants: int = Field(default=1, ge=1, le=10_000, description="Tenants, which share the requests evenly.")
     flood: float | None = Field(
         default=None, ge=1, allow_inf_nan=False, description="Run again with so many times the first tenant's requests."

@@ -17,7 +17,7 @@ from quire_proto.sampling import SamplingParams
 
 from quire_router.admission.queue import QueueSettings
 from quire_router.admission.turn import Waiting
-from quire_router.fleet.ledger import InFlight
+from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.share import Message
 from quire_router.generation import Generation
 from quire_router.placement.settings import PlacementSettings
@@ -25,12 +25,14 @@ from quire_router.simulation.engine import SimulatedEngine
 from quire_router.simulation.line import Line
 from quire_router.simulation.news import News
 from quire_router.simulation.recorder import Life, Record
-from quire_router.simulation.replica import MODEL, Delays, EngineNews, EngineWords, Replica
+from quire_router.simulation.replica import Delays, EngineNews, EngineWords, Replica
 from quire_router.simulation.told import cache_changes, describe
 from quire_router.simulation.workload import Job
 
 # What happens, in the order in which it does at one moment.
 _STEP_ENDS, _PATIENCE_ENDS, _ARRIVAL, _STIR = range(4)
+
+MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class FleetSimulation:
         self._heap: list[tuple[int, int, int]] = []
         self._jobs: Sequence[Job] = ()
         self._lives: list[Life] = []
-        self._in_flight: dict[int, InFlight] = {}
+        self._in_flight: dict[int, LedgerEntry] = {}
         self._now = 0
 
     @property

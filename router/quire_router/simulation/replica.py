@@ -14,7 +14,7 @@ from quire.v1 import engine_pb2
 from quire_engine.simulation.clock import NANOSECONDS
 
 from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.ledger import InFlight, Ledger
+from quire_router.fleet.ledger import Ledger, LedgerEntry
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.share import Message
 from quire_router.generation import Generation
@@ -28,7 +28,6 @@ from quire_router.placement.tier import Tier
 from quire_router.simulation.news import News, Reader
 from quire_router.simulation.sharing import Publisher
 
-MODEL = "model"
 _FOR_EVER = 1 << 62
 
 
@@ -128,10 +127,10 @@ class Replica:
         self._placer.placed(decision, generation)
         return decision
 
-    def begin(self, decision: Decision, generation: Generation) -> InFlight:
+    def begin(self, decision: Decision, generation: Generation) -> LedgerEntry:
         """Counts the request for as long as it is in flight."""
         pending = len(generation.prompt_token_ids) - decision.cached_tokens
-        return self._ledger.begin(decision.engine_id, MODEL, pending_tokens=pending)
+        return self._ledger.begin(decision.engine_id, pending_tokens=pending)
 
     def listen(self, now: int) -> None:
         """It is ``now``: hears of all that has come, in its order. All publishers must have been flushed."""

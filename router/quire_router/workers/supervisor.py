@@ -76,8 +76,8 @@ class Supervisor:
 
     async def _open_to_autoscalers(self, rooms: AsyncExitStack) -> None:
         """What the workers have together is in Redis."""
-        if self._settings.is_asked_for_load and self._settings.redis_url is not None:
-            load = RedisLoad(self._settings.redis_url.get_secret_value(), self._settings.models)
+        if self._settings.is_asked_for_load and self._settings.redis is not None:
+            load = RedisLoad(self._settings.redis, self._settings.models)
             rooms.push_async_callback(load.close)
             await open_to_autoscalers(self._settings, load, rooms)
 

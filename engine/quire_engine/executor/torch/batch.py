@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from quire_engine.attention.base import AttentionBatch
+from quire_engine.attention.base import AttentionBatch, int32
 from quire_engine.device.transfers import upload
 from quire_engine.scheduling.plan import PENDING, Chunk, Draw
 
@@ -72,12 +72,12 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     forward = ForwardBatch(
         token_ids=token_ids,
         attention=AttentionBatch(
-            query_indptr=_int32(queries),
-            page_indptr=_int32(pages),
+            query_indptr=int32(queries),
+            page_indptr=int32(pages),
             page_ids=torch.from_numpy(_flat(page_lists, np.int32, int(pages[-1]))),
-            last_page_len=_int32(ends - (page_counts - 1) * block_size),
-            context_lens=_int32(ends),
-            positions=_int32(positions),
+            last_page_len=int32(ends - (page_counts - 1) * block_size),
+            context_lens=int32(ends),
+            positions=int32(positions),
         ),
         sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
         scored_rows=_target_rows(chunks, queries[:-1]),
@@ -140,7 +140,3 @@ def _bounds(sizes: np.ndarray) -> np.ndarray:
 
 def _flat(lists: Iterable[list[int]], dtype: type, total: int) -> np.ndarray:
     return np.fromiter(chain.from_iterable(lists), dtype, total)
-
-
-def _int32(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32))

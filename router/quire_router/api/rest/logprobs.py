@@ -167,7 +167,7 @@ def joined(parts: Iterable[str]) -> str:
 
 def number(logprob: float) -> str:
     """A log-probability, or a beam's score, as JSON can write it."""
-    return repr(max(UNLIKELY, logprob))
+    return repr(min(max(UNLIKELY, logprob), -UNLIKELY))
 
 
 def _json(value: object) -> str:

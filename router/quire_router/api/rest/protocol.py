@@ -4,8 +4,9 @@ behind one, and how many connections there are. What it refuses is told as the a
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from quire_proto.errors import ErrorCode, QuireError
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -18,6 +19,7 @@ from quire_router.api.rest.refusals import HttpError, head_too_large, head_too_s
 from quire_router.api.running import RETRY_BUSY
 
 MAX_HEAD_BYTES = 16 * 1024
+_OFFERS = (b"connection", b"upgrade", b"http2-settings")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
 
 
@@ -38,6 +40,39 @@ class LimitedConfig(Config):
     limits: ConnectionLimits
 
 
+class Declining(Protocol):
+    """A connection on which a client may offer another protocol."""
+
+    def decline(self) -> HttpRequestParser:
+        """The client offers one in the head that is complete just now: a new parser, which was given the same head
+        without that.
+        """
+        ...
+
+
+class DecliningParser(HttpRequestParser):
+    """The parser alone would take a request that offers another protocol for the last one on its connection, and for
+    one without a body. Some clients offer HTTP/2 with their first request, whatever it is.
+    """
+
+    def __init__(self, connection: Declining) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        # As uvicorn has it: what comes behind a request that asks to be the last one is nobody's, and no error.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: Any) -> None:
+        """See ``HttpRequestParser``."""
+        parser: HttpRequestParser = self
+        while True:
+            try:
+                HttpRequestParser.feed_data(parser, data)
+            except HttpParserUpgrade as offer:
+                parser, data = self._connection.decline(), memoryview(data)[offer.args[0] :]
+            else:
+                return
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever;
     and requests that come before the answer to another would wait in any number.
@@ -53,6 +88,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = DecliningParser(self)
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
@@ -86,8 +122,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._answering:
             self._wait(self._limits.head)
 
+    def decline(self) -> HttpRequestParser:
+        """See ``Declining``. It is as if the client had offered nothing, as RFC 9110 (7.8) allows."""
+        old, self.parser = self.parser, DecliningParser(self)
+        version = old.get_http_version().encode("ascii")
+        head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
+        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _OFFERS]
+        last = b"" if old.should_keep_alive() else b"connection: close\r\n"
+        self.parser.feed_data(b"".join([head, *kept, last, b"\r\n"]))
+        return self.parser
+
     def on_headers_complete(self) -> None:
         """A head is complete; the application judges its size."""
+        if self._offers_another:
+            return  # ``decline`` comes next
         self._head_begun, self._head_bytes = False, 0
         self._stop_waiting()
         if self.transport.is_closing():
@@ -107,7 +155,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The next request's head may come."""
         self._head_bytes = 0
-        super().on_message_complete()
+        if not self._offers_another:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """A request is answered, also one whose body is still coming."""
@@ -119,6 +168,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Answers what the parser could not read; its own words are of no use to a client."""
         del msg
         self._refuse(not_http())
+
+    @property
+    def _offers_another(self) -> bool:
+        """Whether the head that was read last offers another protocol, which can be declined."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     @property
     def _answering(self) -> bool:

@@ -142,10 +142,13 @@ def _milliseconds(seconds: float) -> int:
     return min(round(seconds * 1000), 2**31 - 1)  # an option is a signed number of 32 bits
 
 
-def bind(server: grpc.aio.Server, address: str) -> int:
-    """The port on which it will listen. Raises ``OSError``."""
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """The port on which it will listen, over TLS where there are ``credentials``. Raises ``OSError``."""
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"{address} cannot be listened on") from error
     if port == 0:
