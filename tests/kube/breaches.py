@@ -88,6 +88,13 @@ def secret_variable(release: Release) -> Manifest:
     raise LookupError("secretKeyRef")
 
 
+def trigger(release: Release) -> Manifest:
+    """What KEDA asks over TLS."""
+    found: Manifest = first(release, "ScaledObject")["spec"]["triggers"][0]
+    first(release, "TriggerAuthentication")
+    return found
+
+
 def own(found: Pod) -> dict[str, Any]:
     """A pod's specification, to be changed."""
     spec: dict[str, Any] = (
@@ -145,6 +152,7 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
         lambda r: own(pod(r, "router"))["volumes"].append({"name": "x", "emptyDir": {"sizeLimit": "1Gi"}}),
     ),
     (of_pods.mounts_and_volumes_agree, lambda r: own(pod(r, "router")).update(volumes=[])),
+    (of_pods.variables_are_there_once, lambda r: variable(r, "engine", "QUIRE_ENGINE_HOST", "::")),
     (of_pods.only_the_router_speaks_to_kubernetes, lambda r: own(pod(r, "engine")).pop("serviceAccountName")),
     (
         of_pods.only_the_router_speaks_to_kubernetes,
@@ -157,6 +165,7 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
     (access.bindings_name_what_is_there, lambda r: first(r, "RoleBinding")["roleRef"].update(name="admin")),
     (access.secrets_stay_in_secrets, lambda r: variable(r, "engine", "HF_TOKEN", "hf_abc")),
     (access.secrets_stay_in_secrets, lambda r: variable(r, "router", "QUIRE_ROUTER_REDIS_URL", "redis://:secret@x")),
+    (access.secrets_stay_in_secrets, lambda r: variable(r, "router", "URL", "redis://:$(REDIS_PASSWORD)@x")),
     (access.secrets_stay_in_secrets, lambda r: container(r, "router").update(args=["--api-key=abc"])),
     (access.secrets_stay_in_secrets, lambda r: container(r, "redis").update(args=["--requirepass $(REDIS_PASSWORD)"])),
     (access.secrets_stay_in_secrets, lambda r: first(r, "ConfigMap")["data"].update(x="redis://:secret@host")),
@@ -227,10 +236,28 @@ BREACHES: tuple[tuple[Policy, Spoil], ...] = (
         wiring.monitors_find_what_they_watch,
         lambda r: first(r, "PodMonitor")["spec"]["podMetricsEndpoints"][0].update(port="x"),
     ),
+    (
+        wiring.autoscalers_speak_tls_where_others_do,
+        lambda r: trigger(r).pop("authenticationRef"),
+    ),
+    (
+        wiring.autoscalers_speak_tls_where_others_do,
+        lambda r: first(r, "TriggerAuthentication")["spec"]["secretTargetRef"].pop(),
+    ),
+    (wiring.autoscalers_speak_tls_where_others_do, lambda r: trigger(r)["metadata"].update(unsafeSsl="true")),
     (wiring.what_pods_mount_is_there, lambda r: secret_variable(r).update(name="no-such-secret")),
+    (
+        wiring.what_pods_mount_is_there,
+        lambda r: first(r, "TriggerAuthentication")["spec"]["secretTargetRef"][0].update(name="no-such-secret"),
+    ),
+    (
+        wiring.what_pods_mount_is_there,
+        lambda r: container(r, "router").update(envFrom=[{"secretRef": {"name": "no-such-secret"}}]),
+    ),
     (wiring.every_object_says_whose_it_is, lambda r: first(r, "Service")["metadata"].pop("labels")),
     (wiring.every_object_says_whose_it_is, lambda r: first(r, "Secret")["metadata"].update(namespace="other")),
     (wiring.names_fit, lambda r: first(r, "Service")["metadata"].update(name="s" * 64)),
+    (wiring.names_fit, lambda r: first(r, "Service")["metadata"].update(name="1-quire-router")),
     (wiring.names_fit, lambda r: first(r, "Deployment")["metadata"]["labels"].update(x="-")),
     (wiring.names_fit, lambda r: r.manifests.append(first(r, "Service"))),
     (wiring.names_fit, lambda r: container(r, "router")["ports"][0].update(name="a-name-of-sixteen")),

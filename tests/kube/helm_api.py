@@ -1,14 +1,17 @@
 """A Kubernetes API server that knows just what Helm asks of one: discovery, objects that are created, read, listed,
-applied, replaced and deleted, and the immutable fields that make an upgrade fail. Nothing runs in it, and there are no
-controllers but the one that makes and removes the claims of a StatefulSet.
+watched, applied, replaced and deleted, and the immutable fields that make an upgrade fail. Nothing runs in it but
+single pods, where a test says how, and there are no controllers but the one for the claims of a StatefulSet.
 """
 
 import itertools
 import json
 import re
+import select
+import ssl
 import threading
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
@@ -17,6 +20,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
+from tests.kube.custom_kinds import CUSTOM_KINDS
 from tests.kube.protobuf_secret import MAGIC, read_secret
 
 Object = dict[str, Any]
@@ -37,13 +41,6 @@ KINDS = {
     "scheduling.k8s.io/v1": "PriorityClass!",
 }
 """The kinds that every cluster has, by API version; those with an exclamation mark belong to no namespace."""
-CUSTOM_KINDS = {
-    "gateway.networking.k8s.io/v1": "HTTPRoute GRPCRoute Gateway BackendTLSPolicy",
-    "keda.sh/v1alpha1": "ScaledObject TriggerAuthentication",
-    "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor PrometheusRule",
-    "cert-manager.io/v1": "Issuer Certificate",
-}
-"""What Gateway API, KEDA, prometheus-operator and cert-manager add to a cluster."""
 
 IMMUTABLE = {
     "Deployment": ["spec.selector"],
@@ -114,6 +111,15 @@ class Key(NamedTuple):
     name: str
 
 
+class Event(NamedTuple):
+    """What happened to an object, and its version since."""
+
+    version: int
+    happened: str
+    key: Key
+    value: Object
+
+
 class Target(NamedTuple):
     """What a path means: a kind, a namespace ("" is all of them or none) and a name ("" is a list)."""
 
@@ -122,7 +128,8 @@ class Target(NamedTuple):
     name: str
 
 
-def _kinds(table: Mapping[str, str]) -> Iterator[Kind]:
+def kinds_of(table: Mapping[str, str]) -> Iterator[Kind]:
+    """The kinds of a table such as ``KINDS``."""
     for api_version, names in table.items():
         for name in names.split():
             yield Kind(api_version, name.rstrip("!"), not name.endswith("!"))
@@ -132,18 +139,22 @@ def _kinds(table: Mapping[str, str]) -> Iterator[Kind]:
 class Cluster:
     """The objects of one cluster, and what it says of itself.
 
-    ``custom_kinds`` are those of ``CUSTOM_KINDS`` that are installed, by API version.
+    ``custom_kinds`` are those of ``CUSTOM_KINDS`` that are installed, by API version. ``play`` runs each Pod that is
+    made: given the Pod, it returns the status with which its container ends; without it no Pod ever starts.
     """
 
     version: str = "1.37"
     custom_kinds: Mapping[str, str] = field(default_factory=lambda: CUSTOM_KINDS)
     objects: dict[Key, Object] = field(default_factory=dict)
     requests: list[tuple[str, str]] = field(default_factory=list)
+    play: Callable[[Object], int] | None = None
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self.kinds = [*_kinds(KINDS), *_kinds(self.custom_kinds)]
-        self._revision = itertools.count(1)
+        self.changed = threading.Condition(self.lock)
+        self.events: list[Event] = []
+        self.kinds = [*kinds_of(KINDS), *kinds_of(self.custom_kinds)]
+        self._last = 0
         for name in ("default", "kube-system"):
             self.create(self.kind("v1", "Namespace"), "", {"metadata": {"name": name}})
         self._at_start = set(self.objects)
@@ -192,7 +203,7 @@ class Cluster:
         ]
         return {
             "kind": f"{target.kind.name}List", "apiVersion": target.kind.api_version,
-            "metadata": {"resourceVersion": str(next(self._revision))}, "items": items,
+            "metadata": {"resourceVersion": str(self._last)}, "items": items,
         }  # fmt: skip
 
     def create(self, kind: Kind, namespace: str, value: Object) -> Object:
@@ -202,6 +213,8 @@ class Cluster:
             raise RefusalError(409, "AlreadyExists", f'{kind.plural} "{key.name}" already exists')
         if kind.namespaced and Key("Namespace", "", namespace) not in self.objects:
             raise RefusalError(404, "NotFound", f'namespaces "{namespace}" not found')
+        if kind.name == "CustomResourceDefinition":
+            self.kinds += _defined(value)
         for claim in _claims(value):
             self.create(self.kind("v1", "PersistentVolumeClaim"), namespace, claim)
         return self._keep(key, kind, value, {"uid": str(uuid.uuid4()), "creationTimestamp": "2026-01-01T00:00:00Z"})
@@ -226,22 +239,61 @@ class Cluster:
     def delete(self, target: Target) -> Object:
         """Takes an object away, and whatever it owns."""
         gone = self.get(target)
-        del self.objects[Key(target.kind.name, target.namespace, target.name)]
+        self._remove(Key(target.kind.name, target.namespace, target.name))
         if at(gone, "spec.persistentVolumeClaimRetentionPolicy.whenDeleted") == "Delete":
             for claim in _claims(gone):
-                self.objects.pop(Key("PersistentVolumeClaim", target.namespace, claim["metadata"]["name"]), None)
+                self._remove(Key("PersistentVolumeClaim", target.namespace, claim["metadata"]["name"]))
         for key, value in list(self.objects.items()):
             owners = value["metadata"].get("ownerReferences", [])
             if any(owner["uid"] == gone["metadata"]["uid"] for owner in owners):
-                self.objects.pop(key, None)
+                self._remove(key)
         return gone
 
     def _keep(self, key: Key, kind: Kind, value: Object, identity: Object) -> Object:
-        metadata = {**value["metadata"], **identity, "resourceVersion": str(next(self._revision))}
+        metadata = {**value["metadata"], **identity}
         if kind.namespaced:
             metadata["namespace"] = key.namespace
-        self.objects[key] = {**value, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+        happened = "MODIFIED" if key in self.objects else "ADDED"
+        kept = {**value, "apiVersion": kind.api_version, "kind": kind.name, "metadata": metadata}
+        self.objects[key] = self._tell(happened, key, kept)
+        if happened == "ADDED" and key.kind == "Pod" and self.play is not None:
+            threading.Thread(target=self._run, args=(key, self.play), daemon=True).start()
         return self.objects[key]
+
+    def _remove(self, key: Key) -> None:
+        gone = self.objects.pop(key, None)
+        if gone is not None:
+            self._tell("DELETED", key, gone)
+
+    def _tell(self, happened: str, key: Key, value: Object) -> Object:
+        """The object with a new version, of which those who watch hear."""
+        with self.changed:
+            self._last += 1
+            value = {**value, "metadata": {**value["metadata"], "resourceVersion": str(self._last)}}
+            self.events.append(Event(self._last, happened, key, value))
+            self.changed.notify_all()
+        return value
+
+    def _run(self, key: Key, play: Callable[[Object], int]) -> None:
+        """Runs a Pod to its end, as a node does, and says how it went."""
+        with self.lock:
+            pod = self.objects[key]
+        self._report(key, {"phase": "Running"})
+        code = play(pod)
+        ended = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": {"exitCode": code}}}
+        self._report(key, {"phase": "Failed" if code else "Succeeded", "containerStatuses": [ended]})
+
+    def _report(self, key: Key, status: Object) -> None:
+        with self.lock:
+            if key in self.objects:
+                self.objects[key] = self._tell("MODIFIED", key, {**self.objects[key], "status": status})
+
+
+def _defined(value: Object) -> Iterator[Kind]:
+    """The kinds of a CustomResourceDefinition."""
+    spec = value["spec"]
+    for version in spec["versions"]:
+        yield Kind(f"{spec['group']}/{version['name']}", spec["names"]["kind"], spec["scope"] == "Namespaced")
 
 
 def _claims(value: Object) -> Iterator[Object]:
@@ -284,13 +336,15 @@ def selects(selector: str, labels: Labels) -> bool:
 
 
 class HelmApi:
-    """An API server over HTTP in this process. Each cluster has a path of its own, so that what a client has cached of
-    one is never taken for another.
+    """An API server over HTTP in this process, with ``tls`` over HTTPS. Each cluster has a path of its own, so that
+    what a client has cached of one is never taken for another; the cluster of the path "" has all other paths.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         self.clusters: dict[str, Cluster] = {}
-        self._server = _Server(("127.0.0.1", 0), self._handler())
+        self._server = _Server(("127.0.0.1", port), self._handler())
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
 
     def __enter__(self) -> Self:
@@ -354,8 +408,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         prefix, _, path = self.path.lstrip("/").partition("/")
+        if prefix not in self.clusters:
+            prefix, path = "", self.path.lstrip("/")
         try:
             cluster = self.clusters[prefix]
+            query = parse_qs(urlsplit(path).query)
+            if query.get("watch") == ["true"]:
+                cluster.requests.append((self.command, path))
+                self._watch(cluster, cluster.target(urlsplit(path).path), query)
+                return
             with cluster.lock:
                 cluster.requests.append((self.command, path))
                 answer = _serve(cluster, self.command, f"/{path}", self.headers.get("Content-Type", ""), body)
@@ -364,6 +425,27 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200 if self.command != "POST" else 201, text, form)
         except RefusalError as refusal:
             self._send(refusal.code, json.dumps(refusal.status).encode(), "application/json")
+
+    def _watch(self, cluster: Cluster, target: Target, query: Mapping[str, list[str]]) -> None:
+        """What happens to objects, a line for each, until the client has gone or its time is over."""
+        if "sendInitialEvents" in query:
+            raise RefusalError(422, "Invalid", "sendInitialEvents: forbidden: this server has no watches that list")
+        since = int(query["resourceVersion"][0])
+        self.close_connection = True
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        deadline = time.monotonic() + float(query.get("timeoutSeconds", ["300"])[0])
+        while time.monotonic() < deadline and not select.select([self.connection], [], [], 0)[0]:
+            with cluster.changed:
+                news = [event for event in cluster.events if event.version > since and _watched(target, query, event)]
+                since = cluster.events[-1].version if cluster.events else since
+                if not news:
+                    cluster.changed.wait(0.1)
+            for event in news:
+                self.wfile.write(json.dumps({"type": event.happened, "object": event.value}).encode() + b"\n")
+            self.wfile.flush()
 
     def _send(self, code: int, text: bytes, form: str) -> None:
         self.send_response(code)
@@ -392,17 +474,28 @@ def _serve(cluster: Cluster, method: str, path: str, content_type: str, body: by
     return cluster.replace(target, value) if method == "PUT" else cluster.apply(target, value)
 
 
+def _watched(target: Target, query: Mapping[str, list[str]], event: Event) -> bool:
+    return (
+        event.key.kind == target.kind.name
+        and target.namespace in ("", event.key.namespace)
+        and selects(query.get("labelSelector", [""])[0], event.value["metadata"].get("labels", {}))
+    )
+
+
 def _object(content_type: str, body: bytes) -> Object:
     if body.startswith(MAGIC):
         return read_secret(body)
     if content_type not in ("application/json", "application/apply-patch+yaml"):
         raise RefusalError(415, "UnsupportedMediaType", f"{content_type} is not understood")
-    value: Object = yaml.load(body, Loader=yaml.CSafeLoader)
+    # What is called YAML is JSON nearly always, and much sooner read as such.
+    value: Object = json.loads(body) if body.startswith(b"{") else yaml.load(body, Loader=yaml.CSafeLoader)
     return value
 
 
 def _discovery(cluster: Cluster, path: str) -> Object | None:
     """What Kubernetes says of itself; all kinds at once, as it does since 1.30, and before where it is asked to."""
+    if path == "/readyz":
+        return {}
     if path == "/version":
         major, minor = cluster.version.split(".")[:2]
         return {"major": major, "minor": minor, "gitVersion": f"v{cluster.version}.0", "platform": "linux/amd64"}
@@ -418,6 +511,8 @@ def _discovery(cluster: Cluster, path: str) -> Object | None:
             "metadata": {},
             "items": groups,
         }
+    if path.startswith("/openapi/v3"):
+        return _openapi(cluster, path)
     api_version = path.removeprefix("/apis/").removeprefix("/api/")
     kinds = [kind.listed for kind in cluster.kinds if kind.api_version == api_version]
     if not kinds:
@@ -430,3 +525,29 @@ def _group(api_version: str, kinds: Sequence[Kind]) -> Object:
     resources = [kind.resource(group, version) for kind in kinds]
     entry = {"version": version, "resources": resources, "freshness": "Current"}
     return {"metadata": {"name": group}, "versions": [entry]}
+
+
+def _openapi(cluster: Cluster, path: str) -> Object | None:
+    """No schemas, but for each kind that the server itself refuses unknown fields, so that no client looks for them."""
+    versions = {("apis/" if "/" in kind.api_version else "api/") + kind.api_version for kind in cluster.kinds}
+    if path == "/openapi/v3":
+        return {"paths": {version: {"serverRelativeURL": f"/openapi/v3/{version}"} for version in sorted(versions)}}
+    where = path.removeprefix("/openapi/v3/")
+    if where not in versions:
+        return None
+    api_version = where.partition("/")[2]
+    kinds = [kind for kind in cluster.kinds if kind.api_version == api_version]
+    return {
+        "openapi": "3.0.0",
+        "info": {"title": "Kubernetes", "version": cluster.version},
+        "paths": {f"/{where}/{kind.plural}/{{name}}": {"patch": _patch(kind)} for kind in kinds},
+    }
+
+
+def _patch(kind: Kind) -> Object:
+    group, _, version = kind.api_version.rpartition("/")
+    return {
+        "parameters": [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}],
+        "responses": {"200": {"description": "OK"}},
+        "x-kubernetes-group-version-kind": {"group": group, "version": version, "kind": kind.name},
+    }

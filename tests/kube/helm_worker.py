@@ -11,7 +11,7 @@ from typing import Any
 
 import kubernetes_validate
 import kubernetes_validate.utils
-from helm_sdkpy import Configuration, HelmError, Install, Uninstall, Upgrade
+from helm_sdkpy import Configuration, HelmError, Install, Package, ReleaseTest, Uninstall, Upgrade
 
 Call = dict[str, Any]
 
@@ -35,12 +35,22 @@ async def uninstall(call: Call) -> Any:
     return await Uninstall(_configuration(call)).run(call["release"], wait=False, timeout=30)
 
 
+async def test(call: Call) -> Any:
+    """Runs the release's test hooks; fails where one of them does."""
+    return await ReleaseTest(_configuration(call)).run(call["release"])
+
+
+async def package(call: Call) -> str:
+    """The path of the chart's archive, made in a folder."""
+    return await Package(_configuration(call)).run(call["chart"], dest_dir=call["folder"])
+
+
 async def validate(call: Call) -> list[str | None]:
     """For each manifest why it is not valid for that version of Kubernetes, or null; "unknown" for an unknown kind."""
     return [_problem(manifest, call["version"]) for manifest in call["manifests"]]
 
 
-OPERATIONS = {action.__name__: action for action in (install, upgrade, uninstall, validate)}
+OPERATIONS = {action.__name__: action for action in (install, upgrade, uninstall, test, package, validate)}
 
 
 def _configuration(call: Call) -> Configuration:

@@ -31,6 +31,8 @@ class Service:
 SERVICES = {"router": Service(Settings), "engine": Service(EngineConfig, OTHER_VARIABLES)}
 SECRETS = {"QUIRE_ROUTER_API_KEY": "k" * 40, "QUIRE_ROUTER_REDIS_URL": "rediss://redis.example.com:6379/0"}
 """What a variable of that name holds when it comes from a Secret."""
+ELSEWHERE = base64.b64encode(b"from-elsewhere").decode()
+"""What a key holds of a Secret that is not the release's own."""
 EVERY_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "KUBERNETES_SERVICE_PORT": "443"}
 """What Kubernetes adds to every container."""
 
@@ -74,7 +76,7 @@ class Reader:
         own = [item["data"] for item in release.of("Secret") if item["metadata"]["name"] == secret["secretName"]]
         data = {**(own[0] if own else self.spare)}
         if "items" in secret:
-            return {item["path"]: data.get(item["key"], "") for item in secret["items"]}
+            return {item["path"]: data.get(item["key"], ELSEWHERE) for item in secret["items"]}
         return data
 
 

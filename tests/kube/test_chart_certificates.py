@@ -80,6 +80,32 @@ def test_routers_and_engines_trust_each_other(encrypted: Release, tmp_path: Path
     shake_hands(server, client, expected_name(encrypted))
 
 
+def test_keda_and_routers_trust_each_other_and_nobody_else(encrypted: Release, tmp_path: Path) -> None:
+    (authentication,) = encrypted.of("TriggerAuthentication")
+    given = {entry["parameter"]: entry for entry in authentication["spec"]["secretTargetRef"]}
+    (secret,) = [
+        data_of(item) for item in encrypted.of("Secret") if item["metadata"]["name"] == given["caCert"]["name"]
+    ]
+    files = {"ca.crt": "caCert", "tls.crt": "tlsClientCert", "tls.key": "tlsClientKey"}
+    keda = {name: secret[given[parameter]["key"]] for name, parameter in files.items()}
+    routers, engine = mounted(encrypted, "router", "keda"), mounted(encrypted, "engine", "tls")
+    (trigger,) = encrypted.of("ScaledObject")[0]["spec"]["triggers"]
+    host = trigger["metadata"]["scalerAddress"].partition(":")[0]
+
+    def meet(number: int, server: dict[str, bytes], client: dict[str, bytes], name: str) -> None:
+        shake_hands(
+            Side(server, tmp_path / f"server-{number}", server=True, authority=server["ca.crt"]),
+            Side(client, tmp_path / f"client-{number}", server=False, authority=client["ca.crt"]),
+            name,
+        )
+
+    meet(0, routers, keda, host)
+    strangers = [(routers, mounted(encrypted, "router", "tls"), host), (engine, keda, expected_name(encrypted))]
+    for number, (server, client, name) in enumerate([*strangers, (keda, keda, host)], 1):
+        with pytest.raises(ssl.SSLError):
+            meet(number, server, client, name)
+
+
 def test_nobody_else_is_trusted(helm: Helm, encrypted: Release, tmp_path: Path) -> None:
     foreign = mounted(helm.render(example_values("tls")), "router", "tls")
     engine, router = mounted(encrypted, "engine", "tls"), mounted(encrypted, "router", "tls")

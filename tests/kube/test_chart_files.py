@@ -1,9 +1,11 @@
 """The chart's files as they are, which needs no Helm: the schema, the examples, the README's table, versions."""
 
+import copy
 import json
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +16,16 @@ from jsonschema import Draft7Validator
 
 from tests.kube.helm import CHART, ROOT
 from tests.kube.policies.access import NOT_THE_SECRET, SECRET_NAME
-from tests.kube.values import EXAMPLES, VERSIONS, example_values
+from tests.kube.previous import previous_chart
+from tests.kube.values import EXAMPLES, VERSIONS, example_values, over
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
+EMPTY = ("", None, [], {})
+MAY_GO = re.compile(
+    r"\.(requests|limits)\.|[lL]abels\b|topologySpread|metricsNamespace|disruptionsAllowed|^security\.runAs"
+)
+"""Values that can be missing although they are not empty by default."""
 DESCRIPTION = yaml.safe_load((CHART / "Chart.yaml").read_text())
 
 
@@ -33,7 +41,27 @@ def test_the_schema_is_one() -> None:
 
 @pytest.mark.parametrize("values", EXAMPLES)
 def test_the_schema_takes_the_examples(values: str) -> None:
-    Draft7Validator(SCHEMA).validate(example_values(values))
+    Draft7Validator(SCHEMA).validate(over(DEFAULTS, example_values(values)))
+
+
+def test_a_null_takes_away_only_what_the_templates_can_do_without() -> None:
+    """Helm's null takes a default away. What the previous version had and is not empty has to be there; what is new may
+    be missing, as it is after ``helm upgrade --reuse-values``.
+    """
+    with tarfile.open(previous_chart()) as archive:
+        file = archive.extractfile("quire/values.yaml")
+        assert file is not None
+        previous = dict(leaves(yaml.safe_load(file)))
+    assert {"$ref": "#/definitions/complete"} in SCHEMA["allOf"]
+    complete = Draft7Validator(SCHEMA["definitions"]["complete"])
+    for path, value in leaves(DEFAULTS):
+        spoilt = copy.deepcopy(DEFAULTS)
+        part = spoilt
+        for key in path[:-1]:
+            part = part[key]
+        del part[path[-1]]
+        needed = path == ("models",) or (path in previous and value not in EMPTY and not MAY_GO.search(".".join(path)))
+        assert complete.is_valid(spoilt) != needed, ".".join(path)
 
 
 def test_the_schema_takes_the_defaults() -> None:
@@ -86,10 +114,10 @@ def test_no_value_is_a_secret() -> None:
             assert not isinstance(value, str) or len(value) < 20, f"{'.'.join(path)} has one"
 
 
-def test_the_chart_is_of_the_packages_version() -> None:
+def test_the_chart_is_for_the_packages_version() -> None:
     for package in ("proto", "engine", "router"):
         version = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]["version"]
-        assert DESCRIPTION["version"] == DESCRIPTION["appVersion"] == version
+        assert DESCRIPTION["appVersion"] == version
 
 
 def test_the_chart_says_which_kubernetes_it_needs() -> None:

@@ -10,18 +10,14 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.kube.custom_kinds import CUSTOM_KINDS
 from tests.kube.helm import CHART, Helm, HelmError, Release
-from tests.kube.helm_api import CUSTOM_KINDS, Cluster, Key, at
-from tests.kube.values import EXAMPLES, example_values, with_values
+from tests.kube.helm_api import Cluster, Key, at
+from tests.kube.previous import known_values, previous_chart
+from tests.kube.values import EXAMPLES, NEEDS, example_values, with_values
 
 Objects = dict[Key, Any]
 Lives = Callable[[str], "Life"]
-NEEDS = {
-    "gateway": ["gateway.networking.k8s.io/v1", "cert-manager.io/v1"],
-    "keda": ["keda.sh/v1alpha1"],
-    "two-models": ["monitoring.coreos.com/v1"],
-}
-"""The API versions that an example needs besides those that every cluster has."""
 STAYS = {
     "Secret": ["data"],
     "APIService": ["spec.caBundle"],
@@ -29,11 +25,14 @@ STAYS = {
     "StatefulSet": ["spec.selector", "spec.serviceName", "spec.volumeClaimTemplates", "spec.podManagementPolicy"],
     "Service": ["spec.selector", "spec.clusterIP"],
 }
+"""What an upgrade must leave as it is; of data, what was there before."""
+NEVER_GONE = ("Deployment", "StatefulSet", "Service", "Secret", "PersistentVolumeClaim", "APIService", "Certificate")
+GENERATED = {"quire-api-keys": "api-keys", "quire-redis": "redis-password"}
 
 
 @pytest.fixture(scope="module")
 def next_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart as its next version: nothing is different but the numbers."""
+    """The chart as a later version: nothing is different but the numbers."""
     folder = tmp_path_factory.mktemp("next") / "quire"
     shutil.copytree(CHART, folder)
     description = yaml.safe_load((folder / "Chart.yaml").read_text())
@@ -44,7 +43,7 @@ def next_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Life:
-    """What a cluster held at each stage of a release."""
+    """What a cluster held at each stage of a release that began with the previous version."""
 
     made: Release
     installed: Objects
@@ -54,44 +53,81 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def lives(helm: Helm, next_chart: Path) -> Callable[[str], Life]:
+def lives(helm: Helm) -> Callable[[str], Life]:
     @cache
     def live(values: str) -> Life:
-        cluster = Cluster()
+        # Nothing else is there than what the example is about.
+        cluster = Cluster(custom_kinds={version: CUSTOM_KINDS[version] for version in NEEDS.get(values, ())})
         release = helm.cluster(cluster)
-        made = release.install(example_values(values))
-        stages = [contents(cluster)]
-        for _ in range(2):
-            release.upgrade(example_values(values), next_chart)
-            stages.append(contents(cluster))
+        release.install(known_values(example_values(values)), previous_chart())
+        installed = contents(cluster)
+        made = release.upgrade(example_values(values))
+        upgraded = contents(cluster)
+        release.upgrade(example_values(values))
+        upgraded_again = contents(cluster)
         release.uninstall()
-        return Life(made, *stages, dict(cluster.added))
+        return Life(made, installed, upgraded, upgraded_again, dict(cluster.added))
 
     return live
+
+
+def test_the_previous_version_is_another() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert previous_chart().name != f"{chart['name']}-{chart['version']}.tgz"
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
 def test_a_release_is_all_there_and_leaves_nothing_behind(lives: Lives, values: str) -> None:
     life = lives(values)
     wanted = {(item["kind"], item["metadata"]["name"]) for item in life.made.manifests}
-    assert wanted <= {(key.kind, key.name) for key in life.installed}
+    there = {(key.kind, key.name) for key in life.upgraded}
+    assert wanted <= there
+    assert {kind for kind, _ in there - wanted} <= {"PersistentVolumeClaim"}, "what the previous version made has gone"
     assert sorted(life.uninstalled) == []
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
-def test_an_upgrade_changes_nothing_that_must_stay(lives: Lives, values: str) -> None:
+def test_an_upgrade_from_the_previous_version_changes_nothing_that_must_stay(lives: Lives, values: str) -> None:
     life = lives(values)
     for key, before in life.installed.items():
+        if key.kind not in NEVER_GONE and key not in life.upgraded:
+            continue
         after = life.upgraded[key]
         assert before["metadata"]["uid"] == after["metadata"]["uid"], f"{key} was made anew"
         for path in STAYS.get(key.kind, []):
-            assert at(before, path) == at(after, path), f"{key}: {path}"
+            there = at(after, path)
+            kept = {name: there.get(name) for name in before["data"]} if path == "data" else there
+            assert at(before, path) == kept, f"{key}: {path}"
+
+
+@pytest.mark.parametrize("values", EXAMPLES)
+def test_generated_secrets_survive(lives: Lives, values: str) -> None:
+    life = lives(values)
+    for stage in (life.upgraded, life.upgraded_again):
+        for name, key in GENERATED.items():
+            secrets = [each["data"] for where, each in stage.items() if (where.kind, where.name) == ("Secret", name)]
+            earlier = [
+                each["data"] for where, each in life.installed.items() if (where.kind, where.name) == ("Secret", name)
+            ]
+            assert [data[key] for data in secrets] == [data[key] for data in earlier]
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
 def test_an_upgrade_to_the_same_changes_nothing(lives: Lives, values: str) -> None:
     life = lives(values)
     assert life.upgraded_again == life.upgraded
+
+
+@pytest.mark.parametrize("values", ["cpu-demo", "tls"])
+def test_the_way_back_to_the_previous_version_leaves_nothing_of_this_one(helm: Helm, values: str) -> None:
+    cluster = Cluster()
+    release = helm.cluster(cluster)
+    release.install(known_values(example_values(values)), previous_chart())
+    before = contents(cluster)
+    release.upgrade(example_values(values))
+    assert contents(cluster) != before
+    release.upgrade(known_values(example_values(values)), previous_chart())
+    assert contents(cluster) == before
 
 
 def test_from_every_example_to_every_other(helm: Helm, next_chart: Path) -> None:
@@ -134,9 +170,9 @@ def test_another_owners_external_metrics_are_not_taken(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("values", EXAMPLES)
-def test_nothing_else_needs_to_be_installed_than_what_the_example_is_about(helm: Helm, values: str) -> None:
-    needed = {group: kinds for group, kinds in CUSTOM_KINDS.items() if group in NEEDS.get(values, ())}
-    assert helm.cluster(Cluster(custom_kinds=needed)).install(example_values(values)).manifests
+def test_an_example_needs_what_is_said_of_it(lives: Lives, values: str) -> None:
+    used = {manifest["apiVersion"] for manifest in lives(values).made.manifests}
+    assert used & set(CUSTOM_KINDS) == set(NEEDS.get(values, ()))
 
 
 def contents(cluster: Cluster) -> Objects:

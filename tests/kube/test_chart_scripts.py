@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import os
+import re
 import subprocess
 import sys
 import time
@@ -40,8 +41,15 @@ class BundledRedis:
             (folder / path).mkdir(parents=True, exist_ok=True)
         for name, text in config.items():
             (folder / "etc/redis" / name).write_text(self._here(text))
-        (folder / "etc/redis-secret/password").write_text(self.password)
+        self.write(self.password)
         self._append("etc/redis/redis.conf", f"\nport {self.port}\n")
+
+    def write(self, password: str) -> None:
+        """What its Secret holds from now on."""
+        self.password = password
+        new = self._folder / "etc/redis-secret/new"
+        new.write_text(f"{password}\n")
+        new.replace(new.with_name("password"))
 
     def start(self) -> None:
         """Returns when its own startup probe is content."""
@@ -68,6 +76,11 @@ class BundledRedis:
         return redis.Redis(port=self.port, password=password, decode_responses=True, retry=Retry(NoBackoff(), 0))
 
     @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
+
+    @property
     def arguments(self) -> str:
         """What everybody on the machine sees of the process."""
         return Path(f"/proc/{self._process.pid}/cmdline").read_text()
@@ -75,7 +88,7 @@ class BundledRedis:
     def _here(self, text: str) -> str:
         for path in ("/etc/redis", "/run/redis", "/data"):
             text = text.replace(path, f"{self._folder}{path}")
-        return text.replace("redis-cli ", f"redis-cli -p {self.port} ")
+        return re.sub(r"redis-cli\b", f"redis-cli -p {self.port}", text).replace("sleep 5", "sleep 0.1")
 
     def _append(self, name: str, text: str) -> None:
         with (self._folder / name).open("a") as file:
@@ -114,6 +127,23 @@ def test_redis_drops_nothing_and_remembers_over_a_restart(bundled: BundledRedis)
     assert not bundled.probe("livenessProbe")
     bundled.start()
     assert bundled.client(bundled.password).get("name") == "value"
+
+
+def test_a_password_of_any_characters_can_change_while_redis_runs(bundled: BundledRedis) -> None:
+    bundled.stop()
+    bundled.write("""it's "50%" \\ of $HOME `x` #1 \u2603""")
+    bundled.start()
+    assert bundled.client(bundled.password).ping()
+    old, began = bundled.password, bundled.pid
+    bundled.write('another \\"one" {{ $$ }}')
+    deadline = time.monotonic() + 20
+    while not bundled.probe("readinessProbe"):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert bundled.client(bundled.password).ping()
+    assert bundled.pid == began
+    with pytest.raises(redis.AuthenticationError):
+        bundled.client(old).ping()
 
 
 def pods_of_helm_test(release: Release) -> list[Pod]:

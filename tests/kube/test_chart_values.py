@@ -1,16 +1,22 @@
 """Wrong values fail at installation with their path; values that contradict each other are named together."""
 
+import json
 from typing import Any
 
 import pytest
+import yaml
+from jsonschema import Draft7Validator
 
 from tests.kube.conftest import Examples
-from tests.kube.helm import Helm, HelmError, Release
+from tests.kube.helm import CHART, Helm, HelmError, Release
 from tests.kube.manifests import components
 from tests.kube.policies import POLICIES
 from tests.kube.policies.lifetime import delay, setting
 from tests.kube.validity import problems
-from tests.kube.values import EXAMPLES, example_values, with_values
+from tests.kube.values import EXAMPLES, example_values, over, with_values
+
+SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+DEFAULTS = yaml.safe_load((CHART / "values.yaml").read_text())
 
 WRONG: dict[str, tuple[str, Any]] = {
     "a misspelt key": ("routr", {"replicas": 2}),
@@ -28,6 +34,29 @@ WRONG: dict[str, tuple[str, Any]] = {
     "a list for a map": ("redis", []),
     "a source that is none": ("models__demo__source", {"s3": {"bucket": "x"}}),
     "no such TLS": ("tls__mode", "maybe"),
+    "YAML's off": ("tls__mode", False),
+    "two ways at once": ("autoscaling__mode", ["hpa", "keda"]),
+    "a number for a tag": ("router__image__tag", 1.0),
+    "a key of a model that is too long": ("models__" + "m" * 41, {"source": {"path": "/x"}}),
+    "a name with a quote": ("models__demo__servedName", 'a"b'),
+    "a name with a template": ("models__demo__servedName", "{{ .Values }}"),
+    "a name with a line": ("commonLabels__a", "b\n  c: d"),
+    "a branch for a commit": ("models__demo__source__download__revision", "main"),
+    "a way out of the volume": ("models__demo__source", {"pvc": {"claimName": "x", "folder": "../y"}}),
+    "no unit of Kubernetes": ("models__demo__resources__requests__memory", "8GB"),
+    "no unit of Redis": ("redis__maxMemory", "512Mi"),
+    "a registry with a scheme": ("image__registry", "https://registry.example.com"),
+    "a number in an annotation": ("router__podAnnotations__a", 5),
+    "a folder of the node": ("router__volumes", [{"name": "x", "hostPath": {"path": "/"}}]),
+    "a folder without a bound": ("router__volumes", [{"name": "x", "emptyDir": {}}]),
+    "settings from a Secret": ("router__envFrom", [{"prefix": "QUIRE_", "secretRef": {"name": "x"}}]),
+    "no address": ("networkPolicy__apiServerCidrs", ["10.0.0.1"]),
+    "a flag that the chart sets": ("models__demo__flags__tlsCert", "/x"),
+    "no drain at all": ("router__shutdownTimeout", 0),
+    "no engine that scales": ("models__demo__autoscaling__maxReplicas", 0),
+    "no router": ("router__replicas", 0),
+    "all engines at once": ("models__demo__disruptionsAllowed", "100%"),
+    "days": ("tls__certManager__duration", "90d"),
 }
 """What is wrong, by the last part of its path."""
 
@@ -77,6 +106,101 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["router.limits.holdTimeout", "router.limits.requestTimeout"],
     ),
     "a test of no model": ({"tests__model": "nobody"}, ["tests.model", "models"]),
+    "GPUs twice": (
+        {"models__demo__resources__limits": {"nvidia.com/gpu": 1, "memory": "4Gi"}},
+        ["models.demo.resources.limits", "models.demo.gpus"],
+    ),
+    "more set aside than allowed": (
+        {"models__demo__resources__requests__memory": "8Gi"},
+        ["models.demo.resources.requests.memory", "8Gi", "models.demo.resources.limits.memory", "2Gi"],
+    ),
+    "more processors set aside than allowed": (
+        {"models__demo__resources__requests__cpu": "2500m"},
+        ["models.demo.resources.requests.cpu", "models.demo.resources.limits.cpu"],
+    ),
+    "more shared than there is": (
+        {"models__demo__tensorParallelSize": 2},
+        ["models.demo.sharedMemory", "models.demo.resources.limits.memory"],
+    ),
+    "more kept than there is": (
+        {"redis__maxMemory": "1gb"},
+        ["redis.maxMemory", "redis.resources.limits.memory"],
+    ),
+    "more kept than the volume has": (
+        {"redis__persistence__size": "500Mi"},
+        ["redis.maxMemory", "redis.persistence.size"],
+    ),
+    "the Secret of another Redis": (
+        {"redis__mode": "external", "redis__external__host": "r", "redis__existingSecret": "x"},
+        ["redis.existingSecret", "redis.external.existingSecret"],
+    ),
+    "two users of Redis": (
+        {"redis__mode": "external", "redis__external": {"urlKey": "u", "existingSecret": "s", "username": "x"}},
+        ["redis.external.username", "redis.external.urlKey"],
+    ),
+    "KEDA without certificates": (
+        {
+            "tls__mode": "existingSecret",
+            "tls__existingSecret": {"engine": "a", "router": "b"},
+            "autoscaling__mode": "keda",
+        },
+        ["tls.mode", "autoscaling.mode", "tls.existingSecret.keda"],
+    ),
+    "scaled routers that know of nobody": (
+        {"redis__mode": "none", "router__autoscaling__enabled": True},
+        ["router.autoscaling.enabled", "redis.mode"],
+    ),
+    "fewest routers above most": (
+        {"router__autoscaling": {"enabled": True, "minReplicas": 5, "maxReplicas": 3}},
+        ["router.autoscaling.minReplicas", "maxReplicas"],
+    ),
+    "a class of nothing": (
+        {"router__service__loadBalancerClass": "x"},
+        ["router.service.loadBalancerClass", "router.service.type"],
+    ),
+    "ports of no node": (
+        {"router__service__nodePorts__http": 30080},
+        ["router.service.nodePorts", "router.service.type"],
+    ),
+    "a volume that is there already": (
+        {"router__volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]},
+        ["router.volumes", "tmp"],
+    ),
+    "a volume that nobody sees": (
+        {"models__demo__volumes": [{"name": "x", "configMap": {"name": "c"}}]},
+        ["models.demo.volumes", "models.demo.volumeMounts"],
+    ),
+    "a volume over the model": (
+        {
+            "router__volumes": [{"name": "x", "configMap": {"name": "c"}}],
+            "router__volumeMounts": [{"name": "x", "mountPath": "/models/demo/"}],
+        },
+        ["router.volumeMounts", "/models/demo"],
+    ),
+    "a label of the chart": ({"router__podLabels": {"quire.dev/model": "x"}}, ["router.podLabels", "quire.dev/model"]),
+    "a secret in a variable": ({"models__demo__env": {"HF_TOKEN": "x"}}, ["models.demo.env", "tokenSecret"]),
+    "a password in a variable": (
+        {"router__env": {"HTTPS_PROXY": "http://me:secret@proxy:443"}},
+        ["router.env", "HTTPS_PROXY", "router.envFrom"],
+    ),
+    "a proxy that is closed": (
+        {"router__env": {"HTTPS_PROXY": "http://proxy:3128"}},
+        ["router.env.HTTPS_PROXY", "networkPolicy.downloadPorts"],
+    ),
+    "a variable of the chart": ({"router__env": {"QUIRE_ROUTER_WORKERS": "2"}}, ["router.env", "QUIRE_ROUTER_WORKERS"]),
+    "an image that moves": ({"redis__image__tag": "7"}, ["redis.image.tag", "redis:7"]),
+    "two authorities": (
+        {"trust": {"configMap": "a", "existingSecret": "b"}},
+        ["trust.configMap", "trust.existingSecret"],
+    ),
+    "one host for both APIs": (
+        {
+            "gateway__httpRoute": {"enabled": True, "hostnames": ["x.example.com"]},
+            "gateway__grpcRoute": {"enabled": True, "hostnames": ["x.example.com"]},
+            "gateway__parentRefs": [{"name": "g"}],
+        },
+        ["gateway.httpRoute.hostnames", "gateway.grpcRoute.hostnames"],
+    ),
     "headers for nobody": ({"telemetry__headersSecret": "x"}, ["telemetry.headersSecret", "telemetry.otlpEndpoint"]),
 }
 
@@ -87,7 +211,17 @@ def demo(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_is_named(helm: Helm, case: str) -> None:
+def test_the_schema_finds_a_wrong_value(case: str) -> None:
+    path, value = WRONG[case]
+    errors = list(Draft7Validator(SCHEMA).iter_errors(over(DEFAULTS, demo(**{path: value}))))
+    assert errors
+    for error in errors:
+        place = "__".join(map(str, error.path))
+        assert place.startswith(path) or (path.startswith(place) and path.rpartition("__")[2] in error.message)
+
+
+@pytest.mark.parametrize("case", ["a misspelt key further in", "a word for a number", "no such mode", "root"])
+def test_helm_names_a_wrong_value(helm: Helm, case: str) -> None:
     path, value = WRONG[case]
     with pytest.raises(HelmError) as refused:
         helm.render(demo(**{path: value}))
@@ -105,6 +239,7 @@ def test_values_that_contradict_each_other_are_named_together(helm: Helm, case: 
     message = str(refused.value)
     assert [name for name in names if name not in message] == [], message
     assert "nil pointer" not in message
+    assert "secret@" not in message
 
 
 def test_no_model_is_no_release(helm: Helm) -> None:
@@ -154,6 +289,14 @@ def test_the_longest_name_of_a_release_fits_or_is_refused_with_advice(helm: Helm
             raise
     else:
         assert breaches(release) == []
+
+
+def test_a_name_that_services_cannot_have_is_refused_and_dots_are_none(helm: Helm) -> None:
+    with pytest.raises(HelmError, match=r"begins with a digit.*fullnameOverride"):
+        helm.render(demo(), release="123")
+    release = helm.render(demo(fullnameOverride="yes", nameOverride="no"), release="123")
+    assert breaches(release) == []
+    assert breaches(helm.render(demo(), release="my.release")) == []
 
 
 def with_model(key: str) -> dict[str, Any]:

@@ -185,6 +185,7 @@ def test_an_image_has_no_compiler_but_the_one_that_triton_needs(path, target):
     assert bool(re.search(r"\b(gcc|g\+\+|clang|build-essential)(?!\w)", installed)) is (target == "cuda")
     removed = " ".join(text for stage in line_of(path, target) for text in stage.told("RUN"))
     assert "pip uninstall" in removed
+    assert "-perm /6000 -exec chmod a-s" in removed
 
 
 @pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
@@ -352,8 +353,28 @@ def test_a_service_is_pinned_hardened_and_reached_from_this_machine_only(name):
     for volume in service.get("volumes", ()):
         source = expand(volume, {}).partition(":")[0]
         assert source in COMPOSE["volumes"] or (DOCKER / source).exists(), volume
+    assert expand(service["mem_limit"], {})
     if "build" in service:
         assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+
+
+@pytest.mark.parametrize(("name", "settings"), [("router", Settings), ("engine", EngineConfig)])
+def test_a_service_may_take_its_whole_drain_and_some_seconds_to_end(name, settings):
+    drain = settings.model_fields["shutdown_delay"].default + settings.model_fields["shutdown_timeout"].default
+    assert int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s")) >= drain + 10
+
+
+def test_redis_has_a_password_keeps_what_it_has_and_room_to_write_it_again():
+    service = COMPOSE["services"]["redis"]
+    (command,) = service["command"]
+    flags = dict(re.findall(r"--(\S+) (\S+)", command))
+    assert "requirepass" in command
+    assert (flags["appendonly"], flags["maxmemory-policy"]) == ("yes", "noeviction")
+    assert f"redis:{flags['dir']}" in service["volumes"]
+    bytes_of = {"mb": 2**20, "g": 2**30}
+    limits = [re.fullmatch(r"(\d+)(\w+)", text) for text in (flags["maxmemory"], service["mem_limit"])]
+    most, limit = (int(match[1]) * bytes_of[match[2]] for match in limits if match)
+    assert limit >= 2 * most
 
 
 def test_the_versions_of_images_are_the_packages():

@@ -11,6 +11,14 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(29, 38))
 """Kubernetes' versions that the chart is for."""
 EXAMPLES = tuple(sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml")))
 
+NEEDS = {
+    "gateway": ["gateway.networking.k8s.io/v1", "cert-manager.io/v1"],
+    "keda": ["keda.sh/v1alpha1"],
+    "tls": ["keda.sh/v1alpha1"],
+    "two-models": ["monitoring.coreos.com/v1"],
+}
+"""The API versions that an example needs besides those that every cluster has."""
+
 
 @cache
 def _text(name: str) -> str:
@@ -32,3 +40,12 @@ def with_values(values: dict[str, Any], **changes: Any) -> dict[str, Any]:
             part = part.setdefault(folder, {})
         part[last] = value
     return values
+
+
+def over(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``defaults`` with ``values`` in their place, as Helm puts them together."""
+    merged = {**defaults, **values}
+    for key in defaults.keys() & values.keys():
+        if isinstance(defaults[key], dict) and isinstance(values[key], dict):
+            merged[key] = over(defaults[key], values[key])
+    return merged

@@ -6,7 +6,7 @@
 {{- range $key, $given := .Values.models -}}
 {{- $model := mergeOverwrite (deepCopy $.Values.modelDefaults) (deepCopy $given) -}}
 {{- range $name := list "source" "tokenizer" -}}
-{{- $_ := set $model $name (include "quire.withoutNulls" (get $model $name) | fromYaml) -}}
+{{- $_ := set $model $name (include "quire.withoutNulls" (get $model $name | default dict) | fromYaml) -}}
 {{- end -}}
 {{- $_ := set $models $key $model -}}
 {{- end -}}
@@ -42,20 +42,20 @@
 {{- with .source.pvc }}
 - name: model-{{ $.key }}
   persistentVolumeClaim:
-    claimName: {{ .claimName }}
+    claimName: {{ .claimName | quote }}
     readOnly: true
 {{- end }}
 {{- with .source.image }}
 - name: model-{{ $.key }}
   image:
-    reference: {{ include "quire.fixed" .reference }}
+    reference: {{ include "quire.fixed" (dict "path" (printf "models.%s.source.image.reference" $.key) "image" .reference) | quote }}
     pullPolicy: {{ default "IfNotPresent" .pullPolicy }}
 {{- end }}
 {{- with .source.download }}
 - name: model-{{ $.key }}
   {{- if .claimName }}
   persistentVolumeClaim:
-    claimName: {{ .claimName }}
+    claimName: {{ .claimName | quote }}
   {{- else }}
   emptyDir:
     sizeLimit: {{ default "200Gi" .sizeLimit }}
@@ -72,12 +72,12 @@
 {{- end }}
 {{- end -}}
 
-{{/* The container that downloads a model before the others start, if it is downloaded. Takes root, key, source, image, env
-     and, where not all is needed, patterns of files. */}}
+{{/* The container that downloads a model before the others start, if it is downloaded. Takes root, key, source, image,
+     values (those of the component) and, where not all is needed, patterns of files. */}}
 {{- define "quire.download" -}}
 {{- with .source.download }}
 - name: download-{{ $.key }}
-  image: {{ $.image }}
+  image: {{ $.image | quote }}
   imagePullPolicy: {{ $.root.Values.image.pullPolicy }}
   command: [python, -c]
   args:
@@ -106,24 +106,31 @@
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef:
-          name: {{ . }}
+          name: {{ . | quote }}
           key: HF_TOKEN
     {{- end }}
-    {{- with include "quire.variables" $.env | trim }}
+    {{- with include "quire.trustSettings" $.root | trim }}
     {{- . | nindent 4 }}
     {{- end }}
+    {{- with include "quire.variables" (dict "root" $.root "env" $.values.env) | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
+  {{- with $.values.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   resources:
-    requests:
-      cpu: 500m
-      memory: 512Mi
-    limits:
-      memory: 2Gi
+    {{- $usual := dict "requests" (dict "cpu" "500m" "memory" "512Mi") "limits" (dict "memory" "2Gi") }}
+    {{- toYaml (mergeOverwrite $usual (deepCopy (default dict $.values.downloadResources))) | nindent 4 }}
   securityContext:
     {{- include "quire.containerSecurity" true | nindent 4 }}
   volumeMounts:
     - name: tmp
       mountPath: /tmp
     {{- include "quire.modelMount" (dict "key" $.key "source" $.source "writable" true) | trim | nindent 4 }}
+    {{- with include "quire.trustMount" $.root | trim }}
+    {{- . | nindent 4 }}
+    {{- end }}
 {{- end }}
 {{- end -}}
 

@@ -20,14 +20,19 @@
 {{- end -}}
 {{- end -}}
 
-{{/* An entry of a container's env for each variable of a map. */}}
+{{/* An entry of a container's env for each variable of a map; and where one names a proxy, and none says what it is not for, one
+     that says so: the cluster. Takes root and env. */}}
 {{- define "quire.variables" -}}
-{{- range $name, $value := . }}
-{{- if hasPrefix "QUIRE_" $name -}}
-{{- fail (printf "env has %s: what begins with QUIRE_ is set by the chart; use the values that are there for it, such as flags." $name) -}}
-{{- end }}
+{{- $names := keys (default dict .env) | join " " | upper -}}
+{{- range $name, $value := .env }}
 - name: {{ $name }}
   value: {{ $value | quote }}
+{{- end }}
+{{- if and (regexMatch "(HTTPS?|ALL)_PROXY" $names) (not (contains "NO_PROXY" $names)) }}
+{{- range list "NO_PROXY" "no_proxy" }}
+- name: {{ . }}
+  value: localhost,127.0.0.1,.svc,.{{ $.root.Values.clusterDomain }},$(KUBERNETES_SERVICE_HOST),10.0.0.0/8,172.16.0.0/12,192.168.0.0/16
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -51,8 +56,8 @@
 - name: OTEL_EXPORTER_OTLP_HEADERS
   valueFrom:
     secretKeyRef:
-      name: {{ . }}
-      key: {{ $.Values.telemetry.headersKey }}
+      name: {{ . | quote }}
+      key: {{ $.Values.telemetry.headersKey | quote }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -5,13 +5,81 @@
 {{ include "quire.host" (dict "root" . "name" (printf "%s-engine" (include "quire.fullname" .))) }}
 {{- end -}}
 
-{{/* The Secret with a component's certificate. Takes root and component. */}}
+{{/* The Secret with the certificate of a side: engine, router (as a client of engines), keda (what routers show to KEDA) or
+     kedaClient (what KEDA shows to them). Takes root and component. */}}
 {{- define "quire.tlsSecret" -}}
 {{- if eq .root.Values.tls.mode "existingSecret" -}}
 {{- get .root.Values.tls.existingSecret .component -}}
 {{- else -}}
-{{- include "quire.fullname" .root }}-{{ .component }}-tls
+{{- include "quire.fullname" .root }}-{{ kebabcase .component }}-tls
 {{- end -}}
+{{- end -}}
+
+{{/* Whether KEDA speaks with routers over TLS. Takes the root. */}}
+{{- define "quire.kedaTls" -}}
+{{- if and (eq .Values.autoscaling.mode "keda") (ne .Values.tls.mode "off") -}}true{{- end -}}
+{{- end -}}
+
+{{/* The Secrets of two sides that trust each other. Made at the first install, both with one authority whose key is not kept, and
+     kept over upgrades. Takes root, authority (its common name) and sides: for each its component and the names of its certificate. */}}
+{{- define "quire.certificates" -}}
+{{- $root := .root -}}
+{{- $there := dict -}}
+{{- range .sides -}}
+{{- with lookup "v1" "Secret" $root.Release.Namespace (include "quire.tlsSecret" (dict "root" $root "component" .component)) -}}
+{{- $_ := set $there .metadata.name .data -}}
+{{- end -}}
+{{- end -}}
+{{- $kept := eq (len $there) (len .sides) -}}
+{{- $days := int $root.Values.tls.validityDays -}}
+{{- $authority := ternary dict (genCA .authority $days) $kept -}}
+{{- range .sides }}
+{{- $name := include "quire.tlsSecret" (dict "root" $root "component" .component) }}
+{{- $data := get $there $name }}
+{{- if not $kept }}
+{{- $made := genSignedCert (printf "%s-%s" (include "quire.fullname" $root) (kebabcase .component)) nil .names $days $authority }}
+{{- $data = dict "ca.crt" ($authority.Cert | b64enc) "tls.crt" ($made.Cert | b64enc) "tls.key" ($made.Key | b64enc) }}
+{{- end }}
+---
+apiVersion: v1
+kind: Secret
+metadata:
+  name: {{ $name | quote }}
+  namespace: {{ $root.Release.Namespace | quote }}
+  labels:
+    {{- include "quire.labels" (dict "root" $root "component" (ternary "engine" "router" (eq .component "engine"))) | nindent 4 }}
+type: kubernetes.io/tls
+data:
+  {{- range $file := list "ca.crt" "tls.crt" "tls.key" }}
+  {{ $file }}: {{ get $data $file }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A certificate that cert-manager makes. Takes root, component, name (of the side, as part of the object's), names (DNS) and
+     usage. */}}
+{{- define "quire.certificate" -}}
+{{- $certManager := .root.Values.tls.certManager -}}
+apiVersion: cert-manager.io/v1
+kind: Certificate
+metadata:
+  name: {{ include "quire.fullname" .root }}-{{ .name }}
+  namespace: {{ .root.Release.Namespace | quote }}
+  labels:
+    {{- include "quire.labels" (dict "root" .root "component" .component) | nindent 4 }}
+spec:
+  secretName: {{ .secret | quote }}
+  duration: {{ $certManager.duration }}
+  renewBefore: {{ $certManager.renewBefore }}
+  dnsNames:
+    {{- toYaml .names | nindent 4 }}
+  usages: [digital signature, {{ .usage }}]
+  privateKey:
+    algorithm: ECDSA
+    size: 256
+    rotationPolicy: Always
+  issuerRef:
+    {{- include "quire.issuerRef" .root | nindent 4 }}
 {{- end -}}
 
 {{/* The env of a component. Takes root and component. */}}
@@ -51,7 +119,7 @@
 {{- if ne .root.Values.tls.mode "off" }}
 - name: tls
   secret:
-    secretName: {{ include "quire.tlsSecret" . }}
+    secretName: {{ include "quire.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end -}}

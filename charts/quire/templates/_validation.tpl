@@ -11,8 +11,99 @@
 {{- include "quire.validateNetworking" . -}}
 {{- end -}}
 
+{{/* Labels that would change what selectors choose. Takes path and labels. */}}
+{{- define "quire.validateLabels" -}}
+{{- $path := .path -}}
+{{- range $name, $_ := default dict .labels -}}
+{{- if regexMatch "^(app\\.kubernetes\\.io|helm\\.sh|quire\\.dev)/" $name -}}
+{{- fail (printf "%s has %s: labels that begin with app.kubernetes.io/, helm.sh/ or quire.dev/ are the chart's own." $path $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What routers and engines have alike. Takes root, path, values (those of the component) and keys of models that it mounts. */}}
+{{- define "quire.validatePods" -}}
+{{- $path := .path -}}
+{{- $policy := .root.Values.networkPolicy -}}
+{{- include "quire.validateLabels" (dict "path" (printf "%s.podLabels" $path) "labels" .values.podLabels) -}}
+{{- range $name, $value := default dict .values.env -}}
+{{- if regexMatch "://[^/@\\s]*:[^/@\\s]+@" $value -}}
+{{- fail (printf "%s.env has %s, a URL with a password, and values hold none: put it into a Secret, and name that in %s.envFrom." $path $name $path) -}}
+{{- end -}}
+{{- $port := regexFind ":[0-9]+/?$" $value | trimPrefix ":" | trimSuffix "/" -}}
+{{- $open := list -}}
+{{- range default (list 443) $policy.downloadPorts -}}{{- $open = append $open (int . | toString) -}}{{- end -}}
+{{- if and $policy.enabled (regexMatch "(?i)^https?_proxy$" $name) $port (not (has $port $open)) -}}
+{{- fail (printf "%s.env.%s is %s, and networkPolicy.enabled closes the way to its port: add %s to networkPolicy.downloadPorts." $path $name $value $port) -}}
+{{- end -}}
+{{- if hasPrefix "QUIRE_" $name -}}
+{{- fail (printf "%s.env has %s: what begins with QUIRE_ is set by the chart; use the values that are there for it, such as flags." $path $name) -}}
+{{- end -}}
+{{- if has $name (list "HOME" "POD_NAME" "HF_HUB_OFFLINE" "HF_HUB_DISABLE_TELEMETRY" "HF_XET_CHUNK_CACHE_SIZE_BYTES" "HF_ENDPOINT" "SSL_CERT_FILE" "OTEL_EXPORTER_OTLP_CERTIFICATE" "OTEL_EXPORTER_OTLP_ENDPOINT" "OTEL_EXPORTER_OTLP_HEADERS" "OTEL_TRACES_SAMPLER" "OTEL_TRACES_SAMPLER_ARG" "OTEL_RESOURCE_ATTRIBUTES") -}}
+{{- fail (printf "%s.env has %s, which is set by the chart: use telemetry, trust or the endpoint of a download." $path $name) -}}
+{{- end -}}
+{{- if and (regexMatch "(?i)(password|token|secret|api_?key|credential)" $name) (not (regexMatch "(?i)(file|path|name|dir|url|tokens|tokenizers_parallelism)$" $name)) -}}
+{{- fail (printf "%s.env has %s, which sounds like a secret, and values hold none: name a Secret in %s.envFrom, or that of Hugging Face in tokenSecret of a download." $path $name $path) -}}
+{{- end -}}
+{{- end -}}
+{{- $own := dict -}}
+{{- range $volume := .values.volumes -}}
+{{- if or (has $volume.name (list "tmp" "shared-memory" "tls" "tenants" "redis-password" "redis-ca" "scaling" "keda" "trust")) (hasPrefix "model-" $volume.name) (hasKey $own $volume.name) -}}
+{{- fail (printf "%s.volumes has a volume %s, and there is one of that name already: give it another." $path $volume.name) -}}
+{{- end -}}
+{{- $_ := set $own $volume.name false -}}
+{{- end -}}
+{{- $taken := list -}}
+{{- range .values.volumeMounts -}}
+{{- if not (hasKey $own .name) -}}
+{{- fail (printf "%s.volumeMounts has %s, which is none of %s.volumes (%s)." $path .name $path (keys $own | sortAlpha | join ", " | default "none")) -}}
+{{- end -}}
+{{- $place := clean .mountPath -}}
+{{- if or (has $place (concat (list "/" "/tmp" "/dev/shm" "/models" "/etc" "/etc/quire" "/dev" "/proc" "/sys") $taken)) (hasPrefix "/etc/quire/" $place) (regexMatch "^/models/[^/]+$" $place | and (has (base $place) $.keys)) -}}
+{{- fail (printf "%s.volumeMounts mounts %s at %s, where something else is already: choose another folder." $path .name .mountPath) -}}
+{{- end -}}
+{{- $taken = append $taken $place -}}
+{{- $_ := set $own .name true -}}
+{{- end -}}
+{{- range $name, $mounted := $own -}}
+{{- if not $mounted -}}
+{{- fail (printf "%s.volumes has %s, and %s.volumeMounts does not mount it." $path $name $path) -}}
+{{- end -}}
+{{- end -}}
+{{- include "quire.validateResources" (dict "path" (printf "%s.resources" $path) "resources" .values.resources) -}}
+{{- include "quire.validateResources" (dict "path" (printf "%s.downloadResources" $path) "resources" (default dict .values.downloadResources)) -}}
+{{- end -}}
+
+{{/* Requests above limits, which Kubernetes refuses. Takes path and resources. */}}
+{{- define "quire.validateResources" -}}
+{{- $limits := default dict .resources.limits -}}
+{{- $path := .path -}}
+{{- range $name, $request := default dict .resources.requests -}}
+{{- $limit := get $limits $name -}}
+{{- if and $limit (gt (include "quire.number" $request | float64) (include "quire.number" $limit | float64)) -}}
+{{- fail (printf "%s.requests.%s is %v and %s.limits.%s is %v: what is set aside must not be more than the limit." $path $name $request $path $name $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What a quantity of Kubernetes, or of Redis, is as a number; good for comparing. */}}
+{{- define "quire.number" -}}
+{{- $units := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 "Ei" 1152921504606846976.0 "kb" 1024.0 "mb" 1048576.0 "gb" 1073741824.0 -}}
+{{- $unit := regexFind "[A-Za-z]+$" (toString .) -}}
+{{- if and (kindIs "string" .) $unit -}}
+{{- mulf (trimSuffix $unit . | float64) (get $units $unit) -}}
+{{- else -}}
+{{- float64 . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "quire.validateName" -}}
+{{- include "quire.validateLabels" (dict "path" "commonLabels" "labels" .Values.commonLabels) -}}
+{{- include "quire.validateLabels" (dict "path" "redis.podLabels" "labels" .Values.redis.podLabels) -}}
 {{- $name := include "quire.fullname" . -}}
+{{- if not (regexMatch "^[a-z]" $name) -}}
+{{- fail (printf "The name %s begins with a digit, and names of Services with a letter: give the release another name, or set fullnameOverride." $name) -}}
+{{- end -}}
 {{- if gt (len $name) 47 -}}
 {{- fail (printf "The name %s has %d characters and may have 47, as %s-router-internal must not be longer than 63: shorten the release's name, or set fullnameOverride." $name (len $name) $name) -}}
 {{- end -}}
@@ -52,6 +143,16 @@
 {{- if and (gt (int .model.gpus) 0) (ne (int .model.gpus) (int .model.tensorParallelSize)) -}}
 {{- fail (printf "%s.gpus is %d and %s.tensorParallelSize is %d: an engine uses as many GPUs as share its layers." $path (int .model.gpus) $path (int .model.tensorParallelSize)) -}}
 {{- end -}}
+{{- range $part := list "requests" "limits" -}}
+{{- if hasKey (get $.model.resources $part | default dict) $.model.gpuResource -}}
+{{- fail (printf "%s.resources.%s has %s, which %s.gpus sets: leave it out there." $path $part $.model.gpuResource $path) -}}
+{{- end -}}
+{{- end -}}
+{{- $memory := get (default dict .model.resources.limits) "memory" -}}
+{{- if and (gt (int .model.tensorParallelSize) 1) $memory (ge (include "quire.number" .model.sharedMemory | float64) (include "quire.number" $memory | float64)) -}}
+{{- fail (printf "%s.sharedMemory is %s and %s.resources.limits.memory is %v: what is shared counts as memory, so that the limit must be larger." $path .model.sharedMemory $path $memory) -}}
+{{- end -}}
+{{- include "quire.validatePods" (dict "root" .root "path" $path "values" .model "keys" (list .key)) -}}
 {{- if and (eq (toString .model.maxSurge | trimSuffix "%") "0") (eq (toString .model.maxUnavailable | trimSuffix "%") "0") -}}
 {{- fail (printf "%s.maxSurge and %s.maxUnavailable are both 0: no update could begin." $path $path) -}}
 {{- end -}}
@@ -78,6 +179,9 @@
 {{- if and (eq $auth.mode "existing") (not $auth.tenantsKey) (not $auth.apiKeysKey) -}}
 {{- fail "router.auth.tenantsKey and router.auth.apiKeysKey are both empty: nobody would be let in, or everybody. Name at least one key of router.auth.existingSecret." -}}
 {{- end -}}
+{{- include "quire.validatePods" (dict "root" . "path" "router" "values" $router "keys" (keys .Values.models)) -}}
+{{- include "quire.validateRouterScaling" . -}}
+{{- include "quire.validateService" . -}}
 {{- if and (eq (toString $router.maxSurge | trimSuffix "%") "0") (eq (toString $router.maxUnavailable | trimSuffix "%") "0") -}}
 {{- fail "router.maxSurge and router.maxUnavailable are both 0: no update could begin." -}}
 {{- end -}}
@@ -85,6 +189,40 @@
 {{- $limit := default 600 $router.limits.requestTimeout | float64 -}}
 {{- if gt $hold $limit -}}
 {{- fail (printf "router.limits.holdTimeout is %v and router.limits.requestTimeout is %v: the wait is part of the request's time, so that it must be shorter." $hold $limit) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateRouterScaling" -}}
+{{- with .Values.router.autoscaling -}}
+{{- if .enabled -}}
+{{- $most := default 8 .maxReplicas | int -}}
+{{- $fewest := include "quire.routerMinReplicas" $ | int -}}
+{{- if gt $fewest $most -}}
+{{- fail (printf "router.autoscaling.minReplicas is %d and maxReplicas is %d." $fewest $most) -}}
+{{- end -}}
+{{- if eq $.Values.redis.mode "none" -}}
+{{- fail "router.autoscaling.enabled is true and redis.mode is none: several routers know of each other through Redis. Set redis.mode to bundled or external." -}}
+{{- end -}}
+{{- if not (get (default dict $.Values.router.resources.requests) "cpu") -}}
+{{- fail "router.autoscaling.enabled is true and router.resources.requests.cpu is not set: routers are scaled by how much of it they use." -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "quire.validateService" -}}
+{{- $service := .Values.router.service -}}
+{{- $ports := default dict $service.nodePorts -}}
+{{- range $name := list "loadBalancerClass" "loadBalancerSourceRanges" -}}
+{{- if and (get $service $name) (ne $service.type "LoadBalancer") -}}
+{{- fail (printf "router.service.%s is set and router.service.type is %s: it is for LoadBalancer only." $name $service.type) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq $service.type "ClusterIP") (or $service.externalTrafficPolicy $ports.http $ports.grpc) -}}
+{{- fail "router.service.externalTrafficPolicy or router.service.nodePorts is set and router.service.type is ClusterIP: they are for NodePort and LoadBalancer." -}}
+{{- end -}}
+{{- if and $ports.http (eq (int $ports.http) (int $ports.grpc)) -}}
+{{- fail (printf "router.service.nodePorts.http and router.service.nodePorts.grpc are both %d: each needs its own." (int $ports.http)) -}}
 {{- end -}}
 {{- end -}}
 
@@ -102,8 +240,25 @@
 {{- if and (eq $redis.mode "external") (not $external.host) (not $external.urlKey) -}}
 {{- fail "redis.mode is external, and redis.external.host and redis.external.urlKey are both empty: say where it is." -}}
 {{- end -}}
-{{- if and (ne $redis.mode "external") (or $external.host $external.urlKey) -}}
+{{- if and (ne $redis.mode "external") (or $external.host $external.urlKey $external.existingSecret) -}}
 {{- fail (printf "redis.external says where your Redis is, and redis.mode is %s: it is used with mode external only." $redis.mode) -}}
+{{- end -}}
+{{- if and (ne $redis.mode "bundled") $redis.existingSecret -}}
+{{- fail (printf "redis.existingSecret is %s and redis.mode is %s: it is for the bundled Redis; the Secret of an external one is redis.external.existingSecret." $redis.existingSecret $redis.mode) -}}
+{{- end -}}
+{{- if and $external.urlKey $external.username -}}
+{{- fail (printf "redis.external.username is %s and redis.external.urlKey is %s: the user is part of the URL." $external.username $external.urlKey) -}}
+{{- end -}}
+{{- if eq $redis.mode "bundled" -}}
+{{- include "quire.validateResources" (dict "path" "redis.resources" "resources" $redis.resources) -}}
+{{- $memory := get (default dict $redis.resources.limits) "memory" -}}
+{{- $most := include "quire.number" $redis.maxMemory | float64 -}}
+{{- if and $memory (ge $most (include "quire.number" $memory | float64)) -}}
+{{- fail (printf "redis.maxMemory is %s and redis.resources.limits.memory is %v: Redis would be killed before it says that it is full. It needs up to twice as much as it keeps." $redis.maxMemory $memory) -}}
+{{- end -}}
+{{- if ge $most (include "quire.number" $redis.persistence.size | float64) -}}
+{{- fail (printf "redis.maxMemory is %s and redis.persistence.size is %s: the file of what it keeps would not fit." $redis.maxMemory $redis.persistence.size) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $external.urlKey (not $external.existingSecret) -}}
 {{- fail (printf "redis.external.urlKey is %s and redis.external.existingSecret is empty: name the Secret that has it." $external.urlKey) -}}
@@ -124,7 +279,14 @@
 {{- fail (printf "tls.mode is existingSecret and tls.existingSecret.%s is empty: name a Secret with tls.crt, tls.key and ca.crt." $component) -}}
 {{- end -}}
 {{- end -}}
-{{- else if or $tls.existingSecret.engine $tls.existingSecret.router -}}
+{{- if eq .Values.autoscaling.mode "keda" -}}
+{{- range $component := list "keda" "kedaClient" -}}
+{{- if not (get $tls.existingSecret $component) -}}
+{{- fail (printf "tls.mode is existingSecret, autoscaling.mode is keda and tls.existingSecret.%s is empty: name a Secret with tls.crt, tls.key and ca.crt for TLS between KEDA and routers." $component) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- else if or $tls.existingSecret.engine $tls.existingSecret.router $tls.existingSecret.keda $tls.existingSecret.kedaClient -}}
 {{- fail (printf "tls.existingSecret names Secrets and tls.mode is %s: they are used with mode existingSecret only." $tls.mode) -}}
 {{- end -}}
 {{- end -}}
@@ -133,6 +295,9 @@
 {{- $hpa := .Values.autoscaling.hpa -}}
 {{- if and (eq .Values.autoscaling.mode "hpa") (eq $hpa.certificate "existingSecret") (or (not $hpa.existingSecret) (not $hpa.caBundle)) -}}
 {{- fail "autoscaling.hpa.certificate is existingSecret: autoscaling.hpa.existingSecret and autoscaling.hpa.caBundle are both needed." -}}
+{{- end -}}
+{{- if and (ne $hpa.certificate "existingSecret") (or $hpa.existingSecret $hpa.caBundle) -}}
+{{- fail (printf "autoscaling.hpa.existingSecret or autoscaling.hpa.caBundle is set and autoscaling.hpa.certificate is %s: they are used with existingSecret only." $hpa.certificate) -}}
 {{- end -}}
 {{- end -}}
 
@@ -146,6 +311,11 @@
 {{- range $gateway.httpRoute.hostnames -}}{{- if has . $gateway.grpcRoute.hostnames -}}{{- $both = append $both . -}}{{- end -}}{{- end -}}
 {{- if or $both (and (not $gateway.httpRoute.hostnames) (not $gateway.grpcRoute.hostnames)) -}}
 {{- fail (printf "gateway.httpRoute.hostnames and gateway.grpcRoute.hostnames are both %s: a listener takes either a HTTPRoute or a GRPCRoute for one host name." ($both | join ", " | default "empty")) -}}
+{{- end -}}
+{{- end -}}
+{{- with .Values.trust -}}
+{{- if and .configMap .existingSecret -}}
+{{- fail (printf "trust.configMap is %s and trust.existingSecret is %s: leave one of them empty." .configMap .existingSecret) -}}
 {{- end -}}
 {{- end -}}
 {{- $telemetry := .Values.telemetry -}}

@@ -9,6 +9,10 @@ from tests.kube.manifests import Pod, pods
 
 FLOATING = {"latest", "main", "master", "nightly", "edge", "stable", "dev", "head", "canary"}
 VERSION = re.compile(r"v?[0-9]+\.[0-9]+(\.[0-9]+)?([-.][A-Za-z0-9_.-]+)?")
+VOLUMES = {
+    "configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim", "projected", "secret",
+}  # fmt: skip
+"""The kinds that Kubernetes' restricted standard allows."""
 HOST_NAMESPACES = ("hostNetwork", "hostPID", "hostIPC")
 
 
@@ -74,14 +78,14 @@ def _context(pod: Pod, container: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pods_share_nothing_with_the_node(release: Release) -> Iterator[str]:
-    """None of the node's namespaces, ports or folders."""
+    """None of the node's namespaces and ports, and no volume, such as its folders, that the standard does not allow."""
     for pod in pods(release):
         for name in HOST_NAMESPACES:
             if pod.spec.get(name):
                 yield f"{pod.name}: {name}"
         for volume in pod.volumes:
-            if "hostPath" in volume:
-                yield f"{pod.name}: volume {volume['name']} is a folder of the node"
+            if foreign := volume.keys() - VOLUMES - {"name"}:
+                yield f"{pod.name}: volume {volume['name']} is a {', '.join(foreign)}"
         for container in pod.all_containers:
             if any("hostPort" in port for port in container.get("ports", [])):
                 yield f"{pod.name}: {container['name']} takes a port of the node"
@@ -103,6 +107,15 @@ def mounts_and_volumes_agree(release: Release) -> Iterator[str]:
         mounted = {mount["name"] for container in pod.all_containers for mount in container.get("volumeMounts", [])}
         for volume in sorted(there ^ mounted):
             yield f"{pod.name}: {volume} is {'never mounted' if volume in there else 'no volume'}"
+
+
+def variables_are_there_once(release: Release) -> Iterator[str]:
+    """Kubernetes refuses to apply a container that has one twice."""
+    for pod in pods(release):
+        for container in pod.all_containers:
+            names = [entry["name"] for entry in container.get("env", [])]
+            for twice in sorted({name for name in names if names.count(name) > 1}):
+                yield f"{pod.name}: {container['name']} has {twice} twice"
 
 
 def only_the_router_speaks_to_kubernetes(release: Release) -> Iterator[str]:

@@ -19,7 +19,15 @@ OWN = (
 LABEL = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
 DNS_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-DNS_LABEL_KINDS = {"Service", "Deployment", "StatefulSet", "Job", "Pod"}
+PATTERNS = {
+    "Service": re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?"),
+    **dict.fromkeys(("Deployment", "StatefulSet", "Job", "Pod"), DNS_LABEL),
+}
+"""Names of kinds that may not be any DNS name."""
+KEDA_PARAMETERS = {"caCert", "tlsClientCert", "tlsClientKey"}
+REFERENCES = {
+    "secretKeyRef": "Secret", "secretRef": "Secret", "configMapKeyRef": "ConfigMap", "configMapRef": "ConfigMap",
+}  # fmt: skip
 ROLE_KINDS = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "APIService"}
 """Kinds whose names may have more than a DNS name has."""
 
@@ -102,11 +110,33 @@ def monitors_find_what_they_watch(release: Release) -> Iterator[str]:
                 yield f"{name(monitor)} finds no port {endpoint['port']}"
 
 
+def autoscalers_speak_tls_where_others_do(release: Release) -> Iterator[str]:
+    """Where routers show KEDA a certificate, KEDA checks it and shows its own; else neither does."""
+    known = {item["metadata"]["name"]: item["spec"]["secretTargetRef"] for item in release.of("TriggerAuthentication")}
+    variables = {entry["name"] for pod in pods(release) for entry in pod.containers[0].get("env", [])}
+    encrypted, others = "QUIRE_ROUTER_KEDA_CLIENT_CA" in variables, "QUIRE_ENGINE_TLS_CERT" in variables
+    for scaled in release.of("ScaledObject"):
+        for trigger in scaled["spec"]["triggers"]:
+            parameters = {entry["parameter"] for entry in known.get(_authentication(trigger), [])}
+            if encrypted and (parameters != KEDA_PARAMETERS or trigger["metadata"].get("enableTLS") != "true"):
+                yield f"{name(scaled)} asks in plain text, or whoever answers"
+            if encrypted != others or "unsafeSsl" in trigger["metadata"]:
+                yield f"{name(scaled)} is answered in plain text, or by anybody"
+
+
+def _authentication(trigger: Mapping[str, Any]) -> str:
+    return str(trigger.get("authenticationRef", {}).get("name"))
+
+
 def what_pods_mount_is_there(release: Release) -> Iterator[str]:
     """A Secret or ConfigMap that a pod needs is one of the release, or named in the values."""
     there = {(item["kind"], item["metadata"]["name"]) for item in release.of("Secret", "ConfigMap")}
     there |= {("Secret", item["spec"]["secretName"]) for item in release.of("Certificate")}
     given = set(_texts(release.values))
+    for authentication in release.of("TriggerAuthentication"):
+        for entry in authentication["spec"]["secretTargetRef"]:
+            if ("Secret", entry["name"]) not in there and entry["name"] not in given:
+                yield f"{name(authentication)} needs Secret/{entry['name']}, which is not there"
     for pod in pods(release):
         for kind, wanted in sorted(set(_needs(pod))):
             if (kind, wanted) not in there and wanted not in given:
@@ -128,10 +158,11 @@ def _needs(pod: Pod) -> Iterator[tuple[str, str]]:
             if config := source.get("configMap"):
                 yield "ConfigMap", config["name"]
     for container in pod.all_containers:
-        for entry in container.get("env", []):
-            for kind, key in (("Secret", "secretKeyRef"), ("ConfigMap", "configMapKeyRef")):
-                if reference := entry.get("valueFrom", {}).get(key):
-                    yield kind, reference["name"]
+        sources = [entry.get("valueFrom", {}) for entry in container.get("env", [])]
+        for source in [*sources, *container.get("envFrom", [])]:
+            for key, reference in source.items():
+                if key in REFERENCES:
+                    yield REFERENCES[key], reference["name"]
 
 
 def every_object_says_whose_it_is(release: Release) -> Iterator[str]:
@@ -150,7 +181,7 @@ def names_fit(release: Release) -> Iterator[str]:
     seen = set()
     for manifest in release.everything:
         own = manifest["metadata"]["name"]
-        pattern = DNS_LABEL if manifest["kind"] in DNS_LABEL_KINDS else DNS_NAME
+        pattern = PATTERNS.get(manifest["kind"], DNS_NAME)
         if manifest["kind"] not in ROLE_KINDS and not pattern.fullmatch(own):
             yield f"{name(manifest)} is no name"
         if (key := (manifest["kind"], manifest["metadata"].get("namespace"), own)) in seen:

@@ -12,6 +12,14 @@
 {{- else if eq .Values.autoscaling.mode "keda" }}
 - name: QUIRE_ROUTER_KEDA_PORT
   value: "8004"
+{{- if include "quire.kedaTls" . }}
+- name: QUIRE_ROUTER_KEDA_CERT
+  value: /etc/quire/keda/tls.crt
+- name: QUIRE_ROUTER_KEDA_KEY
+  value: /etc/quire/keda/tls.key
+- name: QUIRE_ROUTER_KEDA_CLIENT_CA
+  value: /etc/quire/keda/ca.crt
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -41,14 +49,14 @@
 {{/* How fast a model's engines come and go, as a HorizontalPodAutoscaler has it. Takes the model's autoscaling. */}}
 {{- define "quire.scalingBehavior" -}}
 scaleUp:
-  stabilizationWindowSeconds: 0
+  stabilizationWindowSeconds: {{ default 0 .scaleUpSeconds | int }}
   selectPolicy: Max
   policies:
     - type: Percent
       value: 100
       periodSeconds: 15
     - type: Pods
-      value: 4
+      value: {{ default 4 .scaleUpPods | int }}
       periodSeconds: 15
 scaleDown:
   stabilizationWindowSeconds: {{ int .scaleDownSeconds }}
@@ -69,7 +77,8 @@ scaleDown:
 {{- $days := int .Values.tls.validityDays -}}
 {{- $name := include "quire.scalingHost" . -}}
 {{- $authority := genCA (printf "%s-scaling-ca" (include "quire.fullname" .)) $days -}}
-{{- $made := genSignedCert $name nil (list $name (printf "%s.%s" $name .Values.clusterDomain)) $days $authority -}}
+{{- /* Its common name may have 64 characters; who asks looks at the other names. */ -}}
+{{- $made := genSignedCert (printf "%s-scaling" (include "quire.fullname" .)) nil (list $name (printf "%s.%s" $name .Values.clusterDomain)) $days $authority -}}
 {{- $data = dict "ca.crt" ($authority.Cert | b64enc) "tls.crt" ($made.Cert | b64enc) "tls.key" ($made.Key | b64enc) -}}
 {{- end -}}
 {{- $_ := set .Values.autoscaling "_certificate" (pick $data "ca.crt" "tls.crt" "tls.key") -}}

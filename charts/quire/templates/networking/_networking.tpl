@@ -33,6 +33,23 @@
     {{- end }}
 {{- end -}}
 
+{{/* Egress for downloads from sources. Takes root and sources. */}}
+{{- define "quire.downloadEgress" -}}
+{{- $policy := .root.Values.networkPolicy -}}
+{{- $ports := default (list 443) $policy.downloadPorts -}}
+{{- range .sources -}}
+{{- with (default dict .download).endpoint -}}
+{{- $host := regexReplaceAll "^https?://([^/]*).*$" . "${1}" -}}
+{{- $ports = append $ports (regexFind ":[0-9]+$" $host | trimPrefix ":" | default (ternary "443" "80" (hasPrefix "https:" .))) -}}
+{{- end -}}
+{{- end -}}
+{{- if include "quire.downloads" . -}}
+{{- $numbers := list -}}
+{{- range $ports -}}{{- $numbers = append $numbers (int .) -}}{{- end -}}
+{{- include "quire.cidrEgress" (dict "cidrs" $policy.downloadCidrs "ports" (uniq $numbers)) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Egress to the collector of traces, if there is one. Takes the root. */}}
 {{- define "quire.tracingEgress" -}}
 {{- with .Values.telemetry.otlpEndpoint }}
@@ -53,7 +70,9 @@
 {{- range .sources -}}{{- if hasKey . "download" -}}true{{- end -}}{{- end -}}
 {{- end -}}
 
-{{/* How long a gateway leaves a request alone: a little longer than the router. Takes the root. */}}
+{{/* How long a gateway leaves a request alone: a little longer than the router. Five digits are the most that a time of the
+     Gateway API has. Takes the root. */}}
 {{- define "quire.gatewayTimeout" -}}
-{{ add (ceil (default 600 .Values.router.limits.requestTimeout)) 10 }}s
+{{- $seconds := add (ceil (default 600 .Values.router.limits.requestTimeout)) 10 -}}
+{{- if le $seconds 99999 -}}{{ $seconds }}s{{- else -}}{{ min 99999 (ceil (divf $seconds 3600)) }}h{{- end -}}
 {{- end -}}

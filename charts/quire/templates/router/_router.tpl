@@ -25,6 +25,11 @@
 {{- join "," $entries -}}
 {{- end -}}
 
+{{/* Fewest routers, where they are scaled. Takes the root. */}}
+{{- define "quire.routerMinReplicas" -}}
+{{- default 2 .Values.router.autoscaling.minReplicas | int -}}
+{{- end -}}
+
 {{/* Whether a model may have no engine at all. Takes the root. */}}
 {{- define "quire.scalesToZero" -}}
 {{- range $key, $model := include "quire.models" . | fromYaml -}}
@@ -56,8 +61,8 @@
 - name: QUIRE_ROUTER_API_KEY
   valueFrom:
     secretKeyRef:
-      name: {{ $auth.existingSecret }}
-      key: {{ . }}
+      name: {{ $auth.existingSecret | quote }}
+      key: {{ . | quote }}
 {{- end }}
 {{- with $auth.tenantsKey }}
 - name: QUIRE_ROUTER_TENANTS
@@ -66,49 +71,52 @@
 {{- end }}
 {{- end -}}
 
-{{/* The env that says where Redis is. Its password is put into the URL by Kubernetes. Takes the root. */}}
+{{/* The env that says where Redis is. Its password is a file, which routers read again for each connection. Takes the root. */}}
 {{- define "quire.redisSettings" -}}
 {{- $redis := .Values.redis -}}
 {{- if eq $redis.mode "bundled" }}
-- name: REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "quire.redisSecret" . }}
-      key: {{ $redis.passwordKey }}
 - name: QUIRE_ROUTER_REDIS_URL
-  value: redis://:$(REDIS_PASSWORD)@{{ include "quire.fullname" . }}-redis.{{ .Release.Namespace }}.svc:6379/0
+  value: redis://{{ include "quire.host" (dict "root" . "name" (printf "%s-redis" (include "quire.fullname" .))) }}:6379/0
 {{- else if eq $redis.mode "external" }}
 {{- with $redis.external }}
 {{- if .urlKey }}
 - name: QUIRE_ROUTER_REDIS_URL
   valueFrom:
     secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .urlKey }}
+      name: {{ .existingSecret | quote }}
+      key: {{ .urlKey | quote }}
 {{- else }}
-{{- if .existingSecret }}
-- name: REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ $redis.passwordKey }}
-{{- end }}
 - name: QUIRE_ROUTER_REDIS_URL
   value: {{ include "quire.externalRedis" $ | quote }}
+{{- with .username }}
+- name: QUIRE_ROUTER_REDIS_USERNAME
+  value: {{ . | quote }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- end }}
+{{- if include "quire.redisPasswordSecret" . }}
+- name: QUIRE_ROUTER_REDIS_PASSWORD_FILE
+  value: /etc/quire/redis-password/password
 {{- end }}
 {{- end -}}
 
-{{/* The URL of a Redis outside of the release, but for its password. Takes the root. */}}
+{{/* The Secret with the password that routers need; empty where there is none, or where it is part of a URL. Takes the root. */}}
+{{- define "quire.redisPasswordSecret" -}}
+{{- $external := .Values.redis.external -}}
+{{- if eq .Values.redis.mode "bundled" -}}
+{{- include "quire.redisSecret" . -}}
+{{- else if and (eq .Values.redis.mode "external") (not $external.urlKey) -}}
+{{- $external.existingSecret -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The URL of a Redis outside of the release. Takes the root. */}}
 {{- define "quire.externalRedis" -}}
 {{- with .Values.redis.external -}}
 {{- $scheme := ternary "rediss" "redis" .tls.enabled -}}
-{{- $password := ternary ":$(REDIS_PASSWORD)" "" (ne .existingSecret "") -}}
-{{- $user := printf "%s%s" .username $password -}}
-{{- $authority := ternary (printf "%s:%d" .host (int .port)) (printf "%s@%s:%d" $user .host (int .port)) (empty $user) -}}
 {{- $query := ternary "?ssl_ca_certs=/etc/quire/redis/ca.crt" "" (and .tls.enabled (ne .tls.caSecret "")) -}}
-{{- printf "%s://%s/%d%s" $scheme $authority (int .database) $query -}}
+{{- printf "%s://%s:%d/%d%s" $scheme .host (int .port) (int .database) $query -}}
 {{- end -}}
 {{- end -}}
 
@@ -117,7 +125,7 @@
 {{- range $key, $model := include "quire.models" . | fromYaml -}}
 {{- $source := include "quire.tokenizerSource" $model | fromYaml -}}
 {{- $patterns := list "config.json" "generation_config.json" "tokenizer.json" "tokenizer_config.json" "chat_template.jinja" -}}
-{{- include "quire.download" (dict "root" $ "key" $key "source" $source "env" $.Values.router.env "image" (include "quire.routerImage" $) "patterns" $patterns) -}}
+{{- include "quire.download" (dict "root" $ "key" $key "source" $source "values" $.Values.router "image" (include "quire.routerImage" $) "patterns" $patterns) -}}
 {{- end -}}
 {{- end -}}
 
@@ -126,6 +134,11 @@
 {{- if include "quire.hasTenants" . }}
 - name: tenants
   mountPath: /etc/quire/tenants
+  readOnly: true
+{{- end }}
+{{- if include "quire.redisPasswordSecret" . }}
+- name: redis-password
+  mountPath: /etc/quire/redis-password
   readOnly: true
 {{- end }}
 {{- if include "quire.hasRedisCa" . }}
@@ -139,6 +152,12 @@
   readOnly: true
 {{- end }}
 {{- include "quire.tlsMount" (dict "root" . "component" "router") }}
+{{- if include "quire.kedaTls" . }}
+- name: keda
+  mountPath: /etc/quire/keda
+  readOnly: true
+{{- end }}
+{{- include "quire.trustMount" . }}
 {{- end -}}
 
 {{/* The volumes of these. Takes the root. */}}
@@ -146,28 +165,44 @@
 {{- if include "quire.hasTenants" . }}
 - name: tenants
   secret:
-    secretName: {{ .Values.router.auth.existingSecret }}
+    secretName: {{ .Values.router.auth.existingSecret | quote }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.router.auth.tenantsKey }}
+      - key: {{ .Values.router.auth.tenantsKey | quote }}
         path: tenants.toml
+{{- end }}
+{{- with include "quire.redisPasswordSecret" . }}
+- name: redis-password
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 0440
+    items:
+      - key: {{ $.Values.redis.passwordKey | quote }}
+        path: password
 {{- end }}
 {{- if include "quire.hasRedisCa" . }}
 - name: redis-ca
   secret:
-    secretName: {{ .Values.redis.external.tls.caSecret }}
+    secretName: {{ .Values.redis.external.tls.caSecret | quote }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.redis.external.tls.caKey }}
+      - key: {{ .Values.redis.external.tls.caKey | quote }}
         path: ca.crt
 {{- end }}
 {{- if eq .Values.autoscaling.mode "hpa" }}
 - name: scaling
   secret:
-    secretName: {{ include "quire.scalingSecret" . }}
+    secretName: {{ include "quire.scalingSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- include "quire.tlsVolume" (dict "root" . "component" "router") }}
+{{- if include "quire.kedaTls" . }}
+- name: keda
+  secret:
+    secretName: {{ include "quire.tlsSecret" (dict "root" . "component" "keda") | quote }}
+    defaultMode: 0440
+{{- end }}
+{{- include "quire.trustVolume" . }}
 {{- end -}}
 
 {{/* Whether tenants are named in a file. Takes the root. */}}

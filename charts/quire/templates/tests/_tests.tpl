@@ -18,7 +18,7 @@ apiVersion: v1
 kind: Pod
 metadata:
   name: {{ $fullname }}-test-{{ .api }}
-  namespace: {{ .root.Release.Namespace }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "quire.labels" $of | nindent 4 }}
   annotations:
@@ -34,12 +34,12 @@ spec:
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   containers:
     - name: {{ .api }}
-      image: {{ include "quire.routerImage" .root }}
+      image: {{ include "quire.routerImage" .root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       command: [python, -c]
       args:
@@ -63,14 +63,14 @@ spec:
         - name: API_KEY
           valueFrom:
             secretKeyRef:
-              name: {{ $values.tests.apiKeySecret }}
-              key: {{ $values.tests.apiKeyKey }}
+              name: {{ $values.tests.apiKeySecret | quote }}
+              key: {{ $values.tests.apiKeyKey | quote }}
         {{- else if and (eq $values.router.auth.mode "existing") $values.router.auth.apiKeysKey }}
         - name: API_KEY
           valueFrom:
             secretKeyRef:
-              name: {{ $values.router.auth.existingSecret }}
-              key: {{ $values.router.auth.apiKeysKey }}
+              name: {{ $values.router.auth.existingSecret | quote }}
+              key: {{ $values.router.auth.apiKeysKey | quote }}
         {{- end }}
       resources:
         requests:

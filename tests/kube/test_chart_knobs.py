@@ -1,0 +1,192 @@
+"""What operators set besides: each value that is passed on to Kubernetes arrives where it is meant to."""
+
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kube.conftest import Examples
+from tests.kube.helm import CHART, Helm, Release
+from tests.kube.manifests import Pod, components
+from tests.kube.policies import POLICIES
+from tests.kube.previous import previous_chart
+from tests.kube.settings import environment
+from tests.kube.validity import problems
+from tests.kube.values import VERSIONS, example_values, with_values
+
+VOLUME = [{"name": "data", "configMap": {"name": "data"}}]
+MOUNT = [{"name": "data", "mountPath": "/data", "readOnly": True}]
+FROM = [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more", "optional": True}}]
+DOWNLOAD = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "3Gi", "ephemeral-storage": "1Gi"}}
+BOTH = {
+    "env": {"HTTPS_PROXY": "http://proxy.example.com:3128"},
+    "envFrom": FROM,
+    "volumes": VOLUME,
+    "volumeMounts": MOUNT,
+    "downloadResources": DOWNLOAD,
+    "nodeSelector": {"pool": "llm"},
+    "tolerations": [{"key": "llm", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "1000",
+    "annotations": {"reloader.stakater.com/auto": "true"},
+    "podAnnotations": {"n": "on"},
+    "podLabels": {"azure.workload.identity/use": "true", "team": "pod"},
+}
+SERVICE = {
+    "type": "LoadBalancer",
+    "loadBalancerClass": "example.com/internal",
+    "loadBalancerSourceRanges": ["10.0.0.0/8"],
+    "externalTrafficPolicy": "Local",
+    "ipFamilyPolicy": "PreferDualStack",
+    "nodePorts": {"http": 30080, "grpc": 30081},
+    "annotations": {"cloud.example.com/internal": "true"},
+}
+
+
+@pytest.fixture(scope="module")
+def full(helm: Helm) -> Release:
+    values = with_values(
+        example_values("cpu-demo"),
+        commonLabels={"team": "all"},
+        image__pullSecrets=["123"],
+        trust={"configMap": "authorities", "key": "bundle.pem"},
+        networkPolicy__downloadPorts=[443, 3128],
+        networkPolicy__engineEgress=[{"ports": [{"port": 2049}]}],
+        redis__podLabels={"tier": "memory"},
+        redis__podAnnotations={"a": "b"},
+        router__service=SERVICE,
+        router__serviceAccount__annotations={"eks.amazonaws.com/role-arn": "arn:x"},
+        router__autoscaling={"enabled": True, "minReplicas": 3, "maxReplicas": 5, "targetCpu": 60},
+        autoscaling__mode="keda",
+        tls__mode="certManager",
+        telemetry__otlpEndpoint="https://collector.example.com:4317",
+        monitoring__dashboards={"enabled": True, "annotations": {"grafana_folder": "LLM"}, "labels": {"team": "x"}},
+        **{f"router__{name}": value for name, value in BOTH.items()},
+        **{f"models__demo__{name}": value for name, value in BOTH.items()},
+        models__demo__schedulerName="volcano",
+        models__demo__runtimeClassName="nvidia",
+        models__demo__temporaryStorage="9Gi",
+        models__demo__tensorParallelSize=2,
+        models__demo__sharedMemory="1Gi",
+        models__demo__source__download__endpoint="http://hub.example.com:8080",
+        models__demo__autoscaling={"scaleUpSeconds": 60, "scaleUpPods": 2},
+    )
+    return helm.render(values)
+
+
+def test_all_of_it_is_valid_and_breaks_no_policy(helm: Helm, full: Release) -> None:
+    for version in (VERSIONS[0], VERSIONS[-1]):
+        assert problems(helm, full.everything, version) == {}
+    assert [breach for policy in POLICIES for breach in policy(full)] == []
+
+
+@pytest.mark.parametrize("component", ["router", "engine"])
+def test_pods_have_what_was_asked_for(full: Release, component: str) -> None:
+    (pod,) = components(full, component)
+    spec, container = pod.spec, pod.containers[0]
+    for name in ("nodeSelector", "tolerations", "affinity", "priorityClassName"):
+        assert spec[name] == BOTH[name]
+    assert pod.owner["metadata"]["annotations"] == BOTH["annotations"]
+    assert pod.annotations == BOTH["podAnnotations"]
+    assert dict(pod.labels).items() >= {**BOTH["podLabels"]}.items()
+    assert pod.owner["metadata"]["labels"]["team"] == "all"
+    assert spec["imagePullSecrets"] == [{"name": "123"}]
+    assert MOUNT[0] in container["volumeMounts"]
+    assert VOLUME[0] in spec["volumes"]
+    for each in pod.all_containers:
+        assert each["envFrom"] == FROM
+        assert environment(each)["HTTPS_PROXY"] == BOTH["env"]["HTTPS_PROXY"]
+        assert ".svc,.cluster.local" in environment(each)["NO_PROXY"], "what is in the cluster needs no proxy"
+        assert environment(each)["no_proxy"] == environment(each)["NO_PROXY"]
+        _trusts(pod, each)
+    assert [each["resources"] for each in spec["initContainers"]] == [DOWNLOAD]
+
+
+def _trusts(pod: Pod, container: dict[str, Any]) -> None:
+    (volume,) = [volume["configMap"] for volume in pod.volumes if volume["name"] == "trust"]
+    assert (volume["name"], volume["items"]) == ("authorities", [{"key": "bundle.pem", "path": "ca.crt"}])
+    (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "trust"]
+    for name in ("SSL_CERT_FILE", "OTEL_EXPORTER_OTLP_CERTIFICATE"):
+        assert environment(container)[name] == f"{mount}/ca.crt"
+
+
+def test_engines_have_what_only_they_need(full: Release) -> None:
+    (pod,) = components(full, "engine")
+    assert (pod.spec["schedulerName"], pod.spec["runtimeClassName"]) == ("volcano", "nvidia")
+    sizes = {volume["name"]: volume["emptyDir"]["sizeLimit"] for volume in pod.volumes if "emptyDir" in volume}
+    assert sizes == {"tmp": "9Gi", "shared-memory": "1Gi", "model-demo": "2Gi"}
+    (scaled,) = full.of("ScaledObject")
+    up = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleUp"]
+    assert up["stabilizationWindowSeconds"] == 60
+    assert [policy["value"] for policy in up["policies"] if policy["type"] == "Pods"] == [2]
+
+
+def test_routers_are_scaled_by_one_only(full: Release) -> None:
+    (scaler,) = full.of("HorizontalPodAutoscaler")
+    (pod,) = components(full, "router")
+    assert scaler["spec"]["scaleTargetRef"]["name"] == pod.owner["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (3, 5)
+    assert scaler["spec"]["metrics"][0]["resource"]["target"] == {"type": "Utilization", "averageUtilization": 60}
+    assert "replicas" not in pod.owner["spec"]
+
+
+def test_the_service_is_as_it_was_asked_for(full: Release) -> None:
+    (service,) = [item for item in full.of("Service") if item["metadata"]["name"] == "quire-router"]
+    assert service["metadata"]["annotations"] == SERVICE["annotations"]
+    for name in ("type", "loadBalancerClass", "loadBalancerSourceRanges", "externalTrafficPolicy", "ipFamilyPolicy"):
+        assert service["spec"][name] == SERVICE[name]
+    assert {port["name"]: port["nodePort"] for port in service["spec"]["ports"]} == SERVICE["nodePorts"]
+
+
+def test_downloads_get_through(full: Release) -> None:
+    policies = {item["metadata"]["name"]: item["spec"].get("egress", []) for item in full.of("NetworkPolicy")}
+    for component in ("router", "engine"):
+        ports = {port["port"] for rule in policies[f"quire-{component}"] for port in rule.get("ports", [])}
+        assert ports >= {443, 3128, 8080}
+    assert {"ports": [{"port": 2049}]} in policies["quire-engine"]
+
+
+def test_labels_that_are_given_twice_are_there_once(full: Release) -> None:
+    (pod,) = components(full, "router")
+    assert pod.labels["team"] == "pod"
+    dashboards = [item["metadata"] for item in full.of("ConfigMap") if "-dashboard-" in item["metadata"]["name"]]
+    assert {(item["labels"]["team"], item["annotations"]["grafana_folder"]) for item in dashboards} == {("x", "LLM")}
+
+
+def test_variables_of_ones_own_count(helm: Helm) -> None:
+    env = {"OMP_NUM_THREADS": "3", "HTTPS_PROXY": "http://proxy:443", "no_proxy": "x"}
+    (pod,) = components(helm.render(with_values(example_values("cpu-demo"), models__demo__env=env)), "engine")
+    for name, value in env.items():
+        assert [entry["value"] for entry in pod.containers[0]["env"] if entry["name"] == name] == [value]
+    assert "NO_PROXY" not in environment(pod.containers[0])
+
+
+@pytest.mark.parametrize(("seconds", "timeout"), [(99_989, "99999s"), (100_000, "28h"), (10**9, "99999h")])
+def test_a_gateway_waits_longer_than_the_router(helm: Helm, seconds: int, timeout: str) -> None:
+    values = with_values(example_values("gateway"), router__limits__requestTimeout=seconds)
+    (route,) = helm.render(values).of("HTTPRoute")
+    assert route["spec"]["rules"][0]["timeouts"] == {"request": timeout, "backendRequest": timeout}
+
+
+@pytest.fixture(scope="module")
+def reused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The chart with the previous version's defaults: what ``helm upgrade --reuse-values`` makes of it."""
+    folder = tmp_path_factory.mktemp("reused")
+    shutil.copytree(CHART, folder / "quire")
+    with tarfile.open(previous_chart()) as archive:
+        archive.extract("quire/values.yaml", folder, filter="data")
+    return folder / "quire"
+
+
+@pytest.mark.parametrize("values", ["external-redis", "gateway", "hpa", "tls", "two-models"])
+def test_values_that_are_new_may_be_missing(helm: Helm, example: Examples, reused: Path, values: str) -> None:
+    """With ``--reuse-values`` Helm knows only the defaults of the version that was installed."""
+    release = helm.render(example_values(values), chart=reused)
+    assert without_secrets(release) == without_secrets(example(values, "1.37"))
+
+
+def without_secrets(release: Release) -> list[dict[str, Any]]:
+    """What is the same each time."""
+    return [item for item in release.everything if item["kind"] not in ("Secret", "APIService")]
