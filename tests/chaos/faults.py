@@ -6,13 +6,14 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_proto.telemetry import Metric
 
 from tests.chaos.stack import Part, Stack
 from tests.support.processes import Router, fetch, metric
 
+AnyPart = TypeVar("AnyPart", bound=Part[Any])
 Fault = Callable[[Stack, random.Random, float], Awaitable[None]]
 REDIS, ROUTER = "redis", "router"
 WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis was away, and tell it all again
@@ -22,12 +23,12 @@ GIVEN_UP = 8.0  # seconds after which somebody else goes on with what a router h
 
 async def kill_engine(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGKILL of one engine."""
-    await _revive(stack, _one(stack.engines, chance))
+    await _revive(stack, one(stack.engines, chance))
 
 
 async def kill_router(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGKILL of one router."""
-    await _revive(stack, _one(stack.routers, chance))
+    await _revive(stack, one(stack.routers, chance))
 
 
 async def kill_redis(stack: Stack, _chance: random.Random, pause: float) -> None:
@@ -37,7 +38,7 @@ async def kill_redis(stack: Stack, _chance: random.Random, pause: float) -> None
             stack.redis.kill()
             await asyncio.sleep(min(1.0, pause))
             await asyncio.to_thread(stack.redis.start)
-            await _known_to_routers(stack)
+            await known_to_routers(stack)
 
 
 async def empty_redis(stack: Stack, _chance: random.Random, _pause: float) -> None:
@@ -47,17 +48,17 @@ async def empty_redis(stack: Stack, _chance: random.Random, _pause: float) -> No
             stack.redis.kill()
             stack.redis.forget()
             await asyncio.to_thread(stack.redis.start)
-            await _known_to_routers(stack)
+            await known_to_routers(stack)
 
 
 async def stop_engine(stack: Stack, chance: random.Random, pause: float) -> None:
     """SIGSTOP of one engine for a while."""
-    await _freeze(stack, _one(stack.engines, chance), pause)
+    await _freeze(stack, one(stack.engines, chance), pause)
 
 
 async def stop_router(stack: Stack, chance: random.Random, pause: float) -> None:
     """SIGSTOP of one router for a while."""
-    await _freeze(stack, _one(stack.routers, chance), pause)
+    await _freeze(stack, one(stack.routers, chance), pause)
 
 
 async def stop_redis(stack: Stack, _chance: random.Random, pause: float) -> None:
@@ -67,22 +68,22 @@ async def stop_redis(stack: Stack, _chance: random.Random, pause: float) -> None
             stack.redis.signal(signal.SIGSTOP)
             await asyncio.sleep(pause)
             stack.redis.signal(signal.SIGCONT)
-            await _known_to_routers(stack)
+            await known_to_routers(stack)
 
 
 async def cut_connections(stack: Stack, chance: random.Random, _pause: float) -> None:
     """Every connection to one engine breaks."""
-    chance.choice(stack.proxies).cut()
+    chance.choice(stack.engines).proxy.cut()
 
 
 async def drain_engine(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGTERM of one engine."""
-    await _drain(stack, _one(stack.engines, chance))
+    await _drain(stack, one(stack.engines, chance))
 
 
 async def drain_router(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGTERM of one router."""
-    await _drain(stack, _one(stack.routers, chance))
+    await _drain(stack, one(stack.routers, chance))
 
 
 async def kill_all_engines(stack: Stack, _chance: random.Random, _pause: float) -> None:
@@ -111,13 +112,7 @@ FAULTS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
-def named(names: Sequence[str]) -> list[Fault]:
-    """The faults of these names. Raises ``KeyError``."""
-    known = {fault.__name__: fault for fault in FAULTS}
-    return [known[name] for name in names]
-
-
-def _one(parts: Sequence[Part[Any]], chance: random.Random) -> Part[Any]:
+def one(parts: Sequence[AnyPart], chance: random.Random) -> AnyPart:
     """One of them, one that is well if there is such."""
     well = [part for part in parts if not part.lock.locked()]
     return chance.choice(well or list(parts))
@@ -125,7 +120,7 @@ def _one(parts: Sequence[Part[Any]], chance: random.Random) -> Part[Any]:
 
 async def _revive(stack: Stack, part: Part[Any]) -> None:
     async with part.lock:
-        with _missed(stack, part):
+        with missed(stack, part):
             part.kill()
             part.restart()
             await part.ready()
@@ -133,7 +128,7 @@ async def _revive(stack: Stack, part: Part[Any]) -> None:
 
 async def _drain(stack: Stack, part: Part[Any]) -> None:
     async with part.lock:
-        with _missed(stack, part):
+        with missed(stack, part):
             status = await part.terminate()
             assert status == 0, f"{part.name} ended with {status}:\n{part.process.text}"
             part.restart()
@@ -142,14 +137,14 @@ async def _drain(stack: Stack, part: Part[Any]) -> None:
 
 async def _freeze(stack: Stack, part: Part[Any], pause: float) -> None:
     async with part.lock:
-        with _missed(stack, part):
+        with missed(stack, part):
             part.signal(signal.SIGSTOP)
             await asyncio.sleep(pause)
             part.signal(signal.SIGCONT)
             await part.ready()
 
 
-async def _known_to_routers(stack: Stack) -> None:
+async def known_to_routers(stack: Stack) -> None:
     """Waits until no router that answers says that it does not reach Redis; not for long, as it may be a slow one."""
     deadline = monotonic() + NOTICED
     await asyncio.gather(*(asyncio.to_thread(_wait_until_known, part.process, deadline) for part in stack.routers))
@@ -165,6 +160,7 @@ def _misses_redis(router: Router) -> bool:
 
 
 @contextmanager
-def _missed(stack: Stack, part: Part[Any]) -> Iterator[None]:
+def missed(stack: Stack, part: Part[Any]) -> Iterator[None]:
+    """Notes that a router is away within the block. Engines are not missed."""
     with stack.absent(ROUTER, GIVEN_UP) if part in stack.routers else nullcontext():
         yield

@@ -5,10 +5,13 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Listens on a free port and passes everything on to ``target``, a port of this host."""
+    """Listens at ``place``, an address of this host and a port, and passes everything on to ``target``, another port;
+    without it at any free port.
+    """
 
-    def __init__(self, target: int) -> None:
-        self._target = target
+    def __init__(self, target: int, place: tuple[str, int] = ("127.0.0.1", 0)) -> None:
+        self.target = target
+        self._place = place
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -17,11 +20,11 @@ class Proxy:
     def address(self) -> str:
         """Where it listens."""
         assert self._server is not None
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return "{}:{}".format(*self._server.sockets[0].getsockname())
 
     async def start(self) -> None:
         """Begins to listen."""
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, *self._place)
 
     async def stop(self) -> None:
         """Ends all connections."""
@@ -44,7 +47,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            there, back = await asyncio.open_connection("127.0.0.1", self.target)
         except OSError:
             writer.transport.abort()
             return

@@ -9,7 +9,7 @@ from tests.chaos.faults import REDIS, ROUTER
 from tests.chaos.stack import Absence
 from tests.chaos.workload import UNWATCHED, Request
 
-FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "left")
+FOUND = ("lost", "repeated", "changed", "errors", "untyped", "hung", "malformed", "disturbed", "cut", "left")
 COUNTS = ("streams", "resumed", "connections", "forgotten", "unwritten", *FOUND)
 WRITTEN = 5.0  # seconds, many times as long as routers take to write what nobody waits for
 
@@ -18,13 +18,15 @@ WRITTEN = 5.0  # seconds, many times as long as routers take to write what nobod
 class Report:
     """``lost``, ``repeated``, ``changed`` are streams with tokens that were so; ``errors`` are typed ones, ``untyped``
     whatever else ended a stream, ``hung`` those that did not end, ``malformed`` those with ids, places or ends that no
-    answer has. ``disturbed`` are answers that were not whole though nothing had died yet, and ``left`` what was there
-    when all was over. All of these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis
-    lost, or never had, while no router held them: nobody was left who knew. ``unwritten`` are those of requests that do
-    not wait for their record, and whose router died just when they had come. ``resumed`` streams took more than one
-    connection; ``connections`` are all of them.
+    answer has. ``disturbed`` are answers that were not whole though nothing had died yet, ``cut`` those with a
+    connection that broke although nothing ``abrupt`` happened, and ``left`` what was there when all was over. All of
+    these zero is the promise. ``forgotten`` are typed errors of requests whose record Redis lost, or never had, while
+    no router held them: nobody was left who knew. ``unwritten`` are those of requests that do not wait for their
+    record, and whose router died just when they had come. ``resumed`` streams took more than one connection;
+    ``connections`` are all of them.
     """
 
+    abrupt: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     ways: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -53,6 +55,8 @@ class Report:
         verdict = _verdict(request, wanted, got)
         if verdict is None and self._is_named_again(got):
             verdict = "malformed"
+        if verdict is None and got.broke and not self.abrupt:
+            verdict = "cut"
         if verdict == "errors":
             verdict = _excuse(request, got, absences) or verdict
         if verdict in FOUND:
@@ -157,8 +161,11 @@ def _shown(answer: Answer) -> str:
 def _story(wanted: Answer, got: Answer, absences: Sequence[Absence]) -> str:
     """What is needed to see what happened, with what was away while the request lived."""
     near = [each for each in absences if each.meets(min(got.sent, default=0.0), got.failed_at)]
-    story = f"sent {got.sent}, failed {got.failed_at}, away {got.away[-3:]}, {near}"
-    return f"  wanted {_shown(wanted)}\n  got    {_shown(got)}\n  {got.resumed} times resumed, {story}"
+    sent = (
+        f"sent {len(got.sent)} times, {got.sent[:1]} to {got.sent[-2:]}, failed {got.failed_at}, away {got.away[-3:]}"
+    )
+    ways = f"{got.resumed} times resumed, {got.broke} breaks, {sent}, {near}"
+    return f"  wanted {_shown(wanted)}\n  got    {_shown(got)}\n  {ways}"
 
 
 def _listed(counter: Counter[str]) -> str:

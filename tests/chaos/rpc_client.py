@@ -27,7 +27,7 @@ class RpcClient(Client):
         return await self._try_call(request)
 
     async def _try_call(self, request: Request) -> bool:
-        address = self._chance.choice(self._stack.routers).process.grpc_address
+        address = self._chance.choice(self._stack.fronts).grpc_address
         had_all = self.answer.usage is not None  # it hung up before the last word over REST
         async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
             try:

@@ -15,12 +15,13 @@ from time import monotonic
 import httpx
 
 from tests.chaos.answer import Answer
+from tests.chaos.changes import named, possible, upgrade
 from tests.chaos.client import BackgroundClient, Client, Manners, PollingClient, StreamClient, WholeClient
-from tests.chaos.faults import FAULTS, Fault, named
+from tests.chaos.faults import Fault
 from tests.chaos.leftovers import leftovers
 from tests.chaos.report import Report
 from tests.chaos.rpc_client import CrossingClient, RpcClient
-from tests.chaos.stack import Stack, running_stack
+from tests.chaos.stack import PLAIN, Form, Stack, running_stack
 from tests.chaos.workload import BACKGROUND, CROSSING, POLLING, RPC, STREAM, WHOLE, Request, requests
 
 CLIENTS: dict[str, type[Client]] = {
@@ -28,6 +29,9 @@ CLIENTS: dict[str, type[Client]] = {
     CROSSING: CrossingClient,
 }  # fmt: skip
 CALM = Manners(silence=60.0)  # who leaves because of a slow machine would not be undisturbed
+
+UPGRADED = Form(delay=4.0, grace=240.0)
+"""Whatever runs comes to its end."""
 
 
 def _keep_quiet(_text: str) -> None:
@@ -38,7 +42,7 @@ def _keep_quiet(_text: str) -> None:
 class Plan:
     """Every fault comes ``rounds`` times, in an order of chance. ``pause`` is how many seconds a stopped part is
     stopped, ``rest`` the longest time between two faults, and ``pairs`` the chance that two come at once. There are
-    ``concurrency`` clients at a time.
+    ``concurrency`` clients at a time. Where nothing is ``abrupt`` no connection may break either.
     """
 
     manners: Manners
@@ -48,6 +52,7 @@ class Plan:
     rest: float = 1.0
     pairs: float = 0.0
     concurrency: int = 48
+    abrupt: bool = True
 
 
 async def chaos(
@@ -60,7 +65,7 @@ async def chaos(
     """Asks all of ``work`` undisturbed, then again, and again while there are faults to come; tells each of them. In
     the end it looks for what is left.
     """
-    report, chance = Report(), random.Random(plan.seed)
+    report, chance = Report(abrupt=plan.abrupt), random.Random(plan.seed)
     async with _http(CALM) as http:
         calm = _Crowd(stack, http, work, chance, CALM, "calm")
         await calm.come(plan.concurrency, lambda: False)
@@ -151,14 +156,17 @@ async def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--pairs", type=float, default=0.3, help="chance that two faults come at once")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", nargs="+", metavar="NAME", help="only these; default: all")
+    parser.add_argument("--plain", action="store_true", help="a list of engines, and no TLS")
+    parser.add_argument("--upgrade", action="store_true", help="all is replaced, and no connection may break")
     parser.add_argument("--keep", type=Path, help="a folder for the processes' output")
     options = parser.parse_args(arguments)
-    faults = named(options.faults) if options.faults else FAULTS
-    manners = Manners(cut=options.cut, silence=options.silence)
+    form = PLAIN if options.plain else UPGRADED if options.upgrade else Form()
+    faults = [upgrade] if options.upgrade else named(options.faults) if options.faults else possible(form)
+    manners = CALM if options.upgrade else Manners(cut=options.cut, silence=options.silence)
     more = {"pause": options.pause, "pairs": options.pairs, "concurrency": options.concurrency}
-    plan = Plan(manners, options.seed, options.rounds, **more)
+    plan = Plan(manners, options.seed, options.rounds, abrupt=not options.upgrade, **more)
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
-        async with running_stack(options.keep or Path(folder)) as stack:
+        async with running_stack(options.keep or Path(folder), form) as stack:
             report = await chaos(stack, requests(options.streams, options.seed), faults, plan, _teller())
     print(report)
     return 0 if report.clean else 1

@@ -1,19 +1,24 @@
-"""Two routers, three engines and Redis as real processes, each of which can die and come back on its ports."""
+"""Two routers, three engines and Redis as real processes, each of which can die and come back on its ports, or be
+replaced by another one elsewhere.
+"""
 
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Generic, TypeVar
 
+from tests.chaos.certificates import Certificates
+from tests.chaos.cluster import Cluster
 from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router
 from tests.support.redis_server import RedisServer, redis_server
+from tests.support.warm import WarmEngine
 
 MODEL = "quire-demo"
 KEYS = {"house": "the-key-of-the-house", "guests": "the-key-of-all-guests"}
@@ -32,19 +37,49 @@ max_concurrent = 1_000
 """
 # fp32: the tokens of an answer do not depend on what else is in its batches.
 SMALL_POOLS = ("--kv-cache-memory", str(48 << 20), "--swap-space", "0.05")
-ENGINE_FLAGS = ("--dtype", "float32", *SMALL_POOLS, "--max-num-seqs", "64", "--shutdown-timeout", "3")
-ROUTER_FLAGS = ("--hold-timeout", "60", "--request-timeout", "600", "--shutdown-timeout", "2")
+ENGINE_FLAGS = ("--dtype", "float32", *SMALL_POOLS, "--max-num-seqs", "64")
+ROUTER_FLAGS = ("--hold-timeout", "60", "--request-timeout", "600")
 
 P = TypeVar("P", bound=Process)
 
 
-class Part(Generic[P]):
-    """One process that is started again with the same ports after every death."""
+@dataclass(frozen=True)
+class Form:
+    """How a stack is put together. With ``cluster`` routers find engines by a Kubernetes API; with ``tls`` they and
+    engines show each other certificates. A router that is told to stop leaves for ``delay`` seconds and drains for
+    ``grace``, an engine for half of the first and a second longer than the second.
+    """
 
-    def __init__(self, name: str, make: Callable[[], P]) -> None:
+    cluster: bool = True
+    tls: bool = True
+    delay: float = 1.0
+    grace: float = 2.0
+
+    @property
+    def engine_flags(self) -> tuple[str, ...]:
+        """How an engine stops."""
+        return "--shutdown-delay", str(self.delay / 2), "--shutdown-timeout", str(self.grace + 1)
+
+    @property
+    def router_flags(self) -> tuple[str, ...]:
+        """How a router stops."""
+        return "--shutdown-delay", str(self.delay), "--shutdown-timeout", str(self.grace)
+
+
+PLAIN = Form(cluster=False, tls=False, delay=0.0)
+"""A list of engines, and plain text."""
+
+
+class Part(Generic[P]):
+    """One process that is started again with the same ports after every death. ``place`` finds it other ports, and
+    says how it is started there.
+    """
+
+    def __init__(self, name: str, place: Callable[[], Callable[[], P]]) -> None:
         self.name = name
-        self._make = make
-        self.process = make()
+        self._place = place
+        self._make = place()
+        self.process = self._make()
         self.lock = asyncio.Lock()  # one fault at a time
 
     def kill(self) -> None:
@@ -54,6 +89,11 @@ class Part(Generic[P]):
     def restart(self) -> None:
         """Once it is dead."""
         self.process = self._make()
+
+    def start_another(self) -> P:
+        """Starts one elsewhere, which is to be its ``process`` from some moment on."""
+        self._make = self._place()
+        return self._make()
 
     def signal(self, number: signal.Signals) -> None:
         """Sends it a signal."""
@@ -66,6 +106,33 @@ class Part(Generic[P]):
     async def ready(self) -> None:
         """Waits until it says that it is healthy."""
         await asyncio.to_thread(self.process.wait_ready)  # type: ignore[attr-defined]
+
+
+class EnginePart(Part[Engine]):
+    """An engine, which routers reach through the proxy at ``host``; in a cluster under an address of its own."""
+
+    def __init__(self, name: str, place: Callable[[], Callable[[], Engine]], cluster: Cluster | None) -> None:
+        super().__init__(name, place)
+        self._cluster = cluster
+        self.proxy, self.host = self._new_proxy()
+
+    async def open(self) -> None:
+        """It can be reached."""
+        await self.proxy.start()
+        if self._cluster is not None:
+            self._cluster.tell(self.host)
+
+    def move(self) -> tuple[Proxy, str]:
+        """Gives it another address, where it can be reached once it is opened; returns the former one."""
+        former = self.proxy, self.host
+        self.proxy, self.host = self._new_proxy()
+        return former
+
+    def _new_proxy(self) -> tuple[Proxy, str]:
+        if self._cluster is None:
+            return Proxy(self.process.port), ""
+        host = self._cluster.new_host()
+        return Proxy(self.process.port, (host, self._cluster.port)), host
 
 
 @dataclass(frozen=True)
@@ -85,15 +152,21 @@ class Absence:
 @dataclass
 class Stack:
     """Routers reach each engine through a proxy, whose connections can be cut. Faults note in ``absences`` what was
-    away because of them, and for how long it may have been missed.
+    away because of them, and for how long it may have been missed. Routers that are ``leaving`` still get requests.
+    ``beside`` are processes that parts are about to have, or had.
     """
 
     redis: RedisServer
-    engines: list[Part[Engine]]
+    engines: list[EnginePart]
     routers: list[Part[Router]]
-    proxies: list[Proxy]
+    form: Form = PLAIN
+    cluster: Cluster | None = None
+    certificates: Certificates | None = None
     absences: list[Absence] = field(default_factory=list)
+    leaving: list[Router] = field(default_factory=list)
+    beside: list[Process] = field(default_factory=list)
     redis_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    cluster_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @contextmanager
     def absent(self, name: str, aftermath: float, *, empty: bool = False) -> Iterator[None]:
@@ -105,14 +178,19 @@ class Stack:
             self.absences.append(Absence(name, begin, monotonic() + aftermath, empty))
 
     @property
-    def parts(self) -> list[Part[Engine] | Part[Router]]:
+    def parts(self) -> list[EnginePart | Part[Router]]:
         """All processes but Redis."""
         return [*self.engines, *self.routers]
 
     @property
+    def fronts(self) -> list[Router]:
+        """The routers that clients may turn to."""
+        return [*(router.process for router in self.routers), *self.leaving]
+
+    @property
     def urls(self) -> list[str]:
-        """Of the routers."""
-        return [router.process.url for router in self.routers]
+        """Of these."""
+        return [router.url for router in self.fronts]
 
     async def ready(self) -> None:
         """Waits until everything is healthy."""
@@ -120,35 +198,60 @@ class Stack:
 
 
 @asynccontextmanager
-async def running_stack(folder: Path, *, routers: int = 2, engines: int = 3) -> AsyncIterator[Stack]:
+async def running_stack(
+    folder: Path, form: Form = PLAIN, *, routers: int = 2, engines: int = 3
+) -> AsyncIterator[Stack]:
     """A whole Quire for the length of a block."""
     model, tenants = make_model(folder), folder / "tenants.toml"
     tenants.write_text(_TENANTS)
-    with redis_server(persistent=True) as redis:
-        engine_parts = [_engine(number, model, folder) for number in range(engines)]
-        proxies = [Proxy(part.process.port) for part in engine_parts]
-        for proxy in proxies:
-            await proxy.start()
-        addresses = [proxy.address for proxy in proxies]
+    certificates = Certificates(folder / "certificates") if form.tls else None
+    async with AsyncExitStack() as ending:
+        redis = ending.enter_context(redis_server(persistent=True))
+        cluster = Cluster() if form.cluster else None
+        if cluster is not None:
+            await cluster.api.start()
+            ending.push_async_callback(cluster.api.stop)
+        stack = Stack(redis, [], [], form, cluster, certificates)
+        ending.push_async_callback(_end, stack)
+        for number in range(engines):
+            stack.engines.append(_engine(number, model, stack))
+            await stack.engines[-1].open()
         flags = ("--redis-url", redis.url, "--tenants", str(tenants))
-        stack = Stack(redis, engine_parts, [_router(n, model, addresses, flags) for n in range(routers)], proxies)
-        try:
-            await stack.ready()
-            yield stack
-        finally:
-            for part in stack.parts:
-                with suppress(ProcessLookupError):
-                    part.signal(signal.SIGCONT)
-                    part.kill()
-            for proxy in proxies:
-                await proxy.stop()
+        for number in range(routers):
+            stack.routers.append(_router(number, model, flags, stack))
+        await stack.ready()
+        yield stack
 
 
-def _engine(number: int, model: Path, folder: Path) -> Part[Engine]:
-    port = free_port()
-    return Part(f"engine {number}", lambda: Engine(model, folder, *ENGINE_FLAGS, port=port))
+async def _end(stack: Stack) -> None:
+    for process in (*(part.process for part in stack.parts), *stack.beside):
+        with suppress(ProcessLookupError):
+            process.signal(signal.SIGCONT)
+            process.kill()
+    for engine in stack.engines:
+        await engine.proxy.stop()
 
 
-def _router(number: int, model: Path, engines: list[str], flags: tuple[str, ...]) -> Part[Router]:
-    ports = (free_port(), free_port(), free_port())
-    return Part(f"router {number}", lambda: Router(model, engines, model.parent, *ROUTER_FLAGS, *flags, ports=ports))
+def _engine(number: int, model: Path, stack: Stack) -> EnginePart:
+    certified = stack.certificates.engine_flags if stack.certificates is not None else ()
+
+    def place() -> Callable[[], Engine]:
+        port, flags = free_port(), (*ENGINE_FLAGS, *stack.form.engine_flags, *certified)
+        return lambda: WarmEngine(model, model.parent, *flags, port=port)
+
+    return EnginePart(f"engine {number}", place, stack.cluster)
+
+
+def _router(number: int, model: Path, flags: tuple[str, ...], stack: Stack) -> Part[Router]:
+    certified = stack.certificates.router_flags if stack.certificates is not None else ()
+    found = [engine.proxy.address for engine in stack.engines] if stack.cluster is None else [stack.cluster.engines]
+    access = {"KUBECONFIG": stack.cluster.api.kubeconfig(model.parent)} if stack.cluster is not None else {}
+
+    def place() -> Callable[[], Router]:
+        ports, every = (
+            (free_port(), free_port(), free_port()),
+            (*ROUTER_FLAGS, *stack.form.router_flags, *certified, *flags),
+        )
+        return lambda: Router(model, found, model.parent, *every, ports=ports, **access)
+
+    return Part(f"router {number}", place)

@@ -11,17 +11,18 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.chaos.changes import named
 from tests.chaos.client import Manners
-from tests.chaos.faults import named
 from tests.chaos.run import Plan, chaos
-from tests.chaos.stack import KEYS, Stack, running_stack
+from tests.chaos.stack import KEYS, Form, Stack, running_stack
 from tests.chaos.workload import requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SHORT = (
     "kill_engine", "kill_router", "cut_connections", "drain_engine", "drain_router", "kill_redis", "empty_redis",
-    "stop_engine", "stop_router", "stop_redis", "kill_all_engines", "kill_all_routers",
+    "stop_engine", "stop_router", "stop_redis", "kill_all_engines", "kill_all_routers", "rotate_certificates",
+    "rename_engine", "replace_engine", "kill_api_server",
 )  # fmt: skip
 STREAMS = 42
 PAIRS = 8
@@ -30,7 +31,7 @@ PAIRS = 8
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder: Path = tmp_path_factory.mktemp("chaos")
-    async with running_stack(folder) as stack:
+    async with running_stack(folder, Form(delay=0.5)) as stack:
         yield stack
 
 

@@ -296,8 +296,7 @@ async def serving(calls: list[list[Said]]) -> AsyncIterator[str]:
 async def called(calls: list[list[Said]]) -> Answer:
     request = Request(RPC, "greedy", PATH, BODY)
     async with serving(calls) as address, httpx.AsyncClient() as http:
-        router = SimpleNamespace(process=SimpleNamespace(grpc_address=address))
-        stack: Any = SimpleNamespace(routers=[router], urls=[])
+        stack: Any = SimpleNamespace(fronts=[SimpleNamespace(grpc_address=address)], urls=[])
         return await CLIENTS[RPC](stack, http, "key", random.Random(1), MANNERS).run(request)
 
 

@@ -115,6 +115,17 @@ def test_a_call_is_compared_too(got: Answer, verdict: str | None) -> None:
     assert counted(got, wanted=called()) == ({} if verdict is None else {verdict: 1})
 
 
+def test_a_connection_that_broke_counts_only_where_none_may() -> None:
+    got = answer()
+    got.broke = 1
+    assert counted(got) == {}
+    report = Report(abrupt=False)
+    report.compare(REQUEST, answer(), got, [])
+    report.compare(REQUEST, answer(), answer(), [])
+    assert report.counts["cut"] == 1
+    assert not report.clean
+
+
 def test_a_score_and_a_choice_are_compared_too() -> None:
     scored, less = answer(), answer()
     scored.choices[0].score = 0.5
