@@ -12,7 +12,7 @@ SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts dem
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
-	@echo "make test                                     every test, real processes included"
+	@echo "make test [ARGS=tests/unit/test_up.py]        every test, real processes included; or those that ARGS names"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
 	@echo "make images [DEVICES='cpu cuda']              the router's and the engines' images (docker/README.md)"
 	@echo "make proto                                    the stubs of proto/quire"
+	@echo "make clean                                    takes the environments and what Redis kept away"
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
@@ -55,6 +56,9 @@ soak: $(READY)
 chaos: $(READY)
 	@scripts/redis.sh
 	$(BIN)/python -m tests.chaos.run $(ARGS)
+ifndef ARGS
+	$(BIN)/python -m tests.chaos.run --upgrade --rounds 2
+endif
 
 lint: $(READY) proto-check
 	$(BIN)/ruff check .
@@ -77,6 +81,7 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.slow_clients
 	$(BIN)/python -m tests.bench.prefix_timing
 	$(BIN)/python -m tests.bench.discovery
+	$(BIN)/python -m tests.bench.metric_age
 
 # Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
 peers:
@@ -95,7 +100,8 @@ bench-fleet: $(READY)
 # What both Dockerfiles are told; the indexes are explained in docker/README.md.
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' router/pyproject.toml)
 DEVICES ?= cpu
-BUILD = docker build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
+DOCKER  ?= docker
+BUILD = $(DOCKER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
   $(foreach name,BASE BASE_DIGEST EXTRA_INDEX TORCH_CPU_INDEX TORCH_CUDA_INDEX FLASHINFER_INDEX,$(if $($(name)),--build-arg $(name)='$($(name))')) \
   $(BUILD_ARGS)
 

@@ -31,6 +31,9 @@ COPY engine ./engine
 RUN python -m pip --python /opt/quire/bin/python install --quiet --constraint constraints.txt ./proto ./engine
 # For every kind of processor, not only for this one: the image has no compiler, and its root may be read-only.
 RUN /opt/quire/bin/python -m quire_engine.kernels
+# A quarter of it all: tests, and what is needed to compile against torch.
+RUN find /opt/quire -type d -name tests -prune -exec rm -r {} + \
+ && rm -rf /opt/quire/lib/python*/site-packages/torch/include /opt/quire/lib/python*/site-packages/torch/test
 
 FROM build AS cuda-build
 # The index of torch's builds for one version of CUDA, as torch's installation page names it; else pip's own.
@@ -52,15 +55,12 @@ RUN /opt/quire/bin/python -m quire_engine.kernels
 
 # What both targets are but for their environment.
 FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS runtime
-ARG VERSION=0.1.0
-ARG REVISION=
 LABEL org.opencontainers.image.title="quire-engine" \
       org.opencontainers.image.description="Quire's engine: paged KV memory, continuous batching, swapping" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
-# What installs packages has no use at run time.
+      org.opencontainers.image.licenses="Apache-2.0"
+# What installs packages, and programs that run as another user, have no use at run time.
 RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
+ && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
  && groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY LICENSE /usr/share/doc/quire/LICENSE
@@ -88,9 +88,19 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     TRITON_CACHE_DIR=/tmp/triton \
     QUIRE_ENGINE_DEVICE=cuda
 USER 10001:10001
+# Last, as they change with every build.
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
 
 # The last stage is what a build without --target makes.
 FROM runtime AS cpu
 COPY --from=cpu-build /opt/quire /opt/quire
 ENV QUIRE_ENGINE_DEVICE=cpu
 USER 10001:10001
+# Last, as they change with every build.
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"

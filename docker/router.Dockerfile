@@ -16,18 +16,16 @@ COPY router ./router
 # First everything as wheels, then an environment of nothing but these.
 RUN python -m pip wheel --quiet --wheel-dir /wheels --constraint constraints.txt ./proto ./router
 RUN python -m venv --without-pip /opt/quire \
- && python -m pip --python /opt/quire/bin/python install --quiet --no-index --find-links /wheels quire-router
+ && python -m pip --python /opt/quire/bin/python install --quiet --no-index --find-links /wheels quire-router \
+ && find /opt/quire -type d -name tests -prune -exec rm -r {} +
 
 FROM ${BASE}${BASE_DIGEST:+@${BASE_DIGEST}} AS router
-ARG VERSION=0.1.0
-ARG REVISION=
 LABEL org.opencontainers.image.title="quire-router" \
       org.opencontainers.image.description="Quire's router: OpenAI-style REST and gRPC in front of a fleet of engines" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
-# What installs packages has no use at run time.
+      org.opencontainers.image.licenses="Apache-2.0"
+# What installs packages, and programs that run as another user, have no use at run time.
 RUN python -m pip uninstall --quiet --yes setuptools wheel pip \
+ && find / -xdev -type f -perm /6000 -exec chmod a-s {} + \
  && groupadd --gid 10001 quire \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin quire
 COPY --from=build /opt/quire /opt/quire
@@ -42,3 +40,8 @@ WORKDIR /tmp
 # REST, gRPC, metrics and health; and, where they are turned on, the metrics API of autoscaling and KEDA's scaler.
 EXPOSE 8000 8001 8002 8003 8004
 ENTRYPOINT ["quire-router"]
+# Last, as they change with every build.
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
