@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "demo" / "model"
@@ -37,12 +38,24 @@ PRINTING = Lock()  # a line and its end are written apart
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+class End(NamedTuple):
+    """Why all of it is to end: the first program that did, or None where somebody asked for it, and the status."""
+
+    program: str | None
+    status: int
+
+    def __str__(self) -> str:
+        how = f"ended with status {self.status}" if self.status >= 0 else f"was killed by {signal_name(-self.status)}"
+        memory = ", as the system does when memory runs out" if self.status == -signal.SIGKILL else ""
+        return f"{self.program} {how}{memory}; the others are stopped"
+
+
 class Program:
     """One started program, in a session of its own, so that a terminal's Ctrl-C does not reach it. What it says is
-    printed; ``ended`` gets its status when it ends.
+    printed; ``ended`` gets its name and its status when it ends.
     """
 
-    def __init__(self, name: str, command: Sequence[str], ended: SimpleQueue[int]) -> None:
+    def __init__(self, name: str, command: Sequence[str], ended: "SimpleQueue[End]") -> None:
         self.name = name
         self._ended = ended
         self._process = subprocess.Popen(
@@ -71,7 +84,7 @@ class Program:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             say(line.rstrip("\n"), self.name)
-        self._ended.put(self._process.wait())
+        self._ended.put(End(self.name, self._process.wait()))
 
 
 class Programs:
@@ -79,21 +92,23 @@ class Programs:
 
     def __init__(self) -> None:
         self._programs: list[Program] = []
-        self._ended: SimpleQueue[int] = SimpleQueue()  # may be put to by a signal's handler, which others may not
+        self._ended: SimpleQueue[End] = SimpleQueue()  # may be put to by a signal's handler, which others may not
 
     def run(self, commands: Iterable[tuple[str, Sequence[str]]]) -> int:
         """Starts them, waits for ``stop`` or the first that ends, and ends the others; the status to exit with."""
         try:
             for name, command in commands:
                 self._programs.append(Program(name, command, self._ended))
-            status = self._ended.get()
+            end = self._ended.get()
+            if end.program:
+                say(str(end))
         finally:
             self._stop_all()
-        return status if status >= 0 else 128 - status
+        return end.status if end.status >= 0 else 128 - end.status
 
     def stop(self, status: int) -> None:
         """Begins the end. May be called from anywhere, and more than once."""
-        self._ended.put(status)
+        self._ended.put(End(None, status))
 
     def _stop_all(self) -> None:
         """The last one first, and those of one kind (engines) together: whoever is still asked for something by others
@@ -110,6 +125,14 @@ class Programs:
                     program.signal(signal.SIGKILL)
 
 
+class Port(NamedTuple):
+    """A port that is listened on: by whom, and which variable moves it."""
+
+    number: int
+    owner: str
+    variable: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is started, and where."""
@@ -124,12 +147,24 @@ class Plan:
     redis_port: int | None
 
     @property
-    def ports(self) -> list[tuple[str, int]]:
-        """Every port that must be free, and whose it is."""
-        router = [("REST", self.http_port), ("gRPC", self.grpc_port), ("metrics", self.metrics_port)]
-        engines = [(f"engine {number}", port) for number, pair in enumerate(self.engine_ports, 1) for port in pair]
-        redis = [("Redis", self.redis_port)] if self.redis_port else []
-        return [*((f"the router's {name}", port) for name, port in router), *engines, *redis]
+    def ports(self) -> list[Port]:
+        """Every port that must be free."""
+        router = [
+            ("REST", "HTTP", self.http_port),
+            ("gRPC", "GRPC", self.grpc_port),
+            ("metrics", "METRICS", self.metrics_port),
+        ]
+        engines = [
+            Port(port, f"engine {number}", variable)
+            for number, pair in enumerate(self.engine_ports, 1)
+            for port, variable in zip(pair, ("QUIRE_ENGINE_PORT", "QUIRE_ENGINE_METRICS_PORT"), strict=True)
+        ]
+        redis = [Port(self.redis_port, "Redis", "QUIRE_REDIS_PORT")] if self.redis_port else []
+        return [
+            *(Port(port, f"the router's {name}", f"QUIRE_ROUTER_{word}_PORT") for name, word, port in router),
+            *engines,
+            *redis,
+        ]
 
 
 def main() -> None:
@@ -246,13 +281,27 @@ def how_to_try(plan: Plan) -> str:
     else:
         body |= {"prompt": "Once upon a time", "max_tokens": 64}
     route = "chat/completions" if chat else "completions"
-    key = '    -H "Authorization: Bearer $QUIRE_ROUTER_API_KEY" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
+    key = f'    -H "Authorization: Bearer {variable_of_key()}" \\\n' if os.environ.get("QUIRE_ROUTER_API_KEY") else ""
     return (
         f"ready: {plan.name} on http://127.0.0.1:{plan.http_port} (gRPC on {plan.grpc_port}); Ctrl-C stops it. Try\n\n"
         f"  curl -N http://127.0.0.1:{plan.http_port}/v1/{route} \\\n"
         f"    -H 'Content-Type: application/json' \\\n{key}"
         f"    -d '{json.dumps(body)}'\n"
     )
+
+
+def variable_of_key() -> str:
+    """The first of the keys, as a shell reads it: not the key itself, which is nobody else's to see."""
+    several = "," in os.environ["QUIRE_ROUTER_API_KEY"]
+    return "${QUIRE_ROUTER_API_KEY%%,*}" if several else "$QUIRE_ROUTER_API_KEY"
+
+
+def signal_name(number: int) -> str:
+    """A signal as people call it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def tokenizer_config(model: Path) -> dict[str, object]:
@@ -273,14 +322,14 @@ def is_up(port: int) -> bool:
 def refuse_busy_ports(plan: Plan) -> None:
     """Exits with one sentence when a port is taken or wanted twice: better than half a start."""
     owners: dict[int, str] = {}
-    for owner, port in plan.ports:
+    for port, owner, variable in plan.ports:
         if port > MAX_PORT:
             fail(f"Port {port}, for {owner}, does not exist; the highest is {MAX_PORT}.")
         if port in owners:
             fail(f"Port {port} is wanted twice: for {owners[port]} and for {owner}.")
         owners[port] = owner
         if not is_free(port):
-            fail(f"Port {port} is in use; the README says which variables move the ports.")
+            fail(f"Port {port} is in use, which {owner} needs; {variable} chooses another one.")
 
 
 def is_free(port: int) -> bool:
