@@ -43,14 +43,10 @@ class RedisServer:
         self._asked[writes][asked] = monotonic()
         try:
             yield
-        except BaseException:
-            self._judge(writes)
-            raise
-        else:
-            self._judge(writes)
-            self._heard[writes] = monotonic()
         finally:
+            self._judge(writes)
             del self._asked[writes][asked]
+        self._heard[writes] = monotonic()
 
     def _judge(self, writes: bool) -> None:
         """Whether it was silent since it was asked what it was asked first, of all that is not answered."""
