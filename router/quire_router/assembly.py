@@ -1,6 +1,5 @@
 """A router's parts from its settings, connected to each other. Opens no port."""
 
-import asyncio
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from time import monotonic
@@ -98,8 +97,8 @@ class Parts:
         ending.push_async_callback(self.load.close)
         ending.push_async_callback(self.fleet.close)
         await self.fleet.start()
-        upkeep = asyncio.create_task(self._upkeep.run(), name="upkeep")
-        ending.callback(upkeep.cancel)
+        ending.push_async_callback(self._upkeep.stop)
+        self._upkeep.start()
 
     def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> Lifecycle:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)

@@ -98,6 +98,7 @@ JOURNAL_PENDING = Gauge(
 )
 JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
 STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
+TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
 
 
 def begin(models: Iterable[str], losses: Iterable[str]) -> None:

@@ -23,10 +23,12 @@ from quire_router.assembly import Parts
 from quire_router.autoscale.doors import open_to_autoscalers
 from quire_router.cautions import warn_of
 from quire_router.config import Settings
+from quire_router.supervise import failing_tasks, supervise
 from quire_router.workers.place import Place
 from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger("quire.router")
+_LOOK = 5.0  # seconds from one look at its tasks to the next, of a worker
 _LAST_WORDS = 2.0  # seconds for answers that are already decided to leave
 
 
@@ -51,6 +53,8 @@ class Router:
         async with AsyncExitStack() as ending:
             doors = await self._open_doors(ending)
             await parts.start(ending)
+            if self._place is not None:  # nobody asks a single worker for /live
+                ending.push_async_callback(supervise("worker", self._end_if_failing).stop)
             await self._stopping.wait()
             await self._linger()
             log.info("stopping: %d requests in progress", len(parts.frontend.running))
@@ -59,6 +63,14 @@ class Router:
             await parts.lifecycle.drain(self._settings.shutdown_timeout)
             for door in doors:
                 door.should_exit = True
+
+    async def _end_if_failing(self) -> None:
+        """Ends a worker in order once a task of it cannot be mended, so that its supervisor starts another."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            if failing := failing_tasks():
+                log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
+                return self.stop()
 
     async def _linger(self) -> None:
         """Serves on while everybody learns that this router leaves."""

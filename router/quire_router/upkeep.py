@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from quire_proto.errors import QuireError
 
 from quire_router import tally
 from quire_router.lifecycle import Lifecycle
 from quire_router.placement.index import PrefixIndex
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger("quire.router")
 ADOPTION_PERIOD = 1.0  # seconds
@@ -17,18 +17,24 @@ SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
 
 
 class Upkeep:
-    """Runs until it is cancelled; what fails is tried again the next time."""
+    """From ``start`` to ``stop``; what fails is tried again the next time."""
 
     def __init__(self, lifecycle: Lifecycle, index: PrefixIndex) -> None:
         self._lifecycle = lifecycle
         self._index = index
+        self._tasks: list[SupervisedTask] = []
 
-    async def run(self) -> None:
-        """Never returns."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._adopt())
-            tasks.create_task(self._sweep())
-            tasks.create_task(_every(tally.FLUSH_PERIOD, tally.flush))
+    def start(self) -> None:
+        """Begins; never waits."""
+        self._tasks = [
+            supervise("orphans", self._adopt),
+            supervise("prefix index", self._sweep),
+            supervise("tally", _tally),
+        ]
+
+    async def stop(self) -> None:
+        """Ends what was begun."""
+        await asyncio.gather(*(task.stop() for task in self._tasks))
 
     async def _adopt(self) -> None:
         while True:
@@ -37,7 +43,7 @@ class Upkeep:
                 adopted = await self._lifecycle.adopt()
             except QuireError:
                 continue  # request state cannot be read now, which the journal tells itself
-            except Exception:
+            except Exception:  # one record that cannot be taken up is no reason to start a router again
                 log.exception("looking for orphans failed")
                 continue
             if adopted:
@@ -48,16 +54,10 @@ class Upkeep:
         left = False
         while True:
             await asyncio.sleep(SWEEP_PAUSE if left else SWEEP_PERIOD)
-            try:
-                left = self._index.sweep(SWEEP_BLOCKS)
-            except Exception:
-                log.exception("tidying the index failed")
+            left = self._index.sweep(SWEEP_BLOCKS)
 
 
-async def _every(period: float, work: Callable[[], object]) -> None:
+async def _tally() -> None:
     while True:
-        await asyncio.sleep(period)
-        try:
-            work()
-        except Exception:  # one part that fails may not end the others
-            log.exception("upkeep failed")
+        await asyncio.sleep(tally.FLUSH_PERIOD)
+        tally.flush()

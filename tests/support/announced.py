@@ -1,7 +1,7 @@
 """Discovery by announcement: a test says what engines there are."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from quire_router.fleet.endpoint import Endpoint
 
@@ -12,7 +12,7 @@ class Announced:
     def __init__(self) -> None:
         self.lists: asyncio.Queue[Sequence[Endpoint]] = asyncio.Queue()
 
-    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         while True:
             yield await self.lists.get()
 

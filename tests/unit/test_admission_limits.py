@@ -365,8 +365,7 @@ async def told(meter):
 
 
 async def _is_told(meter):
-    meter._telling.cancel()
-    await asyncio.wait([meter._telling])
+    await meter._telling.stop()
     await meter._tell_ends()
     meter._telling = None
     return not meter._ends

@@ -45,8 +45,7 @@ class Router:
         """As by SIGKILL: takes nothing back."""
         task = self.teller._telling
         assert task is not None
-        task.cancel()
-        await asyncio.wait([task])
+        await task.stop()
 
 
 @asynccontextmanager

@@ -63,8 +63,7 @@ class Replica:
     async def dies(self) -> None:
         """Without a word."""
         for task in self.peers._tasks:
-            task.cancel()
-        await asyncio.wait(self.peers._tasks)
+            await task.stop()
         self.peers.available = False
 
 

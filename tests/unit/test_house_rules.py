@@ -176,3 +176,39 @@ def test_nothing_unpickles_evaluates_or_trusts_remote_code(path: Path) -> None:
             for keyword in node.keywords:
                 said = ast.unparse(keyword.value)
                 assert (keyword.arg, said) not in {("trust_remote_code", "True"), ("shell", "True")}
+
+
+SHORT_TASKS = {
+    "proto/quire_proto/supervise.py": {"SupervisedTask.__init__"},  # where all others begin
+    "router/quire_router/api/rest/connection.py": {"while_connected"},  # a request's
+    "router/quire_router/api/rest/events.py": {"EventStream._look"},
+    "router/quire_router/api/together.py": {"_together"},
+    "router/quire_router/autoscale/tls_server.py": {"TlsServer._accept"},  # a handshake, within its time
+    "router/quire_router/background.py": {"Background.run"},
+    "router/quire_router/fleet/fleet.py": {"Fleet._release"},  # closes a link
+    "router/quire_router/journal/redis.py": {"RedisJournal.open_once"},
+    "router/quire_router/routing.py": {"Routing._wait"},
+    "engine/quire_engine/service/server.py": {"_first"},
+    "engine/quire_engine/service/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails
+}
+"""Where tasks begin that end by themselves, with a request or a connection, and tell what they raise."""
+
+
+def test_every_task_that_lives_as_long_as_its_process_is_supervised() -> None:
+    """Those of a ``TaskGroup`` are awaited by whoever opened it, who hears of what they raise."""
+    for path in (*own_modules("proto"), *own_modules("engine"), *own_modules("router")):
+        found, name = set(beginners_of_tasks(ast.parse(path.read_text()).body)), str(path.relative_to(ROOT))
+        assert found <= SHORT_TASKS.get(name, set()), f"{name}: begin it with supervise()"
+
+
+def beginners_of_tasks(nodes: Iterable[ast.AST], within: str = "") -> Iterator[str]:
+    """The functions that begin tasks outside of a ``TaskGroup``."""
+    for node in nodes:
+        name = within
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{within}.{node.name}".lstrip(".")
+        elif isinstance(node, ast.Call):
+            owner, _, called = ast.unparse(node.func).rpartition(".")
+            if called in {"create_task", "ensure_future"} and owner not in {"tasks", "serving"}:
+                yield within
+        yield from beginners_of_tasks(ast.iter_child_nodes(node), name)

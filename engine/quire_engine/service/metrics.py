@@ -52,6 +52,9 @@ class EngineMetrics:
             buckets=_GRAMMAR_BUCKETS,
             registry=self.registry,
         )
+        self._restarts = self._counter(
+            Metric.ENGINE_TASK_RESTARTS, "Tasks that failed and were started again", ("task",)
+        )
         self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
         self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
         self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
@@ -66,6 +69,10 @@ class EngineMetrics:
         self._grammars.labels(self._model, outcome).inc()
         if seconds:
             self._grammar_seconds.labels(self._model).observe(seconds)
+
+    def on_restart(self, task: str) -> None:
+        """Takes in that a task of the service failed and is started again."""
+        self._restarts.labels(self._model, task).inc()
 
     def on_step(self, step: StepOutput) -> None:
         """Takes in one step."""

@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from quire.v1 import engine_pb2, engine_pb2_grpc
 from quire_proto.certificates import Certificates
+from quire_proto.supervise import SupervisedTask
 from quire_proto.tls import ServerTls
 
 from quire_engine.core import EngineCore, StepOutput, Stop
@@ -88,6 +89,7 @@ class EngineServer:
         self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars, pace)
         self._hub.bind(self._core)
         self._failure: BaseException | None = None
+        self._tasks: list[SupervisedTask] = []
         self._started = self._ready = False
 
     async def serve(self) -> None:
@@ -101,12 +103,12 @@ class EngineServer:
         thread.start()
         self._started = True
         await self._set_ready(True)
-        beating = asyncio.create_task(self._hub.beat(), name="session heartbeats")
+        beating = self._supervise("session heartbeats", self._hub.beat)
         await _first(self._told.wait(), self._core_ended.wait())
         await self._set_ready(False)
         await self._linger()
         await self._drain()
-        beating.cancel()
+        await beating.stop()
         await server.stop(grace=1.0)
         self._core.send(Stop())
         await asyncio.to_thread(thread.join, 5.0)
@@ -187,7 +189,14 @@ class EngineServer:
         }
 
     def _is_live(self) -> bool:
-        return self._failure is None and self._core.silence < self._config.stall_timeout
+        failing = any(task.failing for task in self._tasks)
+        return self._failure is None and not failing and self._core.silence < self._config.stall_timeout
+
+    def _supervise(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]]) -> SupervisedTask:
+        """Begins a task that lives as long as the engine; ``/live`` says no while it keeps failing."""
+        task = SupervisedTask(kind, work, lambda: self._metrics.on_restart(kind))
+        self._tasks.append(task)
+        return task
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:

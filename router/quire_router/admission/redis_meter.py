@@ -16,6 +16,7 @@ from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import Charge, Charged
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 _CONNECTIONS = 16
@@ -43,7 +44,7 @@ class RedisMeter:
         self._begun: dict[tuple[str, str], None] = {}
         self._ends: deque[tuple[str, str, int, int]] = deque(maxlen=_MOST_ENDS)
         self._news = asyncio.Event()
-        self._telling: asyncio.Task[None] | None = None
+        self._telling: SupervisedTask | None = None
         self._away_until = 0.0
         metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
@@ -92,8 +93,7 @@ class RedisMeter:
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
         if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.wait([self._telling])
+            await self._telling.stop()
             try:
                 async with asyncio.timeout(_LAST_WORDS):
                     await self._tell_ends()
@@ -115,7 +115,7 @@ class RedisMeter:
 
     def _start(self) -> None:
         if self._telling is None:
-            self._telling = asyncio.get_running_loop().create_task(self._tell(), name="limits")
+            self._telling = supervise("limits", self._tell)
 
     async def _tell(self) -> None:
         """Tells Redis what has ended and what is held as it comes, and three times a lease all that goes on."""

@@ -1,6 +1,5 @@
 """The ports at which autoscalers ask, opened where the settings say so."""
 
-import asyncio
 import logging
 from contextlib import AsyncExitStack
 
@@ -15,6 +14,7 @@ from quire_router.autoscale.load import Load
 from quire_router.autoscale.namespace import own_namespace
 from quire_router.autoscale.tls_server import TlsServer
 from quire_router.config import Settings
+from quire_router.supervise import supervise
 
 log = logging.getLogger("quire.router")
 _LIMITS = ConnectionLimits(connections=256, head=10.0)
@@ -44,9 +44,8 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
     server = TlsServer(app, listen(settings.host, settings.scaling_port), certificates, _LIMITS)
     server.start()
     ending.push_async_callback(server.stop)
-    for follow in (proxy.follow(), certificates.follow()):
-        task = asyncio.create_task(follow, name="certificates of autoscaling")
-        ending.callback(task.cancel)
+    for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
+        ending.push_async_callback(supervise(kind, follow).stop)
     log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
 
 

@@ -20,6 +20,7 @@ from quire_router.autoscale.load import unknown_load
 from quire_router.autoscale.part import DamagedPartError, decode, encode
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 KEYS = ("quire:{autoscale}:leases", "quire:{autoscale}:parts", "quire:{autoscale}:born")
@@ -63,12 +64,12 @@ class LoadTeller:
         self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
         self._script = self._client.register_script(_source("tell"))
         self._news = asyncio.Event()
-        self._telling: asyncio.Task[None] | None = None
+        self._telling: SupervisedTask | None = None
         self._closing = False
 
     def start(self) -> None:
         """Begins to tell; never waits, never fails."""
-        self._telling = asyncio.create_task(self._run(), name="load told to autoscalers")
+        self._telling = supervise("load for autoscalers", self._run)
 
     def changed(self) -> None:
         """The part is another one now."""
@@ -78,8 +79,7 @@ class LoadTeller:
         """Takes the part back, if Redis is there to be told."""
         self._closing = True
         if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.wait([self._telling])
+            await self._telling.stop()
             with suppress(*_FAILURES):
                 await self._tell(b"")
         await self._client.aclose()

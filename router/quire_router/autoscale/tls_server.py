@@ -15,6 +15,7 @@ from quire_router.api.rest.protocol import ConnectionLimits, LimitedConfig, Limi
 from quire_router.api.rest.server import http_config
 from quire_router.autoscale.certificates import Certificates
 from quire_router.autoscale.peer import PEER, Peer
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 _LAST_WORDS = 1.0  # seconds for answers to leave
@@ -43,20 +44,21 @@ class TlsServer:
         self._handshake = handshake
         self._state = ServerState()
         self._greeting: set[asyncio.Task[None]] = set()
-        self._accepting: asyncio.Task[None] | None = None
+        self._accepting: SupervisedTask | None = None
         self.port: int = listener.getsockname()[1]
 
     def start(self) -> None:
         """Begins to accept connections."""
-        self._accepting = asyncio.create_task(self._accept(), name="connections of autoscalers")
+        self._accepting = supervise("connections of autoscalers", self._accept)
 
     async def stop(self) -> None:
         """Lets answers that have begun leave, within a bounded time, and closes every connection."""
-        arriving = [task for task in (self._accepting, *self._greeting) if task is not None]
-        for task in arriving:
+        if self._accepting is not None:
+            await self._accepting.stop()
+        for task in self._greeting:
             task.cancel()
-        if arriving:
-            await asyncio.wait(arriving)
+        if self._greeting:
+            await asyncio.wait(self._greeting)
         self._listener.close()
         for connection in list(self._state.connections):
             connection.shutdown()

@@ -1,6 +1,7 @@
 """What engines say of their caches, on its way into the prefix index."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from quire_router.placement.index import IndexCounts, PrefixIndex
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
 
+log = logging.getLogger(__name__)
 SLICE = 2_000
 MAX_WAITING = 65_536
 _TELL_SECONDS = 1.0
@@ -97,9 +99,14 @@ class CacheEvents:
             return
         engine_id = next(iter(self._waiting))
         changes = self._waiting.pop(engine_id)
-        self._apply(engine_id, [changes.popleft()])
-        if changes:
-            self._waiting[engine_id] = changes
+        try:
+            self._apply(engine_id, [changes.popleft()])
+            if changes:
+                self._waiting[engine_id] = changes
+        except Exception:  # the others are fed all the same
+            log.exception("what engine %s has cached cannot be taken in, and counts as nothing", engine_id)
+            if (row := self._table.find(engine_id)) >= 0:
+                self._index.clear(row)
         if self._waiting:
             self._feeder = asyncio.get_running_loop().call_soon(self._feed)
 

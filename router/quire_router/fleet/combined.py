@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from itertools import chain
 from time import thread_time
 
@@ -13,6 +15,7 @@ from quire_router.fleet.endpoint import Endpoint, merged
 from quire_router.fleet.paced import rest_after
 from quire_router.fleet.source import Address, DnsName, KubernetesService, Source, parse_source
 from quire_router.fleet.static import StaticDiscovery
+from quire_router.supervise import supervise
 
 log = logging.getLogger(__name__)
 STATIC = "static"
@@ -20,7 +23,6 @@ MAX_ENGINES = 10_000
 """Far more than one router can serve: a name that leads to all pods of a large cluster is not taken for a fleet."""
 
 _STATES = ("ready", "not_ready", "terminating")
-_PAUSE = 5.0  # seconds until a source that failed is asked again
 
 
 class CombinedDiscovery:
@@ -34,14 +36,17 @@ class CombinedDiscovery:
         self._changed = asyncio.Event()
         self._too_many = False
 
-    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields when one of them did, and rests in proportion to what that took, here and with who is told: engines
         whose readiness flaps would keep a router of a large fleet busy. What comes meanwhile is yielded once.
         """
         tasks = [
-            asyncio.create_task(self._follow(name, source), name=f"engines of {name}")
+            # Not vital: what it found stays, and a router that is started again would have to find it anew.
+            supervise("engine source", partial(self._follow, name, source), of=name, vital=False)
             for name, source in self._sources.items()
         ]
+        if self._views:  # of a watch before this one
+            self._changed.set()
         try:
             while True:
                 await self._changed.wait()
@@ -50,18 +55,18 @@ class CombinedDiscovery:
                 yield self._found()
                 await asyncio.sleep(rest_after(thread_time() - began))
         finally:
-            await _ended(tasks)
+            await asyncio.gather(*(task.stop() for task in tasks))
 
     async def _follow(self, name: str, source: Discovery) -> None:
-        while True:
-            try:
-                async for view in source.watch():
+        """Its last view stands while it fails, and the others go on."""
+        try:
+            async with aclosing(source.watch()) as views:
+                async for view in views:
                     self._views[name] = view
                     self._changed.set()
-                return
-            except Exception:  # its last view stands, and the others go on
-                log.exception("%s failed and is asked again in %g seconds; what it found stays", name, _PAUSE)
-            await asyncio.sleep(_PAUSE)
+        except BaseException:
+            metrics.DISCOVERY_CONNECTED.labels(name).set(0)  # nobody listens to it now
+            raise
 
     def _found(self) -> Sequence[Endpoint]:
         for name, view in self._views.items():
@@ -104,11 +109,3 @@ def _state(endpoint: Endpoint) -> str:
     if endpoint.terminating:
         return "terminating"
     return "ready" if endpoint.ready else "not_ready"
-
-
-async def _ended(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Libraries can lose a cancellation that comes with an answer: ``asyncio.wait_for`` does in Python 3.11."""
-    for task in tasks:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=0.1)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from dns.asyncresolver import Resolver
 from dns.exception import DNSException
@@ -50,7 +50,7 @@ class DnsDiscovery:
         self._looks: dict[str, int] = {}  # that an address is still believed for
         self._standing = Standing(str(source))
 
-    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields them when the name was resolved, and when that has another outcome than before."""
         told: Sequence[Endpoint] | None = None
         while True:

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -27,6 +28,7 @@ from quire_router.fleet.served import Served, Vocabulary
 from quire_router.fleet.settings import LinkSettings
 from quire_router.placement.namespace import Namespace
 from quire_router.placement.table import EngineTable, Rows
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 
@@ -85,19 +87,18 @@ class Fleet:
         self._untold: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
         self._telling = Paced(self._tell_change)
-        self._following: asyncio.Task[None] | None = None
+        self._following: SupervisedTask | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begins to find and to connect engines; never waits for one."""
-        self._following = asyncio.create_task(self._follow(), name="engine discovery")
+        self._following = supervise("engine discovery", self._follow)
         self._on_change()  # that there is none yet is to be told too
 
     async def close(self) -> None:
         """Closes every link; what is in flight there is given back with ``EngineLost``."""
         if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])
+            await self._following.stop()
         engines = list(self._engines.values())
         for engine in engines:
             engine.retired = True
@@ -194,20 +195,26 @@ class Fleet:
         return all(self.ready(name) for name in ((model,) if model is not None else self._models))
 
     async def _follow(self) -> None:
-        async for endpoints in self._discovery.watch():
-            self._update(endpoints)
+        async with aclosing(self._discovery.watch()) as views:
+            async for endpoints in views:
+                self._update(endpoints)
 
     def _update(self, endpoints: Sequence[Endpoint]) -> None:
         for endpoint in endpoints:
-            if endpoint.address not in self._engines and not endpoint.terminating:
-                self._connect(endpoint.address)
-            if (engine := self._engines.get(endpoint.address)) is not None:
-                engine.take(endpoint)
+            with _apart(endpoint.address):
+                self._take(endpoint)
         known = frozenset(endpoint.address for endpoint in endpoints)
         for engine in list(self._engines.values()):
             engine.retired = engine.retired or engine.id not in known
-            self._release(engine)
+            with _apart(engine.id):
+                self._release(engine)
         self._on_change()
+
+    def _take(self, endpoint: Endpoint) -> None:
+        if endpoint.address not in self._engines and not endpoint.terminating:
+            self._connect(endpoint.address)
+        if (engine := self._engines.get(endpoint.address)) is not None:
+            engine.take(endpoint)
 
     def _connect(self, address: str) -> None:
         account = self.ledger.add(address)
@@ -274,3 +281,12 @@ class Fleet:
                 vocab_size=min(d.vocab_size for d in described),
                 eos_token_ids=tuple(described[0].eos_token_ids),
             )
+
+
+@contextmanager
+def _apart(engine_id: str) -> Iterator[None]:
+    """What goes wrong with one engine is no reason not to find the others."""
+    try:
+        yield
+    except Exception:
+        log.exception("engine %s cannot be taken in or let go of", engine_id)

@@ -8,7 +8,7 @@ heard, and list again when the API does not know that word any more.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from math import inf
@@ -66,9 +66,10 @@ class KubernetesDiscovery:
         self._backoff = Backoff(self._settings.backoff, self._settings.max_backoff)
         self._standing = Standing(str(service))
 
-    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields them when they were listed, and when they change; of changes that come while it rests, the outcome."""
         told: Sequence[Endpoint] | None = None
+        self._version = None
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 began = thread_time()

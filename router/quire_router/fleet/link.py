@@ -19,6 +19,7 @@ from quire_router.fleet.session import KvListener, LoadListener, SequenceGap, Se
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.silence import Silence
 from quire_router.fleet.stream import OutputStream
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class EngineLink:
         self._away = away or Away()
         self._hurried = asyncio.Event()
         self._hastened = -inf
-        self._task: asyncio.Task[None] | None = None
+        self._task: SupervisedTask | None = None
 
     @property
     def ready(self) -> bool:
@@ -82,7 +83,7 @@ class EngineLink:
 
     def start(self) -> None:
         """Begins to connect; never waits, never fails."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"link to {self.address}")
+        self._task = supervise("link", self._run, of=self.address, vital=False)
 
     def hurry(self) -> None:
         """Ends the pause between two tries to connect: the engine is said to be there now. Once a second at most, as
@@ -94,8 +95,7 @@ class EngineLink:
         """Gives back what is in flight and lets go of the engine."""
         self._closing = True
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+            await self._task.stop()
         self._give_up()
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:

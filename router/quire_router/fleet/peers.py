@@ -24,6 +24,7 @@ from quire_router.fleet.ledger import MAX_PEERS, Ledger
 from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 
@@ -77,25 +78,18 @@ class Peers:
         self._sequence = 0
         self._changed = asyncio.Event()
         self._delay = FIRST_DELAY
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[SupervisedTask] = []
         ledger.on_change = self._changed.set
 
     def start(self) -> None:
         """Begins to connect; never waits, never fails."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._run(), name="load shared with the other routers"),
-            loop.create_task(self._tick(), name="leases of the other routers"),
-        ]
+        self._tasks = [supervise("load shared with routers", self._run), supervise("leases of routers", self._tick)]
 
     async def close(self) -> None:
         """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
         introduced = self._introduced  # also where it has not heard yet who else is there
         self._closing, self._speaking = True, False
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(task.stop() for task in self._tasks))
         with suppress(RedisError, OSError, TimeoutError):
             if introduced:
                 await self._leave()

@@ -1,6 +1,6 @@
 """Engines from a list that never changes."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from quire_router.fleet.endpoint import Endpoint
 
@@ -11,6 +11,6 @@ class StaticDiscovery:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
 
-    async def watch(self) -> AsyncIterator[Sequence[Endpoint]]:
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields the list once."""
         yield self._endpoints

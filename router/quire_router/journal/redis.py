@@ -29,6 +29,7 @@ from quire_router.journal.wire import Wire
 from quire_router.journal.writer import RedisWriter
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
+from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 READERS = 32  # connections
@@ -68,7 +69,7 @@ class RedisJournal:
         self._orphans = Orphans(self._reading)
         self._writer = RedisWriter(self._client, Wire(self._client, timeout), self._server, self._pending, settings)
         self._openings: set[asyncio.Task[Lease | None]] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._task: SupervisedTask | None = None
 
     @property
     def available(self) -> bool:
@@ -78,7 +79,7 @@ class RedisJournal:
     def start(self) -> None:
         """Begins to connect; never waits, never fails. The first ``open`` does it as well."""
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._writer.run(), name="journal writer")
+            self._task = supervise("journal writer", self._writer.run)
 
     def report_to(self, owners: Owners) -> None:
         """See ``Journal``. They are called by the task that writes, and by ``cancel``."""
@@ -233,14 +234,13 @@ class RedisJournal:
             await self._store.ask(request_id, self._server.look)
         return self._server.is_settling
 
-    async def _end_writer(self, task: asyncio.Task[None]) -> None:
+    async def _end_writer(self, task: SupervisedTask) -> None:
         try:
             async with asyncio.timeout(min(LAST_WRITE, self._timeout)):
                 await self._writer.flush()
         except TimeoutError:
             log.warning("the state of %d requests was not written to Redis", len(self._pending))
-        task.cancel()
-        await asyncio.wait([task])
+        await task.stop()
 
     async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease] | None:
         """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""

@@ -7,8 +7,9 @@ from quire_router.api.rest.answers import model_object, to_json
 from quire_router.api.rest.connection import JSON
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.validate import RETRY_UNREADY
+from quire_router.supervise import failing_tasks
 
-_OK, _LEAVING = to_json({"status": "ok"}), to_json({"status": "leaving"})
+_OK, _LEAVING, _FAILING = (to_json({"status": status}) for status in ("ok", "leaving", "failing"))
 _UNREADY = (*JSON, (b"retry-after", str(int(RETRY_UNREADY)).encode()))
 
 
@@ -52,8 +53,13 @@ class Pages:
             await exchange.reply.whole(200, _OK)
 
     async def live(self, exchange: Exchange) -> None:
-        """Whether the event loop turns: who hangs does not answer."""
-        await exchange.reply.whole(200, _OK)
+        """Whether the event loop turns, as one that hangs does not answer, and no task of the router fails again and
+        again.
+        """
+        if failing_tasks():
+            await exchange.reply.whole(503, _FAILING)
+        else:
+            await exchange.reply.whole(200, _OK)
 
     async def metrics(self, exchange: Exchange) -> None:
         """All metrics in Prometheus' text format."""

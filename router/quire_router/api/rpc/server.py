@@ -1,7 +1,6 @@
 """The gRPC server: ``quire.v1.Inference``, health that follows the fleet, and reflection."""
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -16,6 +15,7 @@ from quire_router.api.rpc.authentication import Authentication
 from quire_router.api.rpc.decoding import Decoding
 from quire_router.api.rpc.inference import SERVICE, Inference
 from quire_router.api.rpc.places import Places
+from quire_router.supervise import SupervisedTask, supervise
 
 _MAX_METADATA_BYTES = 16 * 1024
 _HEALTH_PERIOD = 0.2  # seconds
@@ -81,22 +81,22 @@ class RpcServer:
         add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(_SERVICES, self._server)
         self.port = bind(self._server, address)
-        self._following: asyncio.Task[None] | None = None
+        self._following: SupervisedTask | None = None
 
     async def start(self) -> None:
         """Begins to accept calls."""
         await self._tell_health()
         await self._server.start()
-        self._following = asyncio.create_task(self._follow_health(), name="grpc health")
+        self._following = supervise("grpc health", self._follow_health)
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls, and lets running ones end within ``grace`` seconds."""
         if self._following is not None:
-            self._following.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._following
-        await self._health.enter_graceful_shutdown()
-        await self._server.stop(grace)
+            await self._following.stop()
+        try:
+            await self._health.enter_graceful_shutdown()
+        finally:
+            await self._server.stop(grace)
 
     async def _follow_health(self) -> None:
         while True:
