@@ -16,6 +16,7 @@ from tests.support.api_stage import ask, chat, open_stage, read_answer
 
 KEY, OTHER = "the-right-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
+REFLECTION_V1 = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 OPEN = {"/started", "/ready", "/health", "/live", "/metrics"}
 WRONG = [
     {},
@@ -168,6 +169,7 @@ async def test_every_rpc_needs_a_key_also_reflection_and_unknown_ones(metadata):
             stub.Cancel(pb.CancelRequest(), metadata=metadata),
             stub.ListModels(pb.ListModelsRequest(), metadata=metadata),
             reflection.ServerReflectionInfo(iter([question]), metadata=metadata),
+            channel.stream_stream(REFLECTION_V1)(iter([question.SerializeToString()]), metadata=metadata),
             channel.unary_unary("/quire.v1.Inference/Nothing")(b"", metadata=metadata),
             channel.unary_unary("/grpc.health.v1.Healthy/Check")(b"", metadata=metadata),
         ]
@@ -175,7 +177,7 @@ async def test_every_rpc_needs_a_key_also_reflection_and_unknown_ones(metadata):
             codes.append(await call.code())
             assert "quire-request-id" in dict(await call.trailing_metadata())
 
-    assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 7
+    assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 8
     assert stage.runner.generations == []
 
 
@@ -194,4 +196,8 @@ async def test_a_right_key_opens_every_rpc():
         question = reflection_pb2.ServerReflectionRequest(list_services="")
         call = reflection.ServerReflectionInfo(iter([question]), metadata=metadata)
         assert (await call.read()).list_services_response.service
+        call.cancel()
+        call = channel.stream_stream(REFLECTION_V1)(iter([question.SerializeToString()]), metadata=metadata)
+        answer = reflection_pb2.ServerReflectionResponse.FromString(await call.read())
+        assert answer.list_services_response.service
         call.cancel()

@@ -5,8 +5,8 @@ import asyncio
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -246,11 +246,20 @@ async def test_a_client_that_does_not_read_is_given_up():
 # Reflection
 
 
-async def reflected(channel: grpc.aio.Channel, service: str) -> tuple[list[str], descriptor_pool.DescriptorPool]:
+REFLECTIONS = ["grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection"]
+
+
+async def reflected(
+    channel: grpc.aio.Channel, reflection: str, service: str
+) -> tuple[list[str], descriptor_pool.DescriptorPool]:
     """The services that the server names, and all it tells about one of them."""
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     ask_for = reflection_pb2.ServerReflectionRequest
-    call = stub.ServerReflectionInfo()
+    reflect = channel.stream_stream(
+        f"/{reflection}/ServerReflectionInfo",
+        request_serializer=ask_for.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = reflect()
     await call.write(ask_for(list_services=""))
     names = [each.name for each in (await call.read()).list_services_response.service]
     await call.write(ask_for(file_containing_symbol=service))
@@ -270,9 +279,10 @@ async def reflected(channel: grpc.aio.Channel, service: str) -> tuple[list[str],
     return names, pool
 
 
-async def test_a_client_that_learns_the_api_by_reflection_can_chat():
+@pytest.mark.parametrize("reflection", REFLECTIONS)
+async def test_a_client_that_learns_the_api_by_reflection_can_chat(reflection):
     async with open_stage() as stage, stage.channel() as channel:
-        names, pool = await reflected(channel, "quire.v1.Inference")
+        names, pool = await reflected(channel, reflection, "quire.v1.Inference")
         method = pool.FindServiceByName("quire.v1.Inference").FindMethodByName("Chat")
         request_type, answer_type = map(message_factory.GetMessageClass, (method.input_type, method.output_type))
         call = channel.unary_stream(
@@ -283,5 +293,53 @@ async def test_a_client_that_learns_the_api_by_reflection_can_chat():
         request = request_type(model=MODEL, messages=[{"role": "user", "content": "hello"}])
         answers = [answer async for answer in call(request)]
 
-    assert {"quire.v1.Inference", "grpc.health.v1.Health"} <= set(names)
+    assert {"quire.v1.Inference", "grpc.health.v1.Health", *REFLECTIONS} == set(names)
     assert "".join(answer.text for answer in answers) == TEXT
+
+
+@pytest.mark.parametrize("reflection", REFLECTIONS)
+@pytest.mark.parametrize("described", REFLECTIONS)
+async def test_reflection_describes_itself_under_both_names(reflection, described):
+    async with open_stage() as stage, stage.channel() as channel:
+        _, pool = await reflected(channel, reflection, described)
+
+    method = pool.FindServiceByName(described).FindMethodByName("ServerReflectionInfo")
+    package = described.rpartition(".")[0]
+    assert method.input_type.full_name == f"{package}.ServerReflectionRequest"
+    assert method.output_type.full_name == f"{package}.ServerReflectionResponse"
+    fields = reflection_pb2.ServerReflectionResponse.DESCRIPTOR.fields_by_name
+    assert {name: field.number for name, field in method.output_type.fields_by_name.items()} == {
+        name: field.number for name, field in fields.items()
+    }
+
+
+# Health
+
+
+async def test_health_lists_each_service_and_logs_nothing(caplog):
+    statuses = health_pb2.HealthCheckResponse
+    async with open_stage() as stage, stage.channel() as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+
+    assert {name: each.status for name, each in answer.statuses.items()} == dict.fromkeys(
+        ("", "quire.v1.Inference"), statuses.SERVING
+    )
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("method", ["Check", "Watch"])
+async def test_a_client_that_leaves_while_its_status_is_sent_leaves_no_traceback(method, monkeypatch, caplog):
+    """The gRPC library raises an error of its own where a status cannot be sent any more."""
+    left = asyncio.Event()
+
+    async def leave(*_):
+        left.set()
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch: the connection is gone")
+
+    monkeypatch.setattr(health.aio.HealthServicer, method, leave)
+    async with open_stage() as stage, stage.channel() as channel:
+        call = channel.unary_stream(f"/grpc.health.v1.Health/{method}")(b"")
+        await left.wait()
+        call.cancel()
+
+    assert not caplog.records

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api.rpc.server import CallLimits
@@ -89,9 +88,10 @@ async def test_watching_is_bounded_and_keeps_nobody_else_out(keys):
         assert (await refused(watch(first))).code() == EXHAUSTED
 
 
-async def test_reflection_is_bounded():
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_is_bounded(version):
     async with open_stage(call_limits=CallLimits(beside=2)) as stage, stage.channel() as channel:
-        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        reflect = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
         held = [reflect() for _ in range(2)]
         await channel.channel_ready()
         assert (await refused(reflect().read())).code() == EXHAUSTED

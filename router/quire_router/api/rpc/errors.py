@@ -2,7 +2,10 @@
 status alone does not say what to do, and ``quire-error-bin``, a ``quire.v1.Error`` that names the parameter at fault.
 """
 
+import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import grpc
@@ -35,5 +38,17 @@ def metadata(error: QuireError) -> Metadata:
 
 
 async def abort(context: Context, error: QuireError, request_id: str) -> NoReturn:
-    """Ends the call with ``error``."""
-    await context.abort(status_code(error), error.message, (*metadata(error), (REQUEST_ID, request_id)))
+    """Ends the call with ``error``. Raises ``CancelledError`` where the client has left."""
+    with client_may_leave():
+        await context.abort(status_code(error), error.message, (*metadata(error), (REQUEST_ID, request_id)))
+
+
+@contextmanager
+def client_may_leave() -> Iterator[None]:
+    """A status or a message that cannot be sent, because the connection is gone, ends the call as its cancellation
+    does. The gRPC library raises an error of its own in that race, and would log its traceback.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

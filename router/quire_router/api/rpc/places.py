@@ -11,7 +11,7 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.api.frontend import counting_rejections, new_request_id
 from quire_router.api.rpc.authentication import Continue, Handler
-from quire_router.api.rpc.errors import abort
+from quire_router.api.rpc.errors import abort, client_may_leave
 from quire_router.api.rpc.types import Context
 from quire_router.api.running import RETRY_BUSY
 
@@ -41,7 +41,7 @@ class Places(grpc.aio.ServerInterceptor):
     def _placed(self, method: str, behave: Behaviour) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
         async def placed(requests: AsyncIterator[Any], context: Context) -> Any:
             try:
-                with self._enter(method):
+                with self._enter(method), client_may_leave():
                     return await _answer(behave(requests, context), context)
             except QuireError as error:
                 await abort(context, error, new_request_id())

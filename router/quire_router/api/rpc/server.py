@@ -4,9 +4,10 @@ import asyncio
 from dataclasses import dataclass
 
 import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from quire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 from quire_router.api.frontend import Frontend
@@ -15,11 +16,13 @@ from quire_router.api.rpc.authentication import Authentication
 from quire_router.api.rpc.decoding import Decoding
 from quire_router.api.rpc.inference import SERVICE, Inference
 from quire_router.api.rpc.places import Places
+from quire_router.api.rpc.types import Context
 from quire_router.supervise import SupervisedTask, supervise
 
 _MAX_METADATA_BYTES = 16 * 1024
 _HEALTH_PERIOD = 0.2  # seconds
-_BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME)
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
 _SERVICES = (SERVICE, *_BESIDE)
 
 
@@ -43,7 +46,7 @@ class CallLimits:
         """The most calls at once, on one connection or on all. The gRPC library refuses what is above that, without a
         reason, and a client's own library keeps it waiting where it is one connection's.
         """
-        return self.requests + 4 * self.beside + self.short
+        return self.requests + 5 * self.beside + self.short
 
 
 class RpcServer:
@@ -76,10 +79,10 @@ class RpcServer:
             options=[*options(max_message_bytes, shared), *connection_options(limits, patience)],
             maximum_concurrent_rpcs=limits.calls,
         )
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         add_InferenceServicer_to_server(Inference(frontend, patience), self._server)
         add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(_SERVICES, self._server)
+        _add_reflection(self._server)
         self.port = bind(self._server, address)
         self._following: SupervisedTask | None = None
 
@@ -108,6 +111,44 @@ class RpcServer:
         state = status.SERVING if self._frontend.serving() else status.NOT_SERVING
         for service in ("", SERVICE):
             await self._health.set(service, state)
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """The library's health service, which lacks ``List``."""
+
+    async def List(  # noqa: N802
+        self, _request: health_pb2.HealthListRequest, context: Context
+    ) -> health_pb2.HealthListResponse:
+        """The status of each service that has one."""
+        checks = {name: health_pb2.HealthCheckRequest(service=name) for name in ("", SERVICE)}
+        statuses = {name: await self.Check(check, context) for name, check in checks.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Reflection under both of its names, ``v1`` and ``v1alpha``. Their messages are the same but for the package, so
+    one implementation answers both.
+    """
+    servicer = reflection.aio.ReflectionServicer(_SERVICES)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (reflection.SERVICE_NAME, _REFLECTION_V1):
+        handlers = {"ServerReflectionInfo": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    _describe_reflection_v1()
+
+
+def _describe_reflection_v1() -> None:
+    """Adds the description of ``grpc.reflection.v1``, of which grpcio-reflection has no module, to those that can be
+    asked for: that of ``v1alpha`` under the other name.
+    """
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    renamed = text_format.MessageToString(file).replace("v1alpha", "v1")
+    descriptor_pool.Default().Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
 
 
 def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
