@@ -1,6 +1,7 @@
 """Parts die while clients stream: the answer goes on, or ends with a typed error; never silently."""
 
 import json
+import signal
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS
-from tests.support.processes import Engine, Process, Router, eventually
+from tests.support.processes import Engine, Process, Router, eventually, fetch
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.warm import WarmEngine
 
@@ -85,6 +86,21 @@ def test_without_any_engine_the_end_is_a_typed_error(fleet: Fleet) -> None:
         fleet.client.completions.create(**LONG)
     assert refused.value.status_code == 503
     assert int(refused.value.response.headers["retry-after"]) >= 1
+
+
+def test_engines_that_freeze_while_nothing_runs_are_not_counted_until_they_go_on(fleet: Fleet) -> None:
+    """Their kernels still take and acknowledge what is sent to them, so that no connection breaks by itself."""
+    assert fleet.router.metric("quire_engines_ready") == 2
+    for engine in fleet.engines:
+        engine.signal(signal.SIGSTOP)
+    try:
+        eventually(lambda: fetch(fleet.router.http_port, "/health")[0] == 503, timeout=40)
+        assert fleet.router.metric("quire_engines_ready") == 0
+    finally:
+        for engine in fleet.engines:
+            engine.signal(signal.SIGCONT)
+    eventually(lambda: fleet.router.metric("quire_engines_ready") == 2)
+    assert fleet.client.completions.create(model=MODEL, prompt="Once", max_tokens=4).usage.completion_tokens == 4
 
 
 def test_redis_may_die_and_come_back(fleet: Fleet) -> None:
