@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from threading import Thread
+from time import sleep
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.model_text import ModelText
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level, sentencepiece_like, write_model_folder
@@ -57,10 +60,35 @@ def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path
     assert ModelText.load(folder).render_chat(conversation) == expected
 
 
+PIECES = st.sampled_from(["<|begin|>", "<s>", "</s>", "<|im_end|>", "\0", "\ufdd0", "\u2028", "é", "e\u0301", "  ", "hello world"])
+TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
+
+
 @settings(deadline=None)
-@given(st.text(max_size=30))
-def test_texts_are_encoded_as_by_the_tokenizer_with_its_special_tokens(text):
-    assert ModelText(byte_level(), None).encode(text) == byte_level().encode(text).ids
+@given(st.lists(PIECES | st.text(max_size=20), max_size=6).map("".join), st.sampled_from(sorted(TOKENIZERS)))
+def test_texts_are_encoded_as_by_the_tokenizer_itself(text, name):
+    tokenizer = TOKENIZERS[name]
+    model = ModelText(Tokenizer.from_str(tokenizer.to_str()), None)
+    assert model.encode(text) == tokenizer.encode(text).ids
+    assert model.encode_part(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded():
+    model, turns = ModelText(byte_level(), None), 0
+    text = "the quick brown fox jumps over 13 lazy dogs. " * 20_000
+    for encode in (model.encode, model.encode_part):
+        thread, turns = Thread(target=encode, args=(text,)), 0
+        thread.start()
+        while thread.is_alive():
+            sleep(0.0005)
+            turns += 1
+        assert turns > 20, "an encoding that keeps the interpreter's lock leaves one or two"
+
+
+def test_half_a_surrogate_pair_is_refused_in_words():
+    with pytest.raises(QuireError, match="surrogate") as refusal:
+        ModelText(byte_level(), None).encode("a\ud800b")
+    assert refusal.value.code == ErrorCode.INVALID
 
 
 def test_a_text_is_encoded_as_by_transformers(tmp_path):

@@ -6,7 +6,7 @@ from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Self
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Encoding, Tokenizer, decoders
 
 from quire_proto.errors import invalid
 from quire_proto.text.chat_template import ChatTemplate
@@ -67,14 +67,14 @@ class ModelText:
         ``QuireError`` INVALID where there are many more than ``limit``; a few more are left to the caller.
         """
         self._refuse_far_too_long(text, limit)
-        return self._tokenizer.encode(text).ids
+        return self._encoding(text, special=True).ids
 
     def encode_part(self, text: str, limit: int | None = None) -> list[int]:
         """The tokens of ``text`` alone, as it may stand somewhere in a longer one: nothing is added by itself. Raises
         as ``encode`` does.
         """
         self._refuse_far_too_long(text, limit)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoding(text).ids
 
     def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """As ``encode`` or, without ``add_special_tokens``, as ``encode_part``."""
@@ -174,10 +174,19 @@ class ModelText:
             return
         tokens, most = 0, limit + limit // 4
         for start in range(0, len(text), size):
-            tokens += len(self._tokenizer.encode(text[start : start + size], add_special_tokens=False))
+            tokens += len(self._encoding(text[start : start + size]))
             most += _TOKENS_OF_A_CUT
             if tokens > most:
                 raise invalid("prompt", f"The prompt has more than {limit} tokens, which is this model's limit.")
+
+    def _encoding(self, text: str, *, special: bool = False) -> Encoding:
+        """As ``Tokenizer.encode`` would, except that this lets go of the interpreter's lock meanwhile: that one keeps
+        it, so that even on a thread a long text holds up every stream of the process. There are no offsets.
+        """
+        try:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        except TypeError:  # a lone surrogate; JSON can hold one where it stands inside of other JSON
+            raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1:
