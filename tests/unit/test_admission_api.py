@@ -106,14 +106,64 @@ async def test_a_limit_that_is_used_up_is_429_and_resource_exhausted_with_the_sa
     assert others.status == 200
 
 
-async def test_a_list_of_more_prompts_than_a_tenant_may_ever_ask_for_is_400_and_costs_nothing():
+async def test_a_list_of_more_prompts_than_a_tenant_may_ever_ask_for_is_400_and_costs_one_request():
     async with tenant_stage(requests_per_minute=2) as stage:
         headers = {"authorization": f"Bearer {KEY}"}
         listed = await ask(stage.port, "POST", "/v1/completions", completion(["a", "b", "c"]), headers)
         others = [await post(stage) for _ in range(2)]
 
     assert (listed.status, listed.error["param"]) == (400, "prompt")
-    assert [other.status for other in others] == [200, 200]
+    assert [other.status for other in others] == [200, 429]
+
+
+async def test_requests_that_are_refused_for_what_they_say_are_charged_in_both_apis_and_then_not_read_any_more():
+    async with tenant_stage(requests_per_minute=4) as stage:
+        refused = [await post(stage, body=body) for body in (b"{", chat(nonsense=1, n=0), chat(temperature=-1))]
+        code, _ = await call(stage, priority=3)
+        late = [await post(stage, body=b"{"), await post(stage)]
+        late_code, metadata = await call(stage, priority=3)
+        others = await post(stage, OTHER)
+
+    assert [answer.status for answer in refused] == [400, 400, 400]
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert [(answer.status, answer.error["code"]) for answer in late] == [(429, "requests_per_minute")] * 2
+    assert int(late[0].headers["retry-after"]) >= 1
+    assert (late_code, metadata["quire-reason"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "requests_per_minute")
+    assert others.status == 200
+
+
+async def test_tokens_are_counted_for_a_request_each_in_both_apis():
+    headers, metadata = {"authorization": f"Bearer {KEY}"}, (("authorization", f"Bearer {KEY}"),)
+    bodies = {"/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [300]}}
+
+    async def both(stage):
+        return [await ask(stage.port, "POST", path, {"model": MODEL, **bodies[path]}, headers) for path in bodies]
+
+    async with tenant_stage(requests_per_minute=5) as stage, stage.channel() as channel:
+        rest = await both(stage)
+        stub = InferenceStub(channel)
+        await stub.Tokenize(pb.TokenizeRequest(model=MODEL, text="hello"), metadata=metadata)
+        await stub.Detokenize(pb.DetokenizeRequest(model=MODEL, token_ids=[300]), metadata=metadata)
+        answer = await post(stage)
+        late = await both(stage)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await stub.Tokenize(pb.TokenizeRequest(model=MODEL, text="hello"), metadata=metadata)
+
+    assert [each.status for each in (*rest, answer)] == [200, 200, 200]
+    assert [(each.status, each.error["code"]) for each in late] == [(429, "requests_per_minute")] * 2
+    assert refusal.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_looks_at_earlier_requests_have_a_limit_of_their_own_and_cost_no_request():
+    async with tenant_stage(requests_per_minute=1) as stage:
+        headers = {"authorization": f"Bearer {KEY}"}
+        looks = [await ask(stage.port, "GET", "/v1/requests/" + "0" * 32, None, headers) for _ in range(11)]
+        answer = await post(stage)
+
+    assert [look.status for look in looks] == [404] * 10 + [429]
+    assert looks[-1].error["code"] == "polls_per_minute"
+    assert int(looks[-1].headers["retry-after"]) >= 1
+    assert answer.status == 200
 
 
 async def test_answers_tell_how_a_tenant_with_limits_stands():
@@ -130,7 +180,7 @@ async def test_answers_tell_how_a_tenant_with_limits_stands():
     assert metadata["ratelimit-remaining-requests"] == "7"
     assert 0 < int(stream.headers["x-ratelimit-remaining-tokens"]) < 1000
     assert float(whole.headers["x-ratelimit-reset-requests"].removesuffix("s")) > 0
-    assert refusal.headers["x-ratelimit-remaining-requests"] == "7"
+    assert refusal.headers["x-ratelimit-remaining-requests"] == "6"
     assert not any("ratelimit" in name for name in others.headers)
 
 

@@ -221,6 +221,19 @@ async def test_routers_share_what_a_tenant_may_use(redis):
         assert three[0].standing("t").tokens.remaining >= 99_990
 
 
+async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(redis):
+    async with routers(redis, 2, requests_per_minute=3, max_concurrent=1) as (one, other):
+        with await one.enter("t", "a", 1):
+            await other.charge("t")
+            await one.charge("t")
+            for limits in (other, one):
+                with pytest.raises(QuireError) as refusal:
+                    await limits.charge("t")
+                assert (refusal.value.code, refusal.value.reason) == (ErrorCode.OVERLOADED, "requests_per_minute")
+                with pytest.raises(QuireError, match="requests a minute"):
+                    limits.check_rate("t")
+
+
 async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis):
     async with routers(redis, 2, max_concurrent=1) as (one, other):
         with await one.enter("t", "a", 1):

@@ -60,7 +60,9 @@ def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path
     assert ModelText.load(folder).render_chat(conversation) == expected
 
 
-PIECES = st.sampled_from(["<|begin|>", "<s>", "</s>", "<|im_end|>", "\0", "\ufdd0", "\u2028", "é", "e\u0301", "  ", "hello world"])
+PIECES = st.sampled_from(
+    ["<|begin|>", "<s>", "</s>", "<|im_end|>", "\0", "\ufdd0", "\u2028", "é", "e\u0301", "  ", "hello world"]
+)
 TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from time import monotonic_ns
 from typing import Protocol, Self
 
-from quire_proto.errors import internal
+from quire_proto.errors import QuireError, internal
 
 from quire_router.admission.meter import Meter, Standing
 from quire_router.admission.refusals import counting_refusals
@@ -147,6 +147,41 @@ class Limits:
         """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
         self._meter(tenant_id).check_size(len(tokens), sum(tokens))
 
+    def check_rate(self, tenant_id: str) -> None:
+        """Raises ``QuireError`` OVERLOADED where a tenant has no request left this minute, as far as this router knows.
+        Nothing is charged.
+        """
+        meter = self._meter(tenant_id)
+        with counting_refusals():
+            _raise(meter.request_refusal(self._clock()))
+
+    async def charge(self, tenant_id: str) -> None:
+        """Charges one request that no engine will see, and that has no place among those in progress. Raises
+        ``QuireError`` OVERLOADED where there is none left this minute.
+        """
+        meter = self._meter(tenant_id)
+        if meter.tenant.requests_per_minute is None:
+            return
+        cost, charged = meter.costs(0)[0], None
+        if self._shared is not None:
+            charged = await self._shared.charge(Charge(tenant_id, "", cost, 0, None))
+        now = self._clock()
+        if charged is not None:
+            meter.owe(charged.request_debt, charged.token_debt, now)
+        with counting_refusals():
+            if charged is None:
+                _raise(meter.request_refusal(now))
+                meter.take_request(now)
+            elif not charged.admitted:
+                raise meter.request_refusal(now) or internal()
+
+    def poll(self, tenant_id: str) -> None:
+        """Counts a look at a request that came earlier, at this router alone. Raises ``QuireError`` OVERLOADED where
+        there were too many within a minute.
+        """
+        with counting_refusals():
+            _raise(self._meter(tenant_id).poll(self._clock()))
+
     def standing(self, tenant_id: str) -> Standing:
         """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
         in more.
@@ -188,6 +223,11 @@ class Limits:
             self._shared.end(
                 meter.tenant.id, request_id, placed=placed, request_refund=request_refund, token_refund=token_refund
             )
+
+
+def _raise(error: QuireError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _nothing(_requests: int, _tokens: int) -> None:

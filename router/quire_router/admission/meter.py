@@ -9,6 +9,7 @@ from quire_router.admission.bucket import MICROSECONDS, Bucket
 from quire_router.admission.reason import Reason
 from quire_router.admission.tenant import Tenant
 
+POLLS_A_REQUEST = 10  # looks at earlier requests for each request of a minute
 RETRY_CONCURRENT = 1.0  # seconds; nobody knows when a request ends
 
 
@@ -47,6 +48,8 @@ class Meter:
         self.tenant = tenant
         self._requests = _bucket(tenant.requests_per_minute)
         self._tokens = _bucket(tenant.tokens_per_minute)
+        polls = tenant.requests_per_minute and tenant.requests_per_minute * POLLS_A_REQUEST
+        self._polls = _bucket(polls)
         self._running: Counter[str] = Counter()
 
     @property
@@ -91,6 +94,28 @@ class Meter:
         most = self.tenant.max_concurrent
         if most is not None and ahead >= most:
             return _too_many(most)
+        return None
+
+    def request_refusal(self, now: int) -> QuireError | None:
+        """Why not even a request without any tokens can be taken in now; None when it can."""
+        wait = _wait(self._requests, 1, now)
+        return self._too_often(Reason.REQUESTS_PER_MINUTE, wait / MICROSECONDS) if wait > 0 else None
+
+    def take_request(self, now: int) -> None:
+        """Takes one request that was not refused, without a place among those in progress."""
+        if self._requests is not None:
+            self._requests.take(1, now)
+
+    def poll(self, now: int) -> QuireError | None:
+        """Counts one look at an earlier request, or says why it cannot be taken."""
+        if self._polls is None:
+            return None
+        wait = self._polls.wait(1, now)
+        if wait:
+            message = f"This key may look {self._polls.limit} times a minute after requests that came earlier."
+            retry = wait / MICROSECONDS
+            return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=Reason.POLLS_PER_MINUTE)
+        self._polls.take(1, now)
         return None
 
     def take(self, request_id: str, tokens: int, now: int) -> None:

@@ -10,6 +10,8 @@ class Reason(StrEnum):
     TOKENS_PER_MINUTE = "tokens_per_minute"
     MAX_CONCURRENT = "max_concurrent"
     MAX_QUEUED = "max_queued"
+    POLLS_PER_MINUTE = "polls_per_minute"
+    TOKENIZER_FULL = "tokenizer_full"
     QUEUE_FULL = "queue_full"
     QUEUE_BYTES = "queue_bytes"
     QUEUE_SECONDS = "queue_seconds"

@@ -1,16 +1,16 @@
 """What REST and gRPC share between reading a request and writing its answer."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from secrets import token_hex
 from time import time
+from typing import Protocol, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
-from quire_proto.errors import QuireError
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
 from quire_proto.text.model_text import ModelText
 from quire_proto.tracing import extract
@@ -25,7 +25,7 @@ from quire_router.api.backend import FleetView, Runner
 from quire_router.api.earlier import Archive, Earlier
 from quire_router.api.identity import ANYONE, Caller, Keys
 from quire_router.api.running import Running
-from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.schemas import GenerationRequest
 from quire_router.api.shape import AnswerShape
 from quire_router.api.terms import NO_TERMS, Terms, on_terms
 from quire_router.api.together import Together
@@ -34,7 +34,23 @@ from quire_router.api.validate import Validator, unknown_model
 
 _TRACER = trace.get_tracer("quire.router")
 _LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_LONG_TEXT = 2048  # characters from which tokenising would hold up the streams of others
+_LONG_TEXT = 2048  # characters or tokens from which tokenising would hold up the streams of others
+_LONG_BODY = 16 * 1024  # bytes from which parsing would
+_CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
+T = TypeVar("T")
+
+
+class Sized(Protocol):
+    """A request for a ``model``, with about ``size`` characters or tokens of text."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+
+    @property
+    def size(self) -> int: ...  # noqa: D102
+
+
+R = TypeVar("R", bound=Sized)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +111,30 @@ class Frontend:
                 raise
 
     async def admit(
-        self, read: Callable[[], GenerationRequest], request_id: str, caller: Caller, terms: Terms = NO_TERMS
+        self,
+        read: Callable[[], GenerationRequest],
+        request_id: str,
+        caller: Caller,
+        terms: Terms = NO_TERMS,
+        *,
+        size: int = 0,
     ) -> Admitted:
-        """The request that ``read`` gives, validated. Raises ``QuireError``, and counts the refusal."""
-        with counting_rejections(), _internal_span(Span.ADMIT):
-            request = read()
-            caller.check_model(request.model)
-            check = self._validator.generations
-            work = partial(check, request, request_id, caller)
-            generations = await self._aside.run(caller.tenant, work) if _is_long(request) else work()
+        """The request that ``read`` makes of a body of ``size`` bytes, validated. Raises ``QuireError``, and counts
+        the refusal; one for what the request says is charged as a request.
+        """
+
+        def validated(request: GenerationRequest) -> Admitted:
+            generations = self._validator.generations(request, request_id, caller)
             admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model))
-            if self._tenant_limits is not None:
-                tokens = [generation.most_tokens for generation in generations]
-                self._tenant_limits.check_size(caller.tenant, tokens)
             return on_terms(request, admitted, terms, caller, self._request_timeout)
+
+        with counting_rejections(), _internal_span(Span.ADMIT):
+            async with self._charging_refusals(caller):
+                admitted = await self._made(read, validated, caller, size)
+                if self._tenant_limits is not None:
+                    tokens = [generation.most_tokens for generation in admitted.generations]
+                    self._tenant_limits.check_size(caller.tenant, tokens)
+                return admitted
 
     async def answer(self, admitted: Admitted, caller: Caller) -> Answer:
         """See ``Answers.open``."""
@@ -119,7 +145,8 @@ class Frontend:
         return await self._answers.start(admitted)
 
     async def find(self, request_id: str, caller: Caller) -> Earlier:
-        """See ``Archive.find``."""
+        """See ``Archive.find``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
+        self._check_polls(caller)
         return await self._archive.find(request_id, caller)
 
     async def resume(self, earlier: Earlier, after: str, caller: Caller, terms: Terms = NO_TERMS) -> Answer:
@@ -129,26 +156,40 @@ class Frontend:
 
     async def cancel(self, request_id: str, caller: Caller) -> Earlier:
         """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
+        self._check_polls(caller)
         earlier = await self._archive.find(request_id, caller)
         await self._runner.cancel(earlier.request_ids)
         return earlier
 
-    async def tokenize(self, read: Callable[[], TokenizeRequest], caller: Caller) -> Tokenized:
-        """See ``tokenized``. Raises ``QuireError``, and counts the refusal."""
-        with counting_rejections():
-            request = read()
-            caller.check_model(request.model)
-            text, card = self._validator.text(request.model), self._card(request.model)
-            work = partial(tokenized, request, text, card.max_model_len)
-            return await self._aside.run(caller.tenant, work) if request.size > _LONG_TEXT else work()
+    async def tokenize(
+        self,
+        read: Callable[[], TokenizeRequest],
+        caller: Caller,
+        write: Callable[[Tokenized], T],
+        *,
+        size: int = 0,
+    ) -> T:
+        """What ``write`` makes of the tokens of a text; see ``tokenized`` and ``admit``. It is charged as a request.
+        Raises ``QuireError``, and counts the refusal.
+        """
 
-    async def detokenize(self, read: Callable[[], DetokenizeRequest], caller: Caller) -> str:
-        """See ``detokenized``. Raises ``QuireError``, and counts the refusal."""
+        def written(request: TokenizeRequest) -> T:
+            max_model_len = self._card(request.model).max_model_len
+            return write(tokenized(request, self._validator.text(request.model), max_model_len))
+
         with counting_rejections():
-            request = read()
-            caller.check_model(request.model)
-            work = partial(detokenized, request, self._validator.text(request.model))
-            return await self._aside.run(caller.tenant, work) if request.size > _LONG_TEXT else work()
+            await self._charge(caller)
+            return await self._made(read, written, caller, size)
+
+    async def detokenize(self, read: Callable[[], DetokenizeRequest], caller: Caller, *, size: int = 0) -> str:
+        """See ``detokenized`` and ``tokenize``."""
+
+        def text_of(request: DetokenizeRequest) -> str:
+            return detokenized(request, self._validator.text(request.model))
+
+        with counting_rejections():
+            await self._charge(caller)
+            return await self._made(read, text_of, caller, size)
 
     def notes(self, *, replayed: bool = False) -> dict[str, str]:
         """What an answer says of itself before it begins, by names of headers and of metadata."""
@@ -177,6 +218,47 @@ class Frontend:
     def close(self) -> None:
         """Lets go of threads."""
         self._aside.close()
+
+    async def _made(self, read: Callable[[], R], make: Callable[[R], T], caller: Caller, size: int) -> T:
+        """What ``make`` makes of the request that ``read`` gives, both on a thread where they would hold up the streams
+        of others: a body of ``size`` bytes is long to parse, or what it says is long to tokenise.
+        """
+
+        def checked() -> R:
+            request = read()
+            caller.check_model(request.model)
+            return request
+
+        if size > _LONG_BODY:
+            return await self._aside.run(caller.tenant, size, lambda: make(checked()))
+        request = checked()
+        if request.size <= _LONG_TEXT:
+            return make(request)
+        return await self._aside.run(caller.tenant, request.size, lambda: make(request))
+
+    @asynccontextmanager
+    async def _charging_refusals(self, caller: Caller) -> AsyncIterator[None]:
+        """Charges what is refused for what it says as one request: looking at it was work, too. Where no request is
+        left, nothing is looked at.
+        """
+        if self._tenant_limits is not None:
+            self._tenant_limits.check_rate(caller.tenant)
+        try:
+            yield
+        except QuireError as error:
+            if error.code in _CLIENT_ERRORS:
+                with suppress(QuireError):  # no request is left by now, and the first error says more
+                    await self._charge(caller)
+            raise
+
+    def _check_polls(self, caller: Caller) -> None:
+        if self._tenant_limits is not None:
+            with counting_rejections():
+                self._tenant_limits.poll(caller.tenant)
+
+    async def _charge(self, caller: Caller) -> None:
+        if self._tenant_limits is not None:
+            await self._tenant_limits.charge(caller.tenant)
 
     def _card(self, name: str) -> ModelCard:
         limits = self._fleet.limits(name)
@@ -221,9 +303,3 @@ def _note(span: trace.Span, error: QuireError) -> None:
     span.set_attribute(Attribute.ERROR_TYPE, error.code.name.lower())
     if error.status.http >= 500:
         span.set_status(StatusCode.ERROR, error.message)
-
-
-def _is_long(request: GenerationRequest) -> bool:
-    if isinstance(request, ChatRequest):
-        return request.size > _LONG_TEXT
-    return isinstance(request, CompletionRequest) and sum(map(len, request.prompt)) > _LONG_TEXT

@@ -88,6 +88,11 @@ class GenerationRequest(Guided):
     truncate_prompt_tokens: Annotated[None, only()] = None
 
     @property
+    def size(self) -> int:
+        """Characters of its prompts, about."""
+        raise NotImplementedError
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -137,6 +142,11 @@ class CompletionRequest(GenerationRequest):
 
     add_special_tokens: Annotated[None, only(True)] = None
     suffix: Annotated[None, only("")] = None
+
+    @property
+    def size(self) -> int:
+        """Characters and tokens of its prompts."""
+        return sum(map(len, self.prompt))
 
     @property
     def output_logprobs(self) -> int | None:

@@ -49,7 +49,7 @@ class Generate:
 
     async def _answer(self, exchange: Exchange, body: bytes, terms: Terms) -> None:
         request_id, caller = exchange.request_id, exchange.caller
-        admitted = await self._frontend.admit(lambda: self._read(body), request_id, caller, terms)
+        admitted = await self._frontend.admit(lambda: self._read(body), request_id, caller, terms, size=len(body))
         if admitted.first.background:
             await self._start(exchange, admitted)
             return

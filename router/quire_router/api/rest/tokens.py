@@ -1,7 +1,7 @@
 """``/tokenize`` and ``/detokenize``."""
 
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Caller
@@ -9,9 +9,9 @@ from quire_router.api.rest.answers import to_json
 from quire_router.api.rest.connection import JSON, BodyLimits, read_body
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
-from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest
+from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest
 
-T = TypeVar("T")
+_PART = 4096  # entries
 
 
 class Tokens:
@@ -29,25 +29,31 @@ class Tokens:
         """The text of tokens."""
         await self._answer(exchange, "POST /detokenize", self._text)
 
-    async def _answer(
-        self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[dict[str, Any]]]
-    ) -> None:
+    async def _answer(self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[bytes]]) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
         if exchange.body_bytes > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
         with self._frontend.exchange(name, exchange.request_id, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
-            await exchange.reply.whole(200, to_json(await answer(body, exchange.caller)), JSON)
+            await exchange.reply.whole(200, await answer(body, exchange.caller), JSON)
 
-    async def _tokens(self, body: bytes, caller: Caller) -> dict[str, Any]:
-        told = await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body), caller)
-        return {
-            "count": len(told.tokens),
-            "max_model_len": told.max_model_len,
-            "tokens": told.tokens,
-            "token_strs": told.token_strs,
-        }
+    async def _tokens(self, body: bytes, caller: Caller) -> bytes:
+        return await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body), caller, _written, size=len(body))
 
-    async def _text(self, body: bytes, caller: Caller) -> dict[str, Any]:
-        return {"prompt": await self._frontend.detokenize(lambda: DetokenizeRequest.from_json(body), caller)}
+    async def _text(self, body: bytes, caller: Caller) -> bytes:
+        read = partial(DetokenizeRequest.from_json, body)
+        return to_json({"prompt": await self._frontend.detokenize(read, caller, size=len(body))})
+
+
+def _written(told: Tokenized) -> bytes:
+    """As JSON. Lists are written part by part, between which other threads come to their turn."""
+    names = None if told.token_strs is None else _parts(told.token_strs)
+    head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(told.tokens), told.max_model_len)
+    middle = b'],"token_strs":'
+    return head + _parts(told.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
+
+
+def _parts(values: Sequence[object]) -> bytes:
+    """The entries of a list as JSON, without its brackets."""
+    return b",".join(to_json(list(values[start : start + _PART]))[1:-1] for start in range(0, len(values), _PART))

@@ -39,13 +39,14 @@ class Inference(InferenceServicer):
         async with _told(context) as call:
             terms = call.terms(has_deadline=not request.background)
             read = partial(messages.completion_request, request)
-            await self._answer("Generate", read, messages.generate_response, call, terms)
+            await self._answer("Generate", read, messages.generate_response, call, terms, size=request.ByteSize())
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Answers a conversation."""
         async with _told(context) as call:
             terms = call.terms(has_deadline=not request.background)
-            await self._answer("Chat", partial(messages.chat_request, request), messages.chat_response, call, terms)
+            read = partial(messages.chat_request, request)
+            await self._answer("Chat", read, messages.chat_response, call, terms, size=request.ByteSize())
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Goes on with the answer to an earlier request."""
@@ -80,8 +81,12 @@ class Inference(InferenceServicer):
         response = pb.TokenizeResponse()
         async with _told(context) as call:
             with self._exchange("Tokenize", call):
-                told = await self._frontend.tokenize(partial(tools.tokenize_request, request), call.caller)
-                response = tools.tokenize_response(told)
+                response = await self._frontend.tokenize(
+                    partial(tools.tokenize_request, request),
+                    call.caller,
+                    tools.tokenize_response,
+                    size=request.ByteSize(),
+                )
         return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
@@ -89,7 +94,8 @@ class Inference(InferenceServicer):
         response = pb.DetokenizeResponse()
         async with _told(context) as call:
             with self._exchange("Detokenize", call):
-                text = await self._frontend.detokenize(partial(tools.detokenize_request, request), call.caller)
+                read = partial(tools.detokenize_request, request)
+                text = await self._frontend.detokenize(read, call.caller, size=request.ByteSize())
                 response = pb.DetokenizeResponse(text=text)
         return response
 
@@ -107,9 +113,11 @@ class Inference(InferenceServicer):
         respond: Respond,
         call: Call,
         terms: Terms,
+        *,
+        size: int,
     ) -> None:
         with self._exchange(method, call, terms):
-            admitted = await self._frontend.admit(read, call.request_id, call.caller, terms)
+            admitted = await self._frontend.admit(read, call.request_id, call.caller, terms, size=size)
             await call.begin(self._frontend.notes())
             if admitted.first.background:
                 earlier, replayed = await self._frontend.start(admitted)
