@@ -73,7 +73,7 @@ async def test_no_host_or_path_talks_its_way_in(host, path):
     async with open_stage(keys=[KEY]) as stage:
         answer = await ask(stage.port, "GET", path, None, {"host": host})
 
-    assert answer.status == 401
+    assert answer.status == (400 if host else 401)
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/docs", "/openapi.json", "/health/", "/HEALTH", "/%68ealth/x"])

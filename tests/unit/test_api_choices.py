@@ -253,7 +253,8 @@ async def test_a_client_that_leaves_cancels_every_prompt():
     async with open_stage(runner=runner) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         body = json.dumps(completion([[0], [1], [2]], stream=True)).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: test\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await reader.readuntil(b'"text":"x"')
         writer.close()

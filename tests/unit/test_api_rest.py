@@ -322,7 +322,8 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut_off():
     async with open_stage(["one", release, *ANSWER], limits=ConnectionLimits(head=0.05, idle=0.05)) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         body = json.dumps(chat(stream=True)).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: test\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body + b"GET /live HTTP/1.1\r\n")
         await asyncio.sleep(0.2)
         release.set()

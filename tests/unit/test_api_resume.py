@@ -41,7 +41,8 @@ async def reading(stage, path, body) -> AsyncIterator[asyncio.StreamReader]:
     """A connection on which a request was sent; it breaks when the block ends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
     payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: test\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     writer.write(head.encode() + payload)
     try:
         yield reader

@@ -436,7 +436,7 @@ def _ended(connection: socket.socket) -> bool:
 async def test_who_speaks_no_tls_and_no_http_is_hung_up_on(tmp_path: Path) -> None:
     async with serving(tmp_path) as stage:
         reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
-        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n" * 100)
+        writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 100)
         assert not (await asyncio.wait_for(reader.read(), 10)).startswith(b"HTTP")
         writer.close()
         secure = await asyncio.open_connection("127.0.0.1", stage.port, ssl=stage.cluster.context())

@@ -3,10 +3,12 @@ behind one, and how many connections there are. What it refuses is told as the a
 """
 
 import asyncio
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from httptools import HttpParserUpgrade, HttpRequestParser
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from quire_proto.errors import ErrorCode, QuireError
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -15,11 +17,23 @@ from uvicorn.server import ServerState
 from quire_router.api.frontend import new_request_id
 from quire_router.api.rest.answers import error_answer
 from quire_router.api.rest.direct import DIRECT, EXTENSION, Direct
-from quire_router.api.rest.refusals import HttpError, head_too_large, head_too_slow, not_http
+from quire_router.api.rest.refusals import (
+    HttpError,
+    head_too_large,
+    head_too_slow,
+    no_tunnel,
+    not_http,
+    too_many_headers,
+    unknown_coding,
+    unknown_version,
+    wrong_host,
+)
 from quire_router.api.running import RETRY_BUSY
 
 MAX_HEAD_BYTES = 16 * 1024
+MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is looked at
 _OFFERS = (b"connection", b"upgrade", b"http2-settings")
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
 
 
@@ -40,39 +54,6 @@ class LimitedConfig(Config):
     limits: ConnectionLimits
 
 
-class Declining(Protocol):
-    """A connection on which a client may offer another protocol."""
-
-    def decline(self) -> HttpRequestParser:
-        """The client offers one in the head that is complete just now: a new parser, which was given the same head
-        without that.
-        """
-        ...
-
-
-class DecliningParser(HttpRequestParser):
-    """The parser alone would take a request that offers another protocol for the last one on its connection, and for
-    one without a body. Some clients offer HTTP/2 with their first request, whatever it is.
-    """
-
-    def __init__(self, connection: Declining) -> None:
-        super().__init__(connection)
-        self._connection = connection
-        # As uvicorn has it: what comes behind a request that asks to be the last one is nobody's, and no error.
-        self.set_dangerous_leniencies(lenient_data_after_close=True)
-
-    def feed_data(self, data: Any) -> None:
-        """See ``HttpRequestParser``."""
-        parser: HttpRequestParser = self
-        while True:
-            try:
-                HttpRequestParser.feed_data(parser, data)
-            except HttpParserUpgrade as offer:
-                parser, data = self._connection.decline(), memoryview(data)[offer.args[0] :]
-            else:
-                return
-
-
 class LimitedHttpProtocol(HttpToolsProtocol):
     """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever;
     and requests that come before the answer to another would wait in any number.
@@ -88,11 +69,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.parser = DecliningParser(self)
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._trailer_bytes = 0
         self._head_begun = False
+        self._in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, unless there are too many."""
@@ -109,11 +91,50 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Counts what arrives before a head is complete, and behind a body what belongs to none."""
+        """Parses what came. What is wrong with it is raised by the callbacks below, and answered here; nothing is read
+        on a connection that is closing.
+        """
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
         self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(head_too_large(MAX_HEAD_BYTES))
+        try:
+            self._feed(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, (HttpError, QuireError)) else not_http())
+        else:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+
+    def _feed(self, data: bytes) -> None:
+        """Parses all of ``data``. At a head that offers another protocol the parser stops, and a new one goes on behind
+        it. Raises ``HttpParserError``.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except HttpParserUpgrade as offer:
+                rest = rest[offer.args[0] :]
+                self._decline()
+            else:
+                return
+
+    def _decline(self) -> None:
+        """Reads the head that is complete just now once more, without its offer of another protocol: it is as if the
+        client had offered nothing, as RFC 9110 (7.8) allows. The parser would take such a request for the last one on
+        its connection, and for one without a body; some clients offer HTTP/2 with their first request, whatever it is.
+        Raises ``HttpParserError``, and ``HttpParserUpgrade`` if there is still an offer.
+        """
+        old, self.parser = self.parser, HttpRequestParser(self)
+        # As uvicorn has it: what comes behind a request that asks to be the last one is nobody's, and no error.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        version = old.get_http_version().encode("ascii")
+        head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
+        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _OFFERS]
+        last = b"" if old.should_keep_alive() else b"connection: close\r\n"
+        self.parser.feed_data(b"".join([head, *kept, last, b"\r\n"]))
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -122,29 +143,33 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._answering:
             self._wait(self._limits.head)
 
-    def decline(self) -> HttpRequestParser:
-        """See ``Declining``. It is as if the client had offered nothing, as RFC 9110 (7.8) allows."""
-        old, self.parser = self.parser, DecliningParser(self)
-        version = old.get_http_version().encode("ascii")
-        head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
-        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _OFFERS]
-        last = b"" if old.should_keep_alive() else b"connection: close\r\n"
-        self.parser.feed_data(b"".join([head, *kept, last, b"\r\n"]))
-        return self.parser
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header. Trailers are left out: whatever decides about a request was decided before its body, by proxies
+        too (RFC 9110, 6.5.1). Raises ``HttpError``.
+        """
+        if self._head_begun:
+            if len(self.headers) == MAX_HEADERS:
+                raise too_many_headers(MAX_HEADERS)
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            raise head_too_large(MAX_HEAD_BYTES)
 
     def on_headers_complete(self) -> None:
-        """A head is complete; the application judges its size."""
-        if self._offers_another:
-            return  # ``decline`` comes next
-        self._head_begun, self._head_bytes = False, 0
+        """A head is complete; the application judges its size. Raises ``HttpError`` and ``QuireError``."""
+        if self.parser.get_method() == b"CONNECT":
+            raise no_tunnel()
+        check_head(self.parser.get_http_version(), self.headers)
+        if self.parser.should_upgrade():
+            return  # ``_decline`` comes next
+        self._head_begun, self._head_bytes, self._trailer_bytes, self._in_body = False, 0, 0, True
         self._stop_waiting()
-        if self.transport.is_closing():
-            return  # the parser goes on with what came together
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:
             message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
-            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY))
-        if self.cycle is not None and self.cycle.scope is self.scope:
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
+        if self.cycle.scope is self.scope:
             self.scope["extensions"] = {EXTENSION: {DIRECT: Direct(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
@@ -155,7 +180,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The next request's head may come."""
         self._head_bytes = 0
-        if not self._offers_another:
+        if not self.parser.should_upgrade():
+            self._in_body = False
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -164,23 +190,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self._answering and not self.transport.is_closing():
             self._wait(self._limits.head if self._head_begun else self._limits.idle)
 
-    def send_400_response(self, msg: str) -> None:
-        """Answers what the parser could not read; its own words are of no use to a client."""
-        del msg
-        self._refuse(not_http())
-
-    @property
-    def _offers_another(self) -> bool:
-        """Whether the head that was read last offers another protocol, which can be declined."""
-        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-
     @property
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, error: HttpError | QuireError) -> None:
-        """Ends the connection, with an answer where one can still begin."""
-        if not (self._answering and self.cycle.response_started):
+        """Ends the connection, with an answer where one can still begin: not within another one, and not behind the
+        one to a request whose body is still coming.
+        """
+        is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
+        if not (is_answered or (self._answering and self.cycle.response_started)):
             request_id = new_request_id()
             status, body, headers = error_answer(error, request_id)
             fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
@@ -202,3 +221,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(head_too_slow(self._limits.head))
         else:
             self.transport.close()
+
+
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuses a head that another server or a proxy may read in another way than this one. Raises ``HttpError`` as
+    RFC 9112 says: 505 for another HTTP version than 1.0 and 1.1, 400 where there is not exactly one valid Host (none
+    is needed in 1.0) or a transfer coding in 1.0, 501 for another transfer coding than ``chunked``. Names of headers
+    are in small letters.
+    """
+    if version not in ("1.0", "1.1"):
+        raise unknown_version() if version != "0.9" else not_http()
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
+        raise wrong_host()
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        raise not_http()
+    if codings not in ([], [b"chunked"]):
+        raise unknown_coding()

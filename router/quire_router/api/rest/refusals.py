@@ -43,6 +43,36 @@ def head_too_slow(seconds: float) -> HttpError:
     return HttpError(HTTPStatus.REQUEST_TIMEOUT, "headers_too_slow", message)
 
 
+def too_many_headers(limit: int) -> HttpError:
+    """There are more than ``limit`` headers."""
+    message = f"There are more than {limit} headers."
+    return HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
+
+
+def no_tunnel() -> HttpError:
+    """``CONNECT``, which asks a proxy for a tunnel."""
+    message = "This is no proxy: CONNECT is not served."
+    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", b"GET, POST, DELETE")])
+
+
+def wrong_host() -> HttpError:
+    """There is no Host, more than one, or one that cannot be."""
+    message = "A request needs exactly one Host header, with a valid value."
+    return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", message)
+
+
+def unknown_version() -> HttpError:
+    """The request line names an HTTP version that this port does not speak."""
+    message = "This port speaks HTTP/1.1 and HTTP/1.0."
+    return HttpError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "http_version_not_supported", message)
+
+
+def unknown_coding() -> HttpError:
+    """The body is in a transfer coding that is not read here."""
+    message = "The only transfer coding that is read here is chunked."
+    return HttpError(HTTPStatus.NOT_IMPLEMENTED, "transfer_coding_not_implemented", message)
+
+
 def not_http() -> HttpError:
     """What was sent is not a request."""
     return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", "This is not a valid HTTP request.")
