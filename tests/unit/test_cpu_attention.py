@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_engine.attention import cpu
 from quire_engine.attention.base import AttentionBatch, AttentionShape
@@ -422,6 +422,7 @@ def test_layers_of_different_forms_and_windows_share_a_plan():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=25, deadline=None)
 @given(tokens=st.integers(0, 40), heads=st.integers(1, 5), dim=st.integers(1, 80), seed=st.integers(0, 999))
+@example(tokens=35, heads=2, dim=54, seed=87)  # a rotation in which two products nearly cancel
 def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim, seed):
     noise = torch.Generator().manual_seed(seed)
 
@@ -451,8 +452,14 @@ def test_the_fused_operations_equal_their_torch_forms(dtype, tokens, heads, dim,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "library", lambda: None)
         plain = results()
-    for mine, theirs in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5 if dtype == torch.float32 else 2e-2, atol=2e-5)
+    rtol = 2e-5 if dtype == torch.float32 else 2e-2
+    for mine, theirs in zip(compiled[:-2], plain[:-2], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=2e-5)
+    for mine, theirs in zip(compiled[-2:], plain[-2:], strict=True):
+        # A rotated number is a difference of products, which may nearly cancel: what it may be off by is a part of its
+        # pair's length, which a rotation keeps.
+        pairs, lengths = ((t.float().unflatten(-1, (2, dim)).norm(dim=-2)) for t in (mine.float() - theirs, theirs))
+        assert (pairs <= rtol * lengths + 2e-5).all()
 
 
 def test_a_rotation_keeps_lengths_and_the_numbers_beyond_it():

@@ -5,6 +5,8 @@ import inspect
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import get_type_hints
 
@@ -406,6 +408,25 @@ def test_a_request_that_fails_is_returned_with_its_error_and_the_others_are_righ
     offline.assert_idle()
 
 
+@contextmanager
+def handling_sigint(handler: object = signal.default_int_handler) -> Iterator[None]:
+    """SIGINT with this handler, whatever the test run was started with: a background job is started with SIGINT
+    ignored.
+    """
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    with handling_sigint():
+        yield
+
+
+@pytest.mark.usefixtures("_interruptible")
 @pytest.mark.parametrize("at", [1, 2, 5, 11])
 def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_path, at):
     offline = Offline(tmp_path, max_num_seqs=4)
@@ -417,17 +438,17 @@ def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_
             finished.append(plan.step)
 
     offline.executor.before = interrupt
-    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         quiet(offline.llm, [[3, number] for number in range(3, 20)], seeded(1, max_tokens=30, ignore_eos=True))
 
     assert finished == [at], "the step was not left to end"
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     offline.assert_idle()
     (result,) = quiet(offline.llm, [3, 4], seeded(1))
     assert result.outputs[0].token_ids == expected([3, 4], seeded(1))
 
 
+@pytest.mark.usefixtures("_interruptible")
 def test_a_second_interrupt_does_not_wait_for_a_step_that_hangs(tmp_path):
     offline = Offline(tmp_path)
 
@@ -443,17 +464,24 @@ def test_a_second_interrupt_does_not_wait_for_a_step_that_hangs(tmp_path):
         quiet(offline.llm, [3, 4])
 
 
-def test_an_interrupt_is_whoever_handles_it(tmp_path):
+def test_an_interrupt_goes_to_the_handler_that_the_process_has(tmp_path):
     heard: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
-    try:
+    with handling_sigint(lambda number, frame: heard.append(number)):
         offline = Offline(tmp_path)
         offline.executor.before = lambda plan: signal.raise_signal(signal.SIGINT) if plan.step == 2 else None
         (result,) = quiet(offline.llm, [3, 4], seeded(1, ignore_eos=True))
-    finally:
-        signal.signal(signal.SIGINT, before)
 
     assert heard == [signal.SIGINT]
+    assert result.outputs[0].token_ids == expected_output([3, 4], 1, 16)
+
+
+def test_a_process_that_ignores_interrupts_goes_on_ignoring_them(tmp_path):
+    with handling_sigint(signal.SIG_IGN):
+        offline = Offline(tmp_path)
+        offline.executor.before = lambda plan: signal.raise_signal(signal.SIGINT)
+        (result,) = quiet(offline.llm, [3, 4], seeded(1, ignore_eos=True))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
     assert result.outputs[0].token_ids == expected_output([3, 4], 1, 16)
 
 
