@@ -8,6 +8,14 @@ HELM   := $(VENV)-helm
 HELM_READY := $(HELM)/.ready
 SOURCES := proto/quire_proto engine/quire_engine router/quire_router scripts demo
 
+# Said before pip starts: on Linux its own index has torch with CUDA.
+define TORCH_SIZE
+This takes 5.4 GiB of disk, most of it torch's CUDA build, which pip takes on Linux whether there is a GPU or not. Without
+a GPU torch's CPU build does the same in 2 GiB: stop this (Ctrl-C) and run it with PIP_EXTRA_INDEX_URL=INDEX, where INDEX
+is that of torch's builds for CPUs, which torch's installation page names.
+endef
+export TORCH_SIZE
+
 .PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers images proto proto-check clean help
 
 help:
@@ -27,6 +35,7 @@ help:
 
 $(READY): constraints.txt tests/requirements.txt proto/pyproject.toml engine/pyproject.toml router/pyproject.toml
 	@echo "creating the environment in $(VENV) (a few minutes the first time)"
+	@test -n "$$PIP_EXTRA_INDEX_URL" || echo "$$TORCH_SIZE"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	  -e proto -e engine -e router -r tests/requirements.txt

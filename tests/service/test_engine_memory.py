@@ -60,8 +60,8 @@ def baseline_mib(tmp_path_factory: pytest.TempPathFactory) -> float:
 
 
 def test_an_engine_stays_within_its_containers_limit(tmp_path: Path, baseline_mib: float) -> None:
-    # Besides its baseline the engine keeps 128 MiB for what grows later, runs its largest step (20 MiB), and fills pools
-    # of some 100 MiB; a tenth of a container stays free.
+    # Besides its baseline the engine keeps 128 MiB for what grows later, runs its largest step (20 MiB), and fills
+    # pools of some 100 MiB; a tenth of a container stays free.
     limit = math.ceil((baseline_mib + 128 + 20 + 100) / 0.9)
     engine = ConfinedEngine(tmp_path, limit, "--swap-space", "0.03", "--max-num-batched-tokens", "1024")
     try:

@@ -1,5 +1,6 @@
 """``make up`` starts several engines on one machine, bounds what each of them takes, and ends all in their order."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from threading import Semaphore, Thread
 import pytest
 
 from scripts import up
-from scripts.up import Plan, Programs, commands
+from scripts.up import ROOT, Plan, Programs, commands
 
 PLAN = Plan(Path("model"), "model", 2, 1, 2, 3, [(4, 5), (14, 15)], None)
 
@@ -121,3 +122,31 @@ def test_one_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
     stopper.start()
     assert programs.run([("router", [sys.executable, "-c", stubborn])]) == 130
     stopper.join()
+
+
+# The environment
+
+
+def make_environment(folder: Path, **variables: str) -> str:
+    """What ``make`` prints while it makes the environment, with a Python that only says that it was started."""
+    python = folder / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "python $*"\n')
+    python.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PIP_"))}
+    command = ["make", f"VENV={folder / 'venv'}", str(folder / "venv/.ready")]
+    made = subprocess.run(
+        command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, check=True
+    )
+    return made.stdout
+
+
+def test_the_size_of_what_is_installed_and_the_way_to_less_are_said_before_pip_starts(tmp_path: Path) -> None:
+    said, installs, _ = make_environment(tmp_path).partition("python -m pip install")
+    assert installs
+    assert "5.4 GiB" in said
+    assert "PIP_EXTRA_INDEX_URL" in said
+
+
+def test_an_index_of_ones_own_is_taken_without_a_word(tmp_path: Path) -> None:
+    assert "GiB" not in make_environment(tmp_path, PIP_EXTRA_INDEX_URL="https://index.example/cpu")
