@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger("quire.router")
 _LOOK = 5.0  # seconds from one look at its tasks to the next, of a worker
+_SWITCH_SECONDS = 0.0005  # how long the loop waits for its turn at most while a thread renders; Python has 0.005
 _LAST_WORDS = 2.0  # seconds for answers that are already decided to leave
 
 
@@ -152,6 +154,7 @@ async def _serve(settings: Settings, arguments: Sequence[str], place: Place | No
     if place is not None:
         loop.add_reader(place.parent, _end_with_parent, loop, place, server)
     _rest_collector()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         await server.run()
     finally:

@@ -2,7 +2,9 @@
 
 import asyncio
 import re
+from array import array
 from collections.abc import AsyncGenerator
+from threading import current_thread, main_thread
 
 import grpc
 import openai
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
+from quire_router.api import terms
 from quire_router.api.identity import Caller
 from quire_router.api.terms import Terms
 from quire_router.generation import Delta, Generation
@@ -364,3 +367,20 @@ async def test_a_router_whose_memory_is_gone_says_so(fields):
 
     assert ("x-quire-journal" in before.headers, after.headers["x-quire-journal"]) == (False, "unavailable")
     assert metadata["quire-journal"] == "unavailable"
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3) | st.just(list(range(10_000))), min_size=1, max_size=3))
+def test_prompts_count_for_a_key_as_they_always_did(prompts):
+    written = [terms._written(array("i", prompt)) for prompt in prompts]
+    assert f"[{', '.join(written)}]" == repr(prompts)
+
+
+async def test_a_long_prompt_with_a_key_is_compared_on_a_thread(monkeypatch):
+    threads, digest = [], terms._digest
+    monkeypatch.setattr(terms, "_digest", lambda *given: threads.append(current_thread()) or digest(*given))
+    async with open_stage(max_body_bytes=2**20) as stage:
+        stage.fleet.told = Limits(2**20)
+        answers = [await ask(stage.port, "POST", COMPLETIONS, completion([300] * 10_000), KEY) for _ in range(2)]
+    assert [answer.status for answer in answers] == [200, 200]
+    assert len(threads) == 2
+    assert main_thread() not in threads

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -146,3 +148,43 @@ def test_a_broken_model_folder_ends_the_start_with_one_line(tmp_path):
     assert answer.returncode == 1
     assert answer.stderr.count("\n") == 1
     assert str(folder / "tokenizer.json") in answer.stderr
+
+
+def test_other_clients_are_answered_while_a_long_text_is_tokenised(tmp_path):
+    long = json.dumps({"model": "tiny", "prompt": "hello world, again and again. " * 30_000}).encode()
+
+    def tokenize(port: int) -> None:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/tokenize", long, {"content-type": "application/json"}
+        )
+        with suppress(urllib.error.HTTPError):  # more tokens than are told
+            urllib.request.urlopen(request, timeout=60).read()
+
+    with running(write_model_folder(tmp_path)) as (_process, ports):
+        tokenize(ports[0])
+        thread, answers = Thread(target=tokenize, args=(ports[0],)), 0
+        thread.start()
+        while thread.is_alive():
+            assert get(ports[0], "/live")["status"] == "ok"
+            answers += 1
+    assert answers > 10, "where it holds the interpreter's lock, there are two or three"
+
+
+SWITCHING = """
+import asyncio, sys
+from quire_router import process
+from quire_router.config import Settings
+
+class Router:
+    def __init__(self, *_): pass
+    async def run(self): print(sys.getswitchinterval())
+
+process.Router = Router
+asyncio.run(process._serve(Settings(model=[sys.argv[1]]), [], None))
+"""
+
+
+def test_the_loop_waits_less_than_a_millisecond_for_its_turn_while_a_thread_computes(tmp_path):
+    folder = str(write_model_folder(tmp_path))
+    output = subprocess.check_output([sys.executable, "-c", SWITCHING, folder], env=ENVIRONMENT, text=True)
+    assert float(output) < 0.001

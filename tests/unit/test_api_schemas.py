@@ -18,6 +18,7 @@ from quire_router.api.identity import ANYONE
 from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.size import MAX_OUTPUTS, MAX_VALUES, check_size
+from quire_router.api.strict import Strict
 from quire_router.api.validate import Validator
 from quire_router.generation import Generation
 from tokenizers import Tokenizer, processors
@@ -658,3 +659,15 @@ def test_strange_values_in_known_fields_are_refused_or_understood_but_never_brea
         check_stream(request)
         for generation in VALIDATOR.generations(request, "id", ANYONE):
             assert len(generation.prompt_token_ids) + generation.params.max_tokens <= MAX_MODEL_LEN
+
+
+class Numbers(Strict):
+    numbers: dict[str, int]
+
+
+@pytest.mark.parametrize(("problems", "words"), [(1, "numbers.0: "), (5000, "5000 values in the body")])
+def test_thousands_of_problems_are_counted_and_not_written_out(problems, words):
+    body = json.dumps({"numbers": {str(number): "x" for number in range(problems)}})
+    with pytest.raises(QuireError, match=words) as refusal:
+        Numbers.from_json(body.encode())
+    assert refusal.value.code == ErrorCode.INVALID

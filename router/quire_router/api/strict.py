@@ -9,6 +9,7 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_router.api.weight import check_weight
 
 T = TypeVar("T")
+_MOST_PROBLEMS = 100
 
 
 class Strict(BaseModel):
@@ -38,7 +39,11 @@ def _refusing(read: Callable[[], T]) -> T:
 
 
 def _explain(error: ValidationError) -> QuireError:
-    """The first problem in the words of this API; the input itself is not repeated."""
+    """The first problem in the words of this API; the input itself is not repeated. Each problem is written out by the
+    library before one can be seen, so thousands of them are only counted.
+    """
+    if error.error_count() > _MOST_PROBLEMS:
+        return QuireError(ErrorCode.INVALID, f"{error.error_count()} values in the body are not what was expected.")
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location, kind, text = problem["loc"], problem["type"], problem["msg"]
     if kind == "json_invalid":

@@ -21,6 +21,7 @@ IDEMPOTENCY_KEY = "idempotency-key"
 _LABEL = re.compile(f"[ -~]{{1,{MAX_LABEL_CHARACTERS}}}")
 _SECONDS = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", re.ASCII)
 _ID_BYTES = 16
+_PART = 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +123,16 @@ def _digest(first: Generation, admitted: Admitted, request: GenerationRequest) -
         params.ClearField("max_tokens")
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
     words = (first.model, first.operation, first.stop, first.priority, flags, shape)
-    prompts = [list(generation.prompt_token_ids) for generation in admitted.generations]
-    for part in (repr(words).encode(), params.SerializeToString(deterministic=True), repr(prompts).encode()):
+    prompts = "[" + ", ".join(_written(generation.prompt_token_ids) for generation in admitted.generations) + "]"
+    for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
+
+
+def _written(token_ids: Sequence[int]) -> str:
+    """As a list of Python is written, part by part, between which other threads come to their turn."""
+    parts = (repr(list(token_ids[start : start + _PART]))[1:-1] for start in range(0, len(token_ids), _PART))
+    return f"[{', '.join(parts)}]"
 
 
 def _alike(first: Generation, other: Generation) -> Generation:
