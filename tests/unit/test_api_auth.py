@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
+from quire_router.admission.tenants_file import read_tenants
 from quire_router.api.identity import ANYONE, Keys
 
 from tests.support.api_stage import ask, chat, open_stage, read_answer
@@ -17,7 +18,7 @@ from tests.support.api_stage import ask, chat, open_stage, read_answer
 KEY, OTHER = "the-right-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
 REFLECTION_V1 = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
-OPEN = {"/started", "/ready", "/health", "/live", "/metrics"}
+OPEN = {"/started", "/ready", "/health", "/live"}
 WRONG = [
     {},
     {"authorization": ""},
@@ -76,7 +77,33 @@ async def test_no_host_or_path_talks_its_way_in(host, path):
     assert answer.status == (400 if host else 401)
 
 
-@pytest.mark.parametrize("path", ["/nothing", "/docs", "/openapi.json", "/health/", "/HEALTH", "/%68ealth/x"])
+async def test_without_a_key_health_on_the_public_port_tells_its_status_alone():
+    async with open_stage(keys=[KEY]) as stage:
+        brief = await ask(stage.port, "GET", "/health")
+        wrong = await ask(stage.port, "GET", "/health", None, {"authorization": "Bearer wrong"})
+        detailed = await ask(stage.port, "GET", "/health", None, RIGHT)
+        of_metrics = await ask(stage.admin_port, "GET", "/health")
+        stage.fleet.engines = 0
+        unready = await ask(stage.port, "GET", "/health")
+
+    assert (brief.status, brief.json) == (200, {"status": "ok"})
+    assert (unready.status, unready.json) == (503, {"status": "unavailable"})
+    assert wrong.status == 401
+    assert detailed.json == of_metrics.json == {"status": "ok", "ready_engines": {"tiny": 1}}
+
+
+async def test_health_names_only_the_models_that_the_caller_may_use(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(f'[[tenants]]\nname = "acme"\nkeys = ["{KEY}"]\nmodels = ["another"]\n')
+    async with open_stage(file=read_tenants(path)) as stage:
+        answer = await ask(stage.port, "GET", "/health", None, RIGHT)
+
+    assert answer.json == {"status": "ok", "ready_engines": {}}
+
+
+@pytest.mark.parametrize(
+    "path", ["/metrics", "/nothing", "/docs", "/openapi.json", "/health/", "/HEALTH", "/%68ealth/x"]
+)
 async def test_without_a_key_not_even_what_exists_can_be_learned(path):
     async with open_stage(keys=[KEY]) as stage:
         assert (await ask(stage.port, "GET", path)).status == 401

@@ -142,13 +142,16 @@ async def test_a_router_that_leaves_answers_and_sends_its_clients_elsewhere():
     assert "retry-after" in pages["/ready"].headers
 
 
-async def test_metrics_are_there_on_both_ports():
-    async with open_stage() as stage:
-        await ask(stage.port, "POST", CHAT, {})
-        for port in (stage.port, stage.admin_port):
-            answer = await ask(port, "GET", "/metrics")
-            assert answer.headers["content-type"].startswith("text/plain")
-            assert b'quire_rejections_total{reason="invalid"}' in answer.body
+@pytest.mark.parametrize("keys", [[], ["a-key-that-is-right"]], ids=["open", "keys"])
+async def test_metrics_are_there_on_the_metrics_port_only(keys):
+    headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+    async with open_stage(keys=keys) as stage:
+        await ask(stage.port, "POST", CHAT, {}, headers)
+        answer = await ask(stage.admin_port, "GET", "/metrics")
+        assert (await ask(stage.port, "GET", "/metrics", None, headers)).status == 404
+
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert b'quire_rejections_total{reason="invalid"}' in answer.body
 
 
 async def test_the_admin_port_serves_nothing_else():

@@ -50,6 +50,11 @@ class Keys:
             tenant, salt = _derived(key.encode())
             self._callers.append((_digest(key.encode()), Caller(tenant, salt, file.tenants.of(tenant))))
 
+    @property
+    def required(self) -> bool:
+        """Whether there is any key, so that each caller must have one."""
+        return bool(self._callers)
+
     def caller(self, *authorizations: str) -> Caller:
         """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
 

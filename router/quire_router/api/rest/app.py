@@ -1,7 +1,7 @@
 """The REST application: routes, keys, and what becomes of errors. Everything that is raised is answered here."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from quire_proto.errors import ErrorCode, QuireError, internal
 from starlette.exceptions import HTTPException
@@ -24,7 +24,7 @@ from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationR
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live", "/metrics"})
+OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
 _LAST = ((b"connection", b"close"),)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
@@ -32,13 +32,16 @@ _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 
 class RestApp:
-    """An ASGI application over ``routes``. Without a key only ``OPEN_PATHS`` can be reached, not even the knowledge
+    """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, not even the knowledge
     of which other paths exist.
     """
 
-    def __init__(self, frontend: Frontend, routes: Sequence[Route], patience: float) -> None:
+    def __init__(
+        self, frontend: Frontend, routes: Sequence[Route], patience: float, open_paths: Container[str] = OPEN_PATHS
+    ) -> None:
         self._frontend = frontend
         self.routes = tuple(routes)
+        self._open_paths = open_paths
         self._router = Router(routes, redirect_slashes=False)
         self._patience = patience
 
@@ -72,7 +75,7 @@ class RestApp:
             await _fail(exchange, internal())
 
     def _authenticate(self, exchange: Exchange) -> None:
-        if exchange.path in OPEN_PATHS:
+        if exchange.path in self._open_paths:
             return
         with counting_rejections():
             exchange.caller = self._frontend.keys.caller(*exchange.values("authorization"))
@@ -108,23 +111,24 @@ def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, heart
         _route("/detokenize", "POST", tokens.detokenize),
         _route("/v1/models", "GET", pages.models),
         _route("/v1/models/{model:path}", "GET", pages.model),
-        *_told_to_all(pages),
+        *_probes(pages, pages.health),
     ]
     return RestApp(frontend, routes, patience)
 
 
 def build_admin(frontend: Frontend, *, patience: float) -> RestApp:
-    """What the metrics port serves."""
-    return RestApp(frontend, _told_to_all(Pages(frontend)), patience)
+    """What the metrics port serves, without a key: it is not for clients."""
+    pages = Pages(frontend)
+    routes = [*_probes(pages, pages.health_in_detail), _route("/metrics", "GET", pages.metrics)]
+    return RestApp(frontend, routes, patience, open_paths=OPEN_PATHS | {"/metrics"})
 
 
-def _told_to_all(pages: Pages) -> list[Route]:
+def _probes(pages: Pages, health: Handler) -> list[Route]:
     return [
         _route("/started", "GET", pages.started),
         _route("/ready", "GET", pages.ready),
-        _route("/health", "GET", pages.health),
+        _route("/health", "GET", health),
         _route("/live", "GET", pages.live),
-        _route("/metrics", "GET", pages.metrics),
     ]
 
 

@@ -1,8 +1,11 @@
 """The routes that only tell: models, health, metrics."""
 
+from collections.abc import Mapping
+
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire_router.api.frontend import Frontend
+from quire_router.api.identity import ANYONE, Caller
 from quire_router.api.rest.answers import model_object, to_json
 from quire_router.api.rest.connection import JSON
 from quire_router.api.rest.exchange import Exchange
@@ -32,14 +35,19 @@ class Pages:
         await exchange.reply.whole(200, to_json(model_object(card)))
 
     async def health(self, exchange: Exchange) -> None:
-        """Whether requests can be served now: 200 when some model has an engine, and how many each has."""
-        serving = self._frontend.serving()
-        engines = {card.name: card.ready_engines for card in self._frontend.models()}
-        body = to_json({"status": "ok" if serving else "unavailable", "ready_engines": engines})
-        if serving:
-            await exchange.reply.whole(200, body)
+        """Whether requests can be served now: 200 when some model has an engine, else 503. A caller with a key, or
+        where none is configured, is also told how many engines each of its models has. Raises ``QuireError``
+        UNAUTHENTICATED for a wrong key.
+        """
+        keys, given = self._frontend.keys, exchange.values("authorization")
+        if keys.required and not given:
+            await self._health(exchange, {})
         else:
-            await exchange.reply.whole(503, body, _UNREADY)
+            await self._health(exchange, self._engines(keys.caller(*given)))
+
+    async def health_in_detail(self, exchange: Exchange) -> None:
+        """As ``health``, with all models for anyone."""
+        await self._health(exchange, self._engines(ANYONE))
 
     async def started(self, exchange: Exchange) -> None:
         """Whether settings and tokenizers are loaded and the ports are open, before which nobody answers here."""
@@ -64,3 +72,12 @@ class Pages:
     async def metrics(self, exchange: Exchange) -> None:
         """All metrics in Prometheus' text format."""
         await exchange.reply.whole(200, generate_latest(), ((b"content-type", CONTENT_TYPE_LATEST.encode()),))
+
+    def _engines(self, caller: Caller) -> dict[str, dict[str, int]]:
+        return {"ready_engines": {card.name: card.ready_engines for card in self._frontend.models(caller)}}
+
+    async def _health(self, exchange: Exchange, details: Mapping[str, object]) -> None:
+        if self._frontend.serving():
+            await exchange.reply.whole(200, to_json({"status": "ok", **details}))
+        else:
+            await exchange.reply.whole(503, to_json({"status": "unavailable", **details}), _UNREADY)
