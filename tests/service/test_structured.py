@@ -2,19 +2,26 @@
 
 import json
 import re
+import resource
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from openai import BadRequestError
+from openai import BadRequestError, RateLimitError
 from openai.types.chat import ChatCompletion
 from openai.types.chat.chat_completion import Choice
 
-from tests.service.conftest import MODEL, Stack
+from tests.service.conftest import DEMO, MODEL, SMALL_POOLS, Stack
 from tests.support.grammars import encode, schemas
+from tests.support.processes import Engine, Router
+from tests.support.redis_server import redis_server
+from tests.support.warm import WarmEngine
 
 QUESTION = [{"role": "user", "content": "Tell me a story about a hedgehog."}]
 BATCH = 50
@@ -91,3 +98,56 @@ def test_a_grammar_that_dies_in_mid_stream_ends_its_request_alone(stack: Stack) 
         with pytest.raises(BadRequestError, match="grammar"):
             ask(stack, extra_body=dying)
         assert other.result(60).choices[0].finish_reason == "length"
+
+
+# Shortages
+
+
+@contextmanager
+def no_descriptors(*engines: Engine) -> Iterator[None]:
+    """These engines can open nothing: neither a file nor a pipe. What they have open stays so."""
+    kept = {engine.popen.pid: resource.prlimit(engine.popen.pid, resource.RLIMIT_NOFILE) for engine in engines}
+    try:
+        for pid, (_, hard) in kept.items():
+            taken = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+            free = next(number for number in range(hard) if number not in taken)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
+        yield
+    finally:
+        for pid, limits in kept.items():
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.fixture
+def untried(tmp_path: Path) -> Iterator[Stack]:
+    """Engines that have compiled no grammar yet."""
+    with redis_server() as redis:
+        engines = [WarmEngine(DEMO, tmp_path, *SMALL_POOLS) for _ in range(2)]
+        router = Router(DEMO, [engine.address for engine in engines], tmp_path, "--redis-url", redis.url)
+        try:
+            for process in (*engines, router):
+                process.wait_ready()
+            yield Stack(redis, engines, router)
+        finally:
+            for process in (router, *engines):
+                process.stop()
+
+
+def test_an_engine_without_descriptors_refuses_grammars_only_for_as_long(untried: Stack) -> None:
+    """Its refusal is neither the client's fault nor kept, not even under the request's key; other engines are asked."""
+    fields = {"extra_body": {"structured_outputs": {"regex": "[a-z]{3}"}}, "extra_headers": {"Idempotency-Key": "one"}}
+    with no_descriptors(*untried.engines):
+        with pytest.raises(RateLimitError) as refused:
+            ask(untried, **fields)
+        assert refused.value.response.headers["retry-after"]
+        assert ask(untried, frequency_penalty=0.5, presence_penalty=0.5, max_tokens=4).choices[0].finish_reason
+        repeated = ask(untried, extra_body={"repetition_penalty": 1.2}, max_tokens=4)
+        assert repeated.choices[0].finish_reason == "length"
+
+    with no_descriptors(untried.engines[0]):
+        for seed in range(4):  # at either engine first
+            answer = ask(untried, seed=seed, extra_body={"structured_outputs": {"regex": f"[a-z]{{{seed + 1}}}"}})
+            assert re.fullmatch("[a-z]+", answer.choices[0].message.content or "")
+    assert re.fullmatch("[a-z]{3}", ask(untried, **fields).choices[0].message.content or "")
+    for process in (*untried.engines, untried.router):
+        assert "Traceback" not in process.text

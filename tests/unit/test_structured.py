@@ -468,6 +468,20 @@ def test_a_model_without_a_usable_tokenizer_refuses_structured_output_by_name(tm
     assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, "regex")
 
 
+def test_a_tokenizer_that_cannot_be_read_now_is_read_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelGrammars(MODEL, VOCAB_SIZE, [EOS], trials=1)
+    try:
+        with monkeypatch.context() as without_descriptors:
+            without_descriptors.setattr(Path, "read_text", lambda *_, **__: os.open("/", os.O_WRONLY))
+            with pytest.raises(QuireError, match="now") as refused:
+                model.compile(JSON_OBJECT)
+        assert refused.value.code is ErrorCode.OVERLOADED
+        assert refused.value.retry_after
+        assert model.compile(JSON_OBJECT).matcher()
+    finally:
+        model.close()
+
+
 def test_a_model_without_an_end_token_refuses_structured_output() -> None:
     with pytest.raises(QuireError, match="no structured output"):
         ModelGrammars(MODEL, VOCAB_SIZE, []).compile(JSON_OBJECT)

@@ -10,6 +10,7 @@ Only the scores of tokens that occurred are touched, and a sequence's tokens are
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.ma  # numpy.unique would import it in the step, where there may be no descriptor for that
 import torch
 
 from quire_engine.device.transfers import upload_arrays

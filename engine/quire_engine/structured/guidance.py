@@ -52,10 +52,12 @@ class Guidance:
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> "Guidance":
-        """For the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError``."""
+        """For the ``tokenizer.json`` at ``path``. Raises ``UnusableTokenizerError``, and ``OSError`` where there is one
+        that cannot be read now.
+        """
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:
             raise UnusableTokenizerError(f"{path.name} cannot be read: {error}") from None
         return cls(text, vocab_size, eos_token_ids)
 

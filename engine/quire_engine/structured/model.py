@@ -38,15 +38,22 @@ class ModelGrammars:
 
     def compile(self, structured: Structured) -> CompiledGrammar:
         """May take seconds. Raises ``QuireError`` INVALID for what is no grammar, needs too much, or cannot be had of
-        this model, and OVERLOADED when there was no time to find that out.
+        this model, and OVERLOADED when there was no time to find that out, or no file, process or memory to be had.
         """
         definition = define(structured)
-        guidance = self._loaded(structured)
         try:
+            guidance = self._loaded(structured)
             num_bytes = self._try(definition)
             grammar = guidance.compile(definition)
         except RejectedError as error:
             raise refusal(structured, str(error)) from None
+        except (
+            OSError,
+            MemoryError,
+        ) as error:  # of the machine, not of the grammar: another engine may have what it needs
+            log.warning("a grammar could not be compiled: %s", error)
+            message = "The engine cannot compile grammars now."
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0) from None
         grammar.num_bytes = num_bytes
         return grammar
 

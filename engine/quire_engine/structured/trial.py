@@ -52,7 +52,7 @@ class Trial:
 
     def check(self, definition: str) -> int:
         """The bytes that ``definition`` takes when it is compiled. Raises ``RejectedError`` when it cannot be compiled
-        within the limits, ``TrialLostError`` when that was not to be found out, and ``RuntimeError`` when there is no
+        within the limits, ``TrialLostError`` when that was not to be found out, and ``OSError`` when there is no
         process to try it in.
         """
         with self._lock:
@@ -98,7 +98,7 @@ class Trial:
             )
             if _answer(self._process, START_PATIENCE) is None:
                 self._end()
-                raise RuntimeError("the process that tries grammars out did not start")
+                raise ChildProcessError("the process that tries grammars out did not start")
         return self._process
 
 
