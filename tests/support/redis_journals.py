@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from quire_proto.sampling import SamplingParams
 from quire_router.generation import Generation
 from quire_router.journal.base import Lease, Record
-from quire_router.journal.keys import keys
+from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
 from quire_router.journal.store import RedisStore
@@ -78,3 +78,24 @@ async def store_row(redis: Redis, request_id: str, row: bytes) -> None:
     record, tokens = keys(request_id)
     await redis.set(tokens, row)
     await redis.hset(record, "sum", crc32(row))
+
+
+@asynccontextmanager
+async def out_of_memory(redis: Redis) -> AsyncIterator[None]:
+    """Redis refuses what may need memory, and carries out the rest, for the length of a block."""
+    await redis.config_set("maxmemory", 1)
+    try:
+        yield
+    finally:
+        await redis.config_set("maxmemory", 0)
+
+
+async def turn_clock_back(server: RedisServer, seconds: float) -> None:
+    """As if the clock of Redis' machine had gone back: every moment that is written down is so much further ahead."""
+    milliseconds = round(seconds * 1000)
+    async with redis_at(server) as redis:
+        async for record in redis.scan_iter("quire:*:record"):
+            if await redis.hexists(record, "lease_expires"):
+                await redis.hincrby(record, "lease_expires", milliseconds)
+        for name in await redis.zrange(BACKGROUND, 0, -1):
+            await redis.zincrby(BACKGROUND, milliseconds, name)

@@ -28,7 +28,7 @@ from tests.support.redis_server import RedisServer, redis_server
 
 ROUTERS = 3
 NAMES = ["a", "b"]
-SETTINGS = JournalSettings(lease=60, settle=0, pause=0.001)  # leases expire when the test says so
+SETTINGS = JournalSettings(lease=9, settle=0, pause=0.001)  # leases expire when the test says so
 routers = st.integers(0, ROUTERS - 1)
 names = st.sampled_from(NAMES)
 numbers = count()

@@ -29,7 +29,7 @@ ENDED_FIELDS = ["reason", "error", "usage"]
 ROW = "the row"
 STATES = ["running", "expired", "released", "ended"]
 KINDS = ["missing", "cut", "flipped", "longer", "older", "another's"]  # from an older state, from another record
-SETTINGS = JournalSettings(lease=60, settle=0, pause=0.001)
+SETTINGS = JournalSettings(lease=9, settle=0, pause=0.001)
 NUMBERS = count()
 T = TypeVar("T")
 LOGPROBS = [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]

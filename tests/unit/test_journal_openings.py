@@ -56,7 +56,7 @@ async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisSe
 
 
 async def test_a_background_request_is_found_whose_router_died_before_it_wrote_anything(server: RedisServer) -> None:
-    async with journal_at(server, settings=JournalSettings(lease=600, settle=0)) as dying, redis_at(server) as redis:
+    async with journal_at(server, settings=JournalSettings(lease=9, settle=0)) as dying, redis_at(server) as redis:
         lease = await dying.open_once(replace(small_request("dead"), background=True))
         assert lease is not None
         entry = dying._pending.get("dead")

@@ -22,13 +22,13 @@ from hypothesis.stateful import (
 from quire_router.journal import scripts
 from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.scripts import Answer, Script
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from tests.support.redis_server import RedisServer, redis_server
 
 DONE, STALE, LOST, CANCELLED = Answer.DONE, Answer.STALE, Answer.LOST, Answer.CANCELLED
 RECORD, TOKENS = keys("r")
-LEASE, RUNNING, RELEASED, RETENTION = 60_000, 5_000, 900, 60  # ms, and s
+LEASE, RUNNING, RELEASED, RETENTION = 9_000, 5_000, 900, 60  # ms, and s
 HOLDER = ""  # stands for whoever has the record
 owners = st.sampled_from(["me", "you"])
 anybody = st.sampled_from([HOLDER, HOLDER, HOLDER, "me", "you"])
@@ -45,6 +45,7 @@ class Model:
     epoch: int
     row: bytes = b""
     held: bool = True
+    overdue: bool = False
     kept: int = RUNNING
     cancelled: bool = False
     claim: str | None = None
@@ -56,13 +57,13 @@ class Model:
         return None if (owner, epoch) == (self.owner, self.epoch) else STALE
 
     def ended(self, reason: str) -> "Model":
-        return replace(self, reason=reason, held=False, kept=RETENTION)
+        return replace(self, reason=reason, held=False, overdue=False, kept=RETENTION)
 
     def aborted(self) -> "Model":
         return replace(self.ended("abort"), owner="", epoch=self.epoch + 1)
 
     def held_by(self, owner: str, epoch: int) -> "Model":
-        return replace(self, owner=owner, epoch=epoch, held=True, kept=RUNNING)
+        return replace(self, owner=owner, epoch=epoch, held=True, overdue=False, kept=RUNNING)
 
 
 class Scripts(RuleBasedStateMachine):
@@ -153,7 +154,9 @@ class Scripts(RuleBasedStateMachine):
         answer = self.refused(owner, epoch)
         if answer is None and self.model is not None and self.model.reason is None:
             cancelled = self.model.cancelled
-            self.model = self.model.aborted() if cancelled else replace(self.model, held=False, kept=RELEASED)
+            self.model = (
+                self.model.aborted() if cancelled else replace(self.model, held=False, overdue=False, kept=RELEASED)
+            )
         assert self.run_script(scripts.RELEASE, owner, epoch, RELEASED, RETENTION) == (
             DONE if answer is None else answer
         )
@@ -164,6 +167,8 @@ class Scripts(RuleBasedStateMachine):
         if before is not None and before.reason is None:
             if before.claim == name:
                 found = True  # the answer was not heard: it is given again, and changes nothing
+            elif before.overdue:
+                self.model = replace(before, overdue=False)  # it ends a lease from now on
             elif not before.held and before.cancelled:
                 self.model = before.aborted()
             elif not before.held:
@@ -184,12 +189,12 @@ class Scripts(RuleBasedStateMachine):
             self.model = replace(before, cancelled=True) if before.held else before.aborted()
         assert self.run_script(scripts.CANCEL, RETENTION) == int(going)
 
-    @rule(to=st.sampled_from([1, 10**15]))
-    def expire(self, to: int) -> None:
-        """The lease expires, or what says until when it lasts is damaged."""
+    @rule(overdue=st.booleans())
+    def expire(self, overdue: bool) -> None:
+        """The lease expires, or the clock goes back."""
         if self.model is not None and self.model.held:
-            self.redis.hset(RECORD, "lease_expires", to)
-            self.model = replace(self.model, held=False)
+            self.redis.hset(RECORD, "lease_expires", 10**15 if overdue else 1)
+            self.model = replace(self.model, held=overdue, overdue=overdue)
 
     @rule(whole=st.sampled_from([False, False, False, True]))
     def lose(self, whole: bool) -> None:
@@ -221,7 +226,8 @@ class Scripts(RuleBasedStateMachine):
             owner=fields["owner"].decode(),
             epoch=int(fields["epoch"]),
             row=row,
-            held=0 < remains <= LEASE + 1000,
+            held=remains > 0,
+            overdue=remains > LEASE + 1000,
             kept=model.kept if self.is_kept(model) else -1,
             cancelled="cancelled" in fields,
             claim=None if claim is None else claim.decode(),
@@ -267,6 +273,51 @@ def test_no_script_goes_on_with_an_epoch_that_is_none(server: RedisServer, epoch
             with pytest.raises(ResponseError, match="DAMAGED"):
                 client.eval(script.source, 2, RECORD, TOKENS, "me", 1, 0, 0, 0, b"", 0)
         assert client.hgetall(RECORD) == before
+
+
+def arguments(script: Script) -> tuple[str | int | bytes, ...]:
+    """What the holder of a record, whose row is ``told``, asks a script."""
+    holder = "me", 2
+    return {
+        scripts.OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0),
+        scripts.APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0),
+        scripts.FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
+        scripts.RELEASE: (*holder, RELEASED, RETENTION),
+        scripts.CLAIM: ("you", "claim", LEASE, RUNNING, RETENTION),
+        scripts.CANCEL: (RETENTION,),
+    }[script]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("state", ["held", "released", "a stray row", "an older owner's"])
+def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
+    server: RedisServer, state: str, *, cancelled: bool
+) -> None:
+    with redis.Redis.from_url(server.url) as client:
+        for script in (scripts.OPEN, scripts.APPEND, scripts.FINISH, scripts.RELEASE, scripts.CLAIM, scripts.CANCEL):
+            client.flushall()
+            if state != "a stray row":
+                client.eval(scripts.OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0)
+            client.set(TOKENS, b"told", ex=RUNNING)
+            if state == "released":
+                client.eval(scripts.RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)
+            if state == "an older owner's":
+                client.hset(RECORD, "epoch", 1)
+            if cancelled and state != "a stray row":
+                client.hset(RECORD, "cancelled", 1)
+            before = client.hgetall(RECORD), client.get(TOKENS)
+            client.config_set("maxmemory", 1)
+            try:
+                client.eval(script.source, 2, RECORD, TOKENS, *arguments(script))
+                refused = False
+            except OutOfMemoryError:
+                refused = True
+            finally:
+                client.config_set("maxmemory", 0)
+            after = client.hgetall(RECORD), client.get(TOKENS)
+            assert not refused or after == before
+            grows = script is scripts.OPEN or (script is scripts.APPEND and state == "held")
+            assert refused or not grows
 
 
 def test_the_index_of_background_requests_says_until_when_each_is_held_and_expires(server: RedisServer) -> None:

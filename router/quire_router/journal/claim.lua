@@ -7,6 +7,9 @@ if not record or record.ended then
 end
 if redis.call('HGET', RECORD, 'claim') ~= ARGV[2] then -- else the answer to this claim was not heard
   if record.held then
+    if record.overdue then -- from now on one lease, which its holder renews in time if it lives
+      redis.call('HSET', RECORD, 'lease_expires', string.format('%.0f', now() + ARGV[3]))
+    end
     return false
   elseif record.cancelled then
     abort(record, ARGV[5])

@@ -16,7 +16,7 @@ from quire_router.journal.request import decode_params, decode_request
 
 TOKEN_BYTES = 4
 MAX_EPOCH_DIGITS = 15
-MAX_LEASE = 3_600_000  # ms; what says that it is held for longer is not to be believed
+MAX_LEASE = 10_000  # ms; see ``common.lua``
 _PARAMS = tuple(each.name for each in fields(SamplingParams))
 # What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)

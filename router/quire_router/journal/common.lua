@@ -1,11 +1,13 @@
 -- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
 -- lease_expires (ms); 'sum', the checksum of the row of tokens; claim, the name of the last one; cancelled; and of one
 -- that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- Each begins its writing with a command that Redis refuses when it is out of memory, and then changes nothing at all: a
+-- DEL or a ZREM it carries out. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
 -- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end.
 local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2
 local RECORD, TOKENS = KEYS[1], KEYS[2]
-local MAX_LEASE = 3600000 -- ms; what says that it is held for longer is not to be believed
+local MAX_LEASE = 10000 -- ms; no lease is longer, so what ends later was written before the clock went back
 
 local function now() -- ms, by the only clock that leases know
   local time = redis.call('TIME')
@@ -25,7 +27,8 @@ local function stored() -- nil when there is no record
     epoch = tonumber(values[1]),
     owner = values[2],
     ended = values[3],
-    held = remains > 0 and remains <= MAX_LEASE,
+    held = remains > 0,
+    overdue = remains > MAX_LEASE,
     cancelled = values[5],
   }
 end

@@ -7,12 +7,14 @@ if record then
     return STALE
   elseif record.ended then
     return same and DONE or STALE
-  elseif not same then
-    redis.call('DEL', TOKENS)
-    redis.call('HDEL', RECORD, 'sum')
   end
-else
+end
+redis.call('HSET', RECORD, 'owner', ARGV[1]) -- before anything is deleted (see above)
+if not record then
   redis.call('DEL', RECORD, TOKENS)
+elseif epoch > record.epoch or ARGV[1] ~= record.owner then
+  redis.call('DEL', TOKENS)
+  redis.call('HDEL', RECORD, 'sum')
 end
 redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[7])
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from quire_router.journal.codec import MAX_LEASE
+
 
 @dataclass(frozen=True, slots=True)
 class JournalSettings:
-    """Times in seconds.
+    """Times in seconds. Raises ``ValueError`` for a lease that is longer than any may be.
 
     A router holds a ``lease`` on each record it writes and renews it four times as often, so that a slow beat does not
     lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
@@ -19,6 +21,10 @@ class JournalSettings:
     retention: float = 3600.0
     running_ttl: float = 86_400.0
     pause: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.lease_ms > MAX_LEASE:
+            raise ValueError("a lease is longer than scripts believe any to be")
 
     @property
     def lease_ms(self) -> int:

@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from quire_router import metrics
 from quire_router.journal import scripts
 from quire_router.journal.base import Owners
-from quire_router.journal.commands import Commands
+from quire_router.journal.commands import Commands, is_listed, is_unlisted, unlist
 from quire_router.journal.pending import Entry, Pending, Write
 from quire_router.journal.scripts import Answer
 from quire_router.journal.server import RedisServer
@@ -64,7 +64,8 @@ class RedisWriter:
             try:
                 await self._turn()
             except NoScriptError:
-                self._loaded = False  # Redis was restarted, or told to forget its scripts
+                # Redis was restarted, or told to forget its scripts, maybe again before they could be loaded and used.
+                self._commands.by_source = True
                 await asyncio.sleep(self._settings.pause)
             except ResponseError as error:
                 self._refusing = True  # read only, out of memory, not allowed: it is there and knows the scripts
@@ -148,10 +149,15 @@ class RedisWriter:
         with self._server.exchange(writes=True):
             answers = iter(await self._wire.exchange(chain.from_iterable(commands)))
         now = asyncio.get_running_loop().time()
-        problems = [
-            self._settle(write, list(islice(answers, len(made))), now)
-            for write, made in zip(writes, commands, strict=True)
-        ]
+        problems, lasts = [], []
+        for write, made in zip(writes, commands, strict=True):
+            *_, last = own = list(islice(answers, len(made)))
+            problems.append(self._settle(write, own, now))
+            lasts.append(last)
+        self._commands.by_source = False  # whatever was wanted is known by its hash again
+        ended = [write for write, last in zip(writes, lasts, strict=True) if is_unlisted(write) and last == Answer.DONE]
+        if ended:
+            await self._wire.exchange([unlist(ended)])
         for problem in filter(None, problems):
             raise problem
         self._succeeded()
@@ -164,8 +170,7 @@ class RedisWriter:
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         problem = next((error for error in errors if not is_damage(error)), None)
         if problem is None:
-            of_the_record = answers[:-1] if write.entry.generation.background else answers
-            self._take_note(write, of_the_record, now)
+            self._take_note(write, answers[1:] if is_listed(write) else answers, now)
         return problem
 
     def _take_note(self, write: Write, answers: list[Any], now: float) -> None:
