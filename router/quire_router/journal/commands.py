@@ -11,7 +11,9 @@ from quire_router.journal.wire import pack
 
 
 class Commands:
-    """Makes the commands of writes, with the times of ``settings``: ``by_source`` where Redis may not know the scripts."""
+    """Makes the commands of writes, with the times of ``settings``. With ``by_source`` they bring their scripts along,
+    which Redis may have forgotten.
+    """
 
     def __init__(self, settings: JournalSettings) -> None:
         self.by_source = False

@@ -46,7 +46,7 @@ class Orphans:
             "+inf",
             byscore=True,
             offset=0,
-            num=MAX_LOOKED_AT,  # type: ignore[arg-type]
+            num=MAX_LOOKED_AT,
         )
         if ahead:
             await self._client.zadd(BACKGROUND, dict.fromkeys(ahead, now), xx=True)
