@@ -16,7 +16,7 @@ is that of torch's builds for CPUs, which torch's installation page names.
 endef
 export TORCH_SIZE
 
-.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers images proto proto-check clean help
+.PHONY: up test soak chaos lint bench bench-router bench-simulation bench-fleet peers clients images proto proto-check clean help
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
@@ -26,6 +26,7 @@ help:
 	@echo "make lint                                     style, types, stale stubs"
 	@echo "make bench                                    speed beside transformers' and installed peers', in one run, and more"
 	@echo "make peers                                    vLLM's CPU build and llama.cpp, each in an environment of its own"
+	@echo "make clients                                  clients that others wrote, installed in .clients, talk to a router"
 	@echo "make bench-router                             what the router costs, and what some clients do to others"
 	@echo "make bench-simulation TRACE=/path/to/file     KV waste, and sjf against fcfs, on a trace"
 	@echo "make bench-fleet TRACES=/path/to/folder       placement policies against each other, simulated"
@@ -113,6 +114,10 @@ DOCKER  ?= docker
 BUILD = $(DOCKER) build --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD) \
   $(foreach name,BASE BASE_DIGEST EXTRA_INDEX TORCH_CPU_INDEX TORCH_CUDA_INDEX FLASHINFER_INDEX,$(if $($(name)),--build-arg $(name)='$($(name))')) \
   $(BUILD_ARGS)
+
+clients: $(READY)
+	@scripts/clients.sh .clients
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 images:
 	$(BUILD) --file docker/router.Dockerfile --tag quire-router:$(VERSION) .

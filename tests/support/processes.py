@@ -132,15 +132,15 @@ class Router(Process):
         return metric(self.metrics_port, name, **labels)
 
 
-def wait_healthy(process: Process, port: int) -> None:
-    """Returns once ``/health`` on ``port`` answers 200; fails with the process's output when it ends or takes too
+def wait_healthy(process: Process, port: int, path: str = "/health") -> None:
+    """Returns once ``path`` on ``port`` answers 200; fails with the process's output when it ends or takes too
     long.
     """
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if process.popen.poll() is not None:
             raise AssertionError(f"the process ended with {process.popen.returncode}:\n{process.text}")
-        if fetch(port, "/health")[0] == 200:
+        if fetch(port, path)[0] == 200:
             return
         time.sleep(0.1)
     process.signal(signal.SIGKILL)

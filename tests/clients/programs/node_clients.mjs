@@ -1,0 +1,106 @@
+// The openai package and openai-agents of Node: `node node_clients.mjs URL SLOW_URL`, with NODE_PATH's packages beside it.
+import { readFileSync } from "node:fs";
+import { createRequire } from "node:module";
+import { pathToFileURL } from "node:url";
+
+const [url, slowUrl, packages] = process.argv.slice(2);
+const given = JSON.parse(readFileSync(new URL("./scenarios.json", import.meta.url)));
+const require = createRequire(pathToFileURL(`${packages}/`));
+const OpenAI = require("openai").default;
+const agents = require("@openai/agents");
+const { z } = require("zod");
+
+const open = (base) => new OpenAI({ baseURL: `${base}/v1`, apiKey: "none", maxRetries: 0 });
+const client = open(url), slow = open(slowUrl);
+const asked = { model: "tools", ...given.parameters };
+const first = given.first[0].content;
+
+const openaiScenarios = {
+  async streamed() {
+    let text = "", usage;
+    for await (const chunk of await client.chat.completions.create({
+      ...asked, messages: given.first, stream: true, stream_options: { include_usage: true },
+    })) {
+      usage = chunk.usage ?? usage;
+      text += chunk.choices.map((choice) => choice.delta.content ?? "").join("");
+    }
+    return { text, usage: [usage.prompt_tokens, usage.completion_tokens] };
+  },
+  async second_turn() {
+    const message = await client.chat.completions.stream({ ...asked, messages: given.first }).finalMessage();
+    const answer = await client.chat.completions.create({ ...asked, messages: [...given.first, message, given.second] });
+    return { text: answer.choices[0].message.content };
+  },
+  async tool_loop() {
+    const answer = await client.chat.completions.parse({
+      ...asked, messages: given.cities, tools: [given.tool], tool_choice: "required", parallel_tool_calls: false,
+    });
+    const message = answer.choices[0].message;
+    const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: given.result };
+    const last = await client.chat.completions.create({
+      ...asked, messages: [...given.cities, message, result], tools: [given.tool],
+    });
+    return { arguments: message.tool_calls[0].function.arguments, text: last.choices[0].message.content };
+  },
+  async streamed_error() {
+    for await (const _ of await slow.chat.completions.create({
+      ...asked, ...given.endless, messages: given.first, stream: true,
+    }));
+    return { text: "the stream ended without an error" };
+  },
+};
+
+agents.setTracingDisabled(true);
+const weather = agents.tool({
+  name: "weather",
+  description: "The weather in a city.",
+  parameters: z.object({ city: z.enum(["Rome", "Oslo"]) }),
+  execute: async () => given.result,
+});
+const agent = (made, settings = {}, more = {}) =>
+  new agents.Agent({
+    name: "tester",
+    model: new agents.OpenAIChatCompletionsModel(made, "tools"),
+    modelSettings: { temperature: 0, maxTokens: given.parameters.max_tokens, ...settings },
+    ...more,
+  });
+
+const agentScenarios = {
+  async streamed() {
+    const result = await agents.run(agent(client), first, { stream: true });
+    for await (const _ of result);
+    const usage = result.state.usage;
+    return { text: result.finalOutput, usage: [usage.inputTokens, usage.outputTokens] };
+  },
+  async second_turn() {
+    const result = await agents.run(agent(client), first);
+    const again = await agents.run(agent(client), [...result.history, given.second]);
+    return { text: again.finalOutput };
+  },
+  async tool_loop() {
+    const caller = agent(client, { toolChoice: "required", parallelToolCalls: false }, { tools: [weather] });
+    const result = await agents.run(caller, given.cities[0].content);
+    const calls = result.newItems.filter((item) => item.type === "tool_call_item");
+    return { arguments: calls[0].rawItem.arguments, text: result.finalOutput };
+  },
+  async streamed_error() {
+    const settings = { maxTokens: given.endless.max_tokens, providerData: { logit_bias: given.endless.logit_bias } };
+    const result = await agents.run(agent(slow, settings), first, { stream: true });
+    for await (const _ of result);
+    return { text: "the stream ended without an error" };
+  },
+};
+
+const found = {};
+for (const [name, scenarios] of Object.entries({ "openai-node": openaiScenarios, "openai-agents-js": agentScenarios })) {
+  found[name] = {};
+  for (const [scenario, act] of Object.entries(scenarios)) {
+    try {
+      found[name][scenario] = await act();
+    } catch (error) {
+      found[name][scenario] = { error: `${error.name}: ${error.message}` };
+    }
+  }
+}
+console.log(JSON.stringify(found));
+process.exit(0);
