@@ -91,6 +91,7 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.slow_clients
 	$(BIN)/python -m tests.bench.prefix_timing
 	$(BIN)/python -m tests.bench.discovery
+	$(BIN)/python -m tests.bench.hostile_clients
 	$(BIN)/python -m tests.bench.metric_age
 
 # Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
