@@ -279,7 +279,7 @@ class Progress:
         if self.attempt == self._refusals and not self.restored:
             bill.void()  # no engine ever had it
         else:
-            bill.used = self.usage.prompt_tokens + self.usage.completion_tokens
+            bill.used = self.generation.counted(self.usage.prompt_tokens, self.usage.completion_tokens)
             bill.close()
 
     def _start_choices(self) -> None:

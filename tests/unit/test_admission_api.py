@@ -28,12 +28,11 @@ class LimitedRunner(ScriptedRunner):
     limits: Limits
 
     async def run(self, generation: Generation) -> AsyncGenerator[Delta]:
-        tokens = len(generation.prompt_token_ids) + generation.params.max_tokens
-        with await self.limits.enter(generation.tenant, generation.request_id, tokens) as bill:
+        with await self.limits.enter(generation.tenant, generation.request_id, generation.most_tokens) as bill:
             async with aclosing(super().run(generation)) as deltas:
                 async for delta in deltas:
                     if delta.usage is not None:
-                        bill.used = delta.usage.prompt_tokens + delta.usage.completion_tokens
+                        bill.used = generation.counted(delta.usage.prompt_tokens, delta.usage.completion_tokens)
                     yield delta
 
 
@@ -67,6 +66,15 @@ async def call(stage, key=KEY, **fields):
             async for _ in answer:
                 pass
         return await answer.code(), dict(await answer.trailing_metadata())
+
+
+async def test_log_probabilities_count_towards_the_tokens_of_a_minute():
+    async with tenant_stage(tokens_per_minute=120) as stage:
+        plain = await post(stage, body=chat(max_tokens=40))
+        assert plain.status == 200, plain.body
+        refused = await post(stage, body=chat(max_tokens=40, logprobs=True, top_logprobs=20))
+    assert refused.status == 400, "40 tokens with 21 log-probabilities each are never admitted under 120 a minute"
+    assert refused.json["error"]["param"] == "max_tokens"
 
 
 async def test_a_model_that_a_key_does_not_open_is_forbidden_in_both_apis_and_not_listed():

@@ -29,11 +29,5 @@ def check_size(generations: Sequence[Generation]) -> None:
 
 def _values(generation: Generation) -> int:
     params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
-    echoed = prompt_tokens if generation.echo else 0
-    output = params.num_drawn * (params.max_tokens + echoed) * (1 + _entries(params.logprobs))
-    return output + params.num_drawn * prompt_tokens * _entries(params.prompt_logprobs)
-
-
-def _entries(logprobs: int | None) -> int:
-    """Log-probabilities a token: its own and the most probable ones."""
-    return 0 if logprobs is None else 1 + logprobs
+    output = params.num_drawn * (params.max_tokens + (prompt_tokens if generation.echo else 0))
+    return output + generation.num_logprobs(prompt_tokens, params.num_drawn * params.max_tokens)
