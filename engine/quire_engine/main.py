@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.settings import read_settings, refuse_unknown_variables
-from quire_proto.text.vocabulary import digest_of_folder
+from quire_proto.text.vocabulary import config_digest_of_folder, digest_of_folder
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
@@ -122,6 +122,7 @@ def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
         tokenizer_digest=digest_of_folder(config.model),
+        config_digest=config_digest_of_folder(config.model),
     )
 
 

@@ -52,7 +52,7 @@ class Parts:
             LinkSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
             assumed=assumed_limits(settings.models),
             vocabularies={
-                name: Vocabulary(folder, texts[name].vocabulary_digest) for name, folder in settings.models.items()
+                name: Vocabulary.of(folder, texts[name].vocabulary_digest) for name, folder in settings.models.items()
             },
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,27 @@ def swapped(folder: Path) -> Path:
     return folder
 
 
+def resized(folder: Path) -> Path:
+    """The demo model's folder with the configuration of a deeper model that has the same tokenizer."""
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("name", "words"), [("quire-demo", "with another tokenizer than the one in "), ("else", "serves 'quire-demo'")]
+    ("name", "change", "words"),
+    [
+        ("quire-demo", swapped, "with another tokenizer than the one in "),
+        ("quire-demo", resized, "with a model of another architecture or size than the one in "),
+        ("else", None, "serves 'quire-demo'"),
+    ],
 )
 def test_an_engine_of_another_model_gets_no_requests_and_is_named(
-    stack: Stack, tmp_path: Path, name: str, words: str
+    stack: Stack, tmp_path: Path, name: str, change: Callable[[Path], Path] | None, words: str
 ) -> None:
-    engine, folder = stack.engines[0], DEMO if name == "else" else swapped(tmp_path / "model")
+    engine, folder = stack.engines[0], DEMO if change is None else change(tmp_path / "model")
     router = Router(folder, [engine.address], tmp_path, name=name)
     try:
         eventually(lambda: words in router.text or router.popen.poll() is not None)

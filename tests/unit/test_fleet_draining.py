@@ -94,6 +94,7 @@ async def test_what_a_leaving_engine_did_not_end_is_told_from_what_another_loses
             await rest(lost)
         assert loss.value.kind == "engine_lost"
         refused = await submitted(engine, link, submit("c"))
+        engine.draining = True
         engine.send(output("c", [], 0, ERROR, STOPPING))
         with pytest.raises(EngineLeaving):
             await rest(refused)

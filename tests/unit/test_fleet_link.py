@@ -485,9 +485,38 @@ async def test_requests_that_cannot_even_be_sent_are_too_many() -> None:
             link.submit(submit("c"))
 
 
+async def test_an_engine_that_cannot_take_one_request_now_gets_others() -> None:
+    """It is leaving when it says so, and not because it is unavailable to one request."""
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
+        with pytest.raises(EngineFull):
+            await anext(stream)
+        assert link.ready
+
+
+@pytest.mark.parametrize("delivered", [(), (1, 2)])
+async def test_what_another_engine_wrote_is_no_mistake_of_the_client(delivered: tuple[int, ...]) -> None:
+    """An engine that refuses a request with the tokens of another engine in it loses it; otherwise it is the client
+    who hears of it.
+    """
+    message, refused = submit("a"), types_pb2.Error(code=types_pb2.ERROR_CODE_INVALID, message="Token ids!")
+    message.output_token_ids.extend(delivered)
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, message)
+        engine.send(output("a", [], 0, ERROR, refused))
+        if delivered:
+            with pytest.raises(EngineLost, match="Token ids!"):
+                await anext(stream)
+        else:
+            assert (await anext(stream)).error.code is ErrorCode.INVALID
+        assert link.ready
+
+
 async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more() -> None:
     async with linked() as (engine, link):
         stream = await submitted(engine, link, submit("a"))
+        engine.draining = True
         engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
         with pytest.raises(EngineLost):
             await anext(stream)

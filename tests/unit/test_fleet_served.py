@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.text.model_text import ModelText
-from quire_proto.text.vocabulary import DIGEST_BYTES, digest_of_folder, vocabulary_digest
+from quire_proto.text.vocabulary import (
+    DIGEST_BYTES,
+    config_digest_of_folder,
+    digest_of_folder,
+    vocabulary_digest,
+)
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.served import Vocabulary
 from quire_router.fleet.static import StaticDiscovery
@@ -23,10 +28,12 @@ from tests.support.waiting import until
 OURS = Vocabulary(Path("/models/ours"), b"o" * DIGEST_BYTES)
 
 
-async def told_of(caplog: pytest.LogCaptureFixture, engine: ScriptedEngine, ready: Mapping[str, int]) -> list[str]:
+async def told_of(
+    caplog: pytest.LogCaptureFixture, engine: ScriptedEngine, ready: Mapping[str, int], ours: Vocabulary = OURS
+) -> list[str]:
     """What the router says above information of an engine, after the models came to have so many engines."""
     caplog.set_level(logging.INFO)
-    fleet = Fleet(StaticDiscovery([await engine.start()]), ready, vocabularies={"m": OURS})
+    fleet = Fleet(StaticDiscovery([await engine.start()]), ready, vocabularies={"m": ours})
     await fleet.start()
     try:
         await until(lambda: "is connected" in caplog.text)
@@ -52,6 +59,61 @@ async def test_an_engine_with_other_tokens_is_left_out_and_named(caplog: pytest.
     (line,) = await told_of(caplog, engine, {"m": 0, "free": 1})
     assert line.startswith(f"ERROR engine {engine.address} serves 'm' with another tokenizer")
     assert str(OURS.folder) in line
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"vocab_size": 2000}, "a vocabulary of 2000 tokens"),
+        ({"config_digest": b"d" * DIGEST_BYTES}, "a model of another architecture or size"),
+    ],
+)
+async def test_an_engine_of_another_model_with_the_same_tokens_is_left_out_and_named(
+    told: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = Vocabulary(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
+    engine = ScriptedEngine(tokenizer_digest=ours.digest, **told)
+    (line,) = await told_of(caplog, engine, {"m": 0}, ours)
+    assert line.startswith(f"ERROR engine {engine.address} serves 'm' with {words}")
+    assert str(OURS.folder) in line
+
+
+async def test_an_engine_that_does_not_tell_what_a_later_one_does_serves(caplog: pytest.LogCaptureFixture) -> None:
+    ours = Vocabulary(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
+    assert await told_of(caplog, ScriptedEngine(tokenizer_digest=ours.digest), {"m": 1}, ours) == []
+
+
+SIZES = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("changed", "same"),
+    [
+        ({"transformers_version": "9", "torch_dtype": "float16", "head_dim": 16, "quantization_config": {}}, True),
+        ({"max_position_embeddings": 9000}, True),
+        ({"num_hidden_layers": 3}, False),
+        ({"hidden_size": 128}, False),
+        ({"vocab_size": 2000}, False),
+        ({"model_type": "qwen2"}, False),
+    ],
+)
+def test_models_of_other_sizes_are_told_apart_and_files_that_were_written_again_are_not(
+    changed: dict[str, object], same: bool, tmp_path: Path
+) -> None:
+    for name, config in (("one", SIZES), ("other", {**SIZES, **changed})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    one, other = (config_digest_of_folder(tmp_path / name) for name in ("one", "other"))
+    assert len(one) == DIGEST_BYTES
+    assert (one == other) is same
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": true}', "[" * 100_000, '{"vocab_size": 1}'])
+def test_a_folder_that_does_not_tell_its_sizes_is_compared_with_nothing(content: str, tmp_path: Path) -> None:
+    assert config_digest_of_folder(tmp_path) == b""
+    (tmp_path / "config.json").write_text(content)
+    assert config_digest_of_folder(tmp_path) == b""
+    assert Vocabulary.of(tmp_path, OURS.digest).config_digest == b""
 
 
 async def test_an_engine_of_some_of_the_models_is_none_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:

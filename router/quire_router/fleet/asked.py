@@ -21,6 +21,11 @@ class Asked:
     prompt_logprobs: int = 0
     vocabulary: int = _ANY
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether another engine has made a part of it already."""
+        return any(self.positions.values())
+
     @classmethod
     def of(cls, message: engine_pb2.Submit, vocabulary: int = 0) -> Self:
         """What the engine will answer to ``message``; 0 tokens are a vocabulary that is not known."""

@@ -4,26 +4,47 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from quire.v1 import engine_pb2
+from quire_proto.text.vocabulary import config_digest_of_folder, read_config
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens of one model as this router knows them: their digest (``quire_proto.text.vocabulary``), and the folder
-    that they were read from.
+    """One model as this router knows it, from its ``folder``: the digest of its tokens and that of its configuration
+    (``quire_proto.text.vocabulary``), and how many tokens the configuration says it has. Empty and 0 where the folder
+    does not tell.
     """
 
     folder: Path
     digest: bytes
+    config_digest: bytes = b""
+    size: int = 0
+
+    @classmethod
+    def of(cls, folder: Path, digest: bytes) -> Self:
+        """What the folder's ``config.json`` adds to the ``digest`` of its tokens."""
+        size = read_config(folder).get("vocab_size")
+        return cls(folder, digest, config_digest_of_folder(folder), size if type(size) is int and size > 0 else 0)
+
+    def difference(self, description: engine_pb2.DescribeResponse) -> str:
+        """What an engine has another of; empty where it has the same, as far as both tell."""
+        if description.tokenizer_digest and description.tokenizer_digest != self.digest:
+            return "another tokenizer"
+        if self.size and description.vocab_size and description.vocab_size != self.size:
+            return f"a vocabulary of {description.vocab_size} tokens, which is another one"
+        if self.config_digest and description.config_digest and description.config_digest != self.config_digest:
+            return "a model of another architecture or size"
+        return ""
 
 
 class Served:
     """``models`` are the names that requests can ask for. An engine that reads other tokens than this router writes
-    would answer with nonsense, so it does not serve a model whose ``vocabularies`` entry is not its own; one that does
-    not tell is taken at its word.
+    would answer with nonsense, and one with another model otherwise than the others, so it does not serve a model whose
+    ``vocabularies`` entry is not its own; one that does not tell is taken at its word.
     """
 
     def __init__(self, models: Iterable[str], vocabularies: Mapping[str, Vocabulary] | None = None) -> None:
@@ -40,17 +61,19 @@ class Served:
                 _quoted(told),
                 _quoted(self._models),
             )
-        return frozenset(name for name in told if self._agrees(address, name, description.tokenizer_digest))
+        return frozenset(name for name in told if self._agrees(address, name, description))
 
-    def _agrees(self, address: str, name: str, digest: bytes) -> bool:
+    def _agrees(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
         own = self._vocabularies.get(name)
-        if own is None or not digest or digest == own.digest:
+        difference = "" if own is None else own.difference(description)
+        if own is None or not difference:
             return True
         log.error(
-            "engine %s serves %r with another tokenizer than the one in %s: it gets no requests for that model, "
-            "because tokens would be read as other text",
+            "engine %s serves %r with %s than the one in %s: it gets no requests for that model, "
+            "because its answers would be those of another",
             address,
             name,
+            difference,
             own.folder,
         )
         return False

@@ -214,14 +214,20 @@ class Session:
     def _deliver(self, stream: OutputStream, output: Output) -> None:
         error, reason = output.error, output.finish_reason
         refused = error is not None and error.code is ErrorCode.UNAVAILABLE
-        self.draining = self.draining or refused
-        if refused or (reason is FinishReason.ABORT and stream.awaits(output.index)):
+        if refused and not self.draining and not stream.heard_of:
+            stream.refuse("it cannot take it now")
+        elif refused or (reason is FinishReason.ABORT and stream.awaits(output.index)):
             # Nobody asked for this end: the engine is shutting down.
             output.finish_reason = output.error = None
             stream.push(output)
-            stream.fail_over("the engine gave the request back", EngineLeaving if refused else self._loss)
+            stream.fail_over(
+                "the engine gave the request back", EngineLeaving if refused and self.draining else self._loss
+            )
         elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.heard_of:
             stream.refuse("its queue is full")
+        elif error is not None and error.code is ErrorCode.INVALID and stream.asked.goes_on:
+            # Another engine took the request, so nothing is wrong with what its client sent.
+            stream.lose(f"it does not go on with what another engine wrote: {error.message}")
         else:
             stream.push(output)
 
