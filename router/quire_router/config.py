@@ -223,6 +223,9 @@ class Settings(CommandSettings):
     max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
+    sse_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=15, description="Seconds of silence after which a stream has a comment; 0: never."
+    )
     shutdown_delay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         default=0, description="Seconds in which new requests are still taken after SIGTERM, while /ready says no."
     )

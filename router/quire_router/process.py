@@ -17,6 +17,7 @@ from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_router.admission.tenants_file import TenantsFileError
 from quire_router.api.rest.app import build_admin, build_api
+from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
@@ -110,7 +111,8 @@ class Router:
         """The API's, and the one for metrics, which workers leave to their supervisor."""
         settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
         limits = ConnectionLimits(connections=settings.max_connections, head=patience)
-        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience)
+        keepalive = KeepAlive(settings.sse_keepalive_seconds)
+        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
         if self._place is not None:
             return [HttpServer(api, listen(settings.host, self._place.http_port, shared=True), limits)]
         admin = build_admin(frontend, patience=patience)

@@ -19,7 +19,7 @@ from tests.chaos.stack import Stack
 from tests.chaos.workload import Request
 
 PAUSE = 0.2
-STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+STREAMED = {"stream": True, "stream_options": {"include_usage": True, "include_event_ids": True}}
 
 
 class Pause(Exception):  # noqa: N818 - the client goes on after it

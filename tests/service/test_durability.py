@@ -42,7 +42,7 @@ def held(stack: Replicas) -> Iterator[Any]:
     """The answer to a request that came before its router had an engine; it waits while the other tests run."""
     door = Door(stack.late)
     pool = ThreadPoolExecutor(1)
-    yield pool.submit(door.http.post, "/v1/completions", json=ask(stream=True, max_tokens=8))
+    yield pool.submit(door.http.post, "/v1/completions", json=ask(**STREAM, max_tokens=8))
     pool.shutdown(wait=False)
 
 
@@ -57,6 +57,7 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 
 ENDLESS = {"ignore_eos": True}
+STREAM = {"stream": True, "stream_options": {"include_event_ids": True}}
 
 
 def whole(door: Door, body: dict[str, Any], **headers: str) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def text_of(answer: dict[str, Any]) -> str:
 @contextmanager
 def begun(door: Door, body: dict[str, Any], **headers: str) -> Iterator[tuple[str, Iterator[str]]]:
     """A stream whose first piece came: the request's id, and the lines that follow. Leaving it hangs up."""
-    with door.http.stream("POST", "/v1/completions", json={**body, "stream": True}, headers=headers) as response:
+    with door.http.stream("POST", "/v1/completions", json={**body, **STREAM}, headers=headers) as response:
         assert response.status_code == 200, response.read()
         lines = response.iter_lines()
         assert next(line for line in lines if line.startswith("data:"))
@@ -90,7 +91,7 @@ def test_the_openai_client_reads_on_at_the_other_router(doors: list[Door]) -> No
     create = doors[0].openai.completions.with_streaming_response.create
     fields = {name: value for name, value in body.items() if name not in ENDLESS}
     text, event_id, chunk_id = "", "", ""
-    with create(**fields, stream=True, extra_body=ENDLESS) as response:
+    with create(**fields, stream=True, extra_body=ENDLESS | STREAM) as response:
         for line in response.iter_lines():
             if line.startswith("id: "):
                 event_id = line.removeprefix("id: ")

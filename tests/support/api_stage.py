@@ -18,6 +18,7 @@ from quire_router.api.backend import Runner
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
 from quire_router.api.rest.app import RestApp, build_admin, build_api
+from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
@@ -316,17 +317,19 @@ async def open_stage(
     limits: ConnectionLimits | None = None,
     call_limits: CallLimits | None = None,
     heartbeat: float = 5.0,
+    keepalive: float = 15.0,
     runner: Runner | None = None,
     file: TenantsFile | None = None,
     **settings: Any,
 ) -> AsyncIterator[Stage]:
-    """Serves until the block ends. ``runner`` may take the place of the scripted one, and ``settings`` are the
-    frontend's.
+    """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
+    ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the frontend's.
     """
     texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
     frontend = Frontend(texts, fleet, runner or scripted, Keys(keys, file), Running(concurrent), **settings)
-    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, heartbeat=heartbeat)
+    silence = KeepAlive(keepalive, heartbeat)
+    app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, keepalive=silence)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)
     admin = HttpServer(build_admin(frontend, patience=patience), listen("127.0.0.1", 0))
     rpc = RpcServer(frontend, "127.0.0.1:0", max_message_bytes=max_body_bytes, patience=patience, limits=call_limits)
@@ -374,6 +377,8 @@ def events_of(body: bytes) -> list[tuple[str | None, object]]:
     events = []
     for block in body.decode().split("\n\n")[:-1]:
         fields = [line.partition(": ")[::2] for line in block.split("\n")]
+        if fields == [("", "keep-alive")]:
+            continue
         assert {name for name, _ in fields} <= {"id", "data", "retry", ""}
         said = dict(fields)
         data = said["data"]

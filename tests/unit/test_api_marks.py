@@ -81,7 +81,7 @@ def answers(draw) -> Told:
         deltas.append(draw(st.sampled_from([each for each in waiting if each])).pop(0))
     usage, alone = Usage(3, 9, 1), draw(st.booleans())
     deltas = [*deltas, Delta("", [], usage=usage)] if alone else [*deltas[:-1], replace(deltas[-1], usage=usage)]
-    return Told(Admitted(generations, shape, TEXT), deltas)
+    return Told(Admitted(generations, shape, TEXT, event_ids=True), deltas)
 
 
 async def played(deltas: list[Delta]) -> AsyncGenerator[Delta]:

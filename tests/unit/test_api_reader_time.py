@@ -20,7 +20,7 @@ SOON = {"x-request-timeout": "1"}
 
 async def left_stream(router: RunningRouter) -> str:
     """The id of a request whose client left after its first token."""
-    body = json.dumps(STREAM).encode()
+    body = json.dumps({**STREAM, "stream_options": {"include_event_ids": True}}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: "
     writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -20,20 +21,24 @@ from tests.support.api_stage import ANSWER, MODEL, ask, chat, completion, open_s
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BOTH = [(CHAT, chat), (COMPLETIONS, completion)]
-FIELDS = [
+FIELDS: list[dict[str, Any]] = [
     {},
     {"n": 3},
     {"logprobs": True, "n": 2},
     {"stream_options": {"include_usage": True}, "n": 2},
 ]
+IDS = {"include_event_ids": True}
+KEY = {"idempotency-key": "once"}
 
 
 def client(stage) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
 
 
-def fields_for(path: str, fields: dict[str, object]) -> dict[str, object]:
-    return fields | {"logprobs": 2, "echo": True} if path == COMPLETIONS and "logprobs" in fields else fields
+def fields_for(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Of a stream with ids."""
+    options = {**fields, "stream_options": {**fields.get("stream_options", {}), **IDS}}
+    return options | {"logprobs": 2, "echo": True} if path == COMPLETIONS and "logprobs" in fields else options
 
 
 @asynccontextmanager
@@ -72,7 +77,7 @@ async def test_the_events_after_any_event_are_those_that_followed_it(path, build
 
 @pytest.mark.parametrize("fields", [{}, {"echo": True, "logprobs": 1, "n": 2}])
 async def test_several_prompts_go_on_as_one_answer(fields):
-    body = completion(["one", "two", "three"], stream=True, stream_options={"include_usage": True}, **fields)
+    body = completion(["one", "two", "three"], stream=True, stream_options={"include_usage": True, **IDS}, **fields)
     async with open_stage() as stage:
         whole = (await ask(stage.port, "POST", COMPLETIONS, body)).sse
         answer_id = whole[0][1]["id"]
@@ -94,7 +99,7 @@ def by_choice(events) -> dict[object, list[object]]:
 async def test_a_stream_that_broke_in_the_middle_goes_on_where_it_stood(path, build):
     release = asyncio.Event()
     async with open_stage(["one", "two", release, "three", FinishReason.STOP]) as stage:
-        async with reading(stage, path, build(stream=True)) as reader:
+        async with reading(stage, path, build(stream=True, stream_options=IDS)) as reader:
             had = (await reader.readuntil(b'"two"')).decode()
         async with asyncio.timeout(10):
             await stage.runner.abandoned.wait()
@@ -139,27 +144,28 @@ async def test_resume_over_grpc_is_what_followed(method):
             assert dict(await call.initial_metadata())["quire-request-id"] == whole[0].request_id
 
 
-async def test_an_error_event_says_whether_to_come_back_and_when():
+@pytest.mark.parametrize("ids", [False, True], ids=["without ids", "with ids"])
+async def test_an_error_event_says_whether_to_come_back_and_where_there_are_ids_when(ids):
     for script, resumable in ((["one"], True), ([], False)):
         error = QuireError(ErrorCode.UNAVAILABLE, "This router is shutting down.")
         release = asyncio.Event()
-        async with open_stage([*script, release, error], heartbeat=0.01) as stage:
-            asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True)))
+        async with open_stage([*script, release, error], heartbeat=0.01, keepalive=0.01) as stage:
+            body = chat(stream=True, stream_options={"include_event_ids": ids})
+            asking = asyncio.create_task(ask(stage.port, "POST", CHAT, body))
             await stage.runner.begun.wait()
             await asyncio.sleep(0.1)
             release.set()
             answer = await asking
         assert answer.status == 200
         assert answer.events[-1]["error"]["resumable"] is resumable
-        assert answer.body.rstrip().split(b"\n")[-2].startswith(b"retry: ") == resumable
+        assert answer.body.rstrip().split(b"\n")[-2].startswith(b"retry: ") == (resumable and ids)
 
 
 @pytest.mark.parametrize("code", [ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED])
 async def test_what_has_a_key_can_be_come_back_to_before_its_first_piece(code):
     release = asyncio.Event()
     async with open_stage([release, QuireError(code, "Not now.")], heartbeat=0.01) as stage:
-        key = {"idempotency-key": "once"}
-        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), key))
+        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
         await stage.runner.begun.wait()
         await asyncio.sleep(0.1)
         release.set()
@@ -175,7 +181,7 @@ async def test_only_what_another_router_can_mend_is_resumable():
     assert answer.events[-1]["error"]["resumable"] is False
 
 
-# Heartbeats
+# Comments
 
 
 @pytest.mark.parametrize("before", [[], ["one", "two"]], ids=["before the first piece", "after it"])
@@ -183,7 +189,7 @@ async def test_a_silent_stream_says_that_it_lives_and_the_openai_client_reads_on
     release = asyncio.Event()
     async with open_stage([*before, release, *ANSWER], heartbeat=0.01) as stage, client(stage) as api:
         stream = await api.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, extra_headers=KEY
         )
         async with stream:
             asyncio.get_running_loop().call_later(0.1, release.set)
@@ -195,7 +201,7 @@ async def test_a_silent_stream_says_that_it_lives_and_the_openai_client_reads_on
 async def test_comments_come_between_events_and_never_inside_one():
     release = asyncio.Event()
     async with open_stage(["one", release, *ANSWER], heartbeat=0.01) as stage:
-        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True)))
+        asking = asyncio.create_task(ask(stage.port, "POST", CHAT, chat(stream=True), KEY))
         await stage.runner.begun.wait()
         await asyncio.sleep(0.1)
         release.set()

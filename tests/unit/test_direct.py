@@ -12,7 +12,7 @@ import httpx
 import pytest
 from quire_router.api.rest.connection import Reply
 from quire_router.api.rest.direct import direct_of
-from quire_router.api.rest.events import WAITING, EventStream
+from quire_router.api.rest.events import COMMENT, EventStream, KeepAlive
 from quire_router.api.rest.server import HttpServer, listen
 from starlette.types import Receive, Scope, Send
 
@@ -24,12 +24,12 @@ Answer = Callable[[EventStream], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(answer: Answer, heartbeat: float = 60.0) -> AsyncIterator[int]:
+async def serving(answer: Answer, heartbeat: float = 60.0, *, ids: bool = False) -> AsyncIterator[int]:
     """A port where every request is answered by ``answer``."""
 
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
         reply = Reply(send, 20.0, "r", direct_of(scope))
-        async with EventStream(reply, heartbeat) as events:
+        async with EventStream(reply, KeepAlive(heartbeat, heartbeat), ids=ids) as events:
             await answer(events)
         reply.close()
 
@@ -57,8 +57,9 @@ async def asking(port: int, request: bytes = REQUEST) -> AsyncIterator[asyncio.S
         writer.transport.abort()
 
 
+@pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("direct", [True, False])
-async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool) -> None:
+async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, ids: bool) -> None:
     pieces = [b"data: %d\n\n" % number for number in range(200)]
     ways: list[bool] = []
 
@@ -73,9 +74,9 @@ async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool) 
         await events.end(b"data: end\n\n")
         ways.append(events.is_open)
 
-    async with serving(answer) as port, httpx.AsyncClient() as client:
+    async with serving(answer, ids=ids) as port, httpx.AsyncClient() as client:
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
-    assert body == b"retry: 1000\n" + b"".join(pieces) + b"data: end\n\n"
+    assert body == b"retry: 1000\n" * ids + b"".join(pieces) + b"data: end\n\n"
     assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
 
 
@@ -145,7 +146,7 @@ async def test_the_way_opens_again_after_each_heartbeat() -> None:
 
     async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient() as client:
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
-    assert body.count(WAITING) > 1
+    assert body.count(COMMENT) > 1
     assert opened[-1], "it opens again after each"
 
 

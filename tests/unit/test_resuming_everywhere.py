@@ -270,7 +270,7 @@ class Router:
         self.answers = Answers(together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:
-        admitted = Admitted(self.kind.generations, self.kind.shape, TEXT)
+        admitted = Admitted(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
         return await self.place.read(read(await self.answers.open(admitted, ANYONE)), [*self.kind.steps])
 
     async def alone(self, generation: Generation) -> Written:

@@ -125,7 +125,8 @@ async def test_each_choice_has_its_calls_and_ids():
 async def test_a_stream_that_is_taken_up_again_tells_the_rest_and_the_same_ids():
     async with stage_with(f"<think>well</think>hello {CALL}", THINKING_TEMPLATE) as stage:
         stage.fleet.told = Limits(4096)
-        whole = await ask(stage.port, "POST", CHAT, {**ASKED, "stream": True})
+        body = {**ASKED, "stream": True, "stream_options": {"include_event_ids": True}}
+        whole = await ask(stage.port, "POST", CHAT, body)
         events = events_of(whole.body)
         request_id = json.loads(events[0].partition("data: ")[2])["id"]
         assert len(events) > 8

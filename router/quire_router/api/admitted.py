@@ -11,12 +11,13 @@ from quire_router.generation import Generation
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """One generation for each of the request's prompts (at least one), the shape of its answer, and the text side of
-    its model.
+    its model. The events of its stream have ids where ``event_ids`` were asked for.
     """
 
     generations: tuple[Generation, ...]
     shape: AnswerShape
     text: ModelText
+    event_ids: bool = False
 
     @property
     def first(self) -> Generation:

@@ -4,7 +4,7 @@ if it did not come before, or is resumed.
 
 import asyncio
 from collections.abc import AsyncGenerator, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire_proto.errors import ErrorCode, QuireError, internal
 
@@ -99,7 +99,7 @@ class Answers:
         earlier = await self._archive.settled(earlier, caller)
         first = {record.generation.request_id: record.generation for record in earlier.records}
         generations = tuple(first.get(each.request_id, each) for each in admitted.generations)
-        again = Admitted(generations, admitted.shape, admitted.text)
+        again = replace(admitted, generations=generations)
         deltas = await self._runner.replay(generations, earlier.records, admitted.first.deadline)
         answer = _answer(again, deltas, Mark(again.choices))
         answer.replayed = True

@@ -135,7 +135,7 @@ class Archive:
         if text is None:
             raise unknown_model(earlier.first.model)
         generations = tuple(record.generation for record in earlier.records)
-        return Admitted(generations, AnswerShape.kept(earlier.first), text)
+        return Admitted(generations, AnswerShape.kept(earlier.first), text, event_ids=True)
 
     async def _complete(self, record: Record) -> Earlier:
         others = [await self._runner.record(part) for part in record.generation.parts[1:]]

@@ -125,7 +125,8 @@ class Frontend:
 
         def validated(request: GenerationRequest) -> Admitted:
             generations = self._validator.generations(request, request_id, caller)
-            admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model))
+            ids = request.include_event_ids or bool(terms.key)
+            admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model), ids)
             return on_terms(request, admitted, terms, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):

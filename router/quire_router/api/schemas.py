@@ -36,6 +36,7 @@ class StreamOptions(Strict):
     """How a stream is sent."""
 
     include_usage: bool | None = None
+    include_event_ids: bool | None = None
     include_obfuscation: Annotated[None, only(False)] = None
 
 
@@ -96,6 +97,11 @@ class GenerationRequest(Guided):
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def include_event_ids(self) -> bool:
+        """Whether the events of a stream have ids, after which it can be read on."""
+        return self.stream_options is not None and bool(self.stream_options.include_event_ids)
 
     @property
     def output_limit(self) -> int | None:

@@ -17,7 +17,9 @@ from quire_router.api.rest.refusals import HttpError
 from quire_router.generation import Generation, Usage
 
 RECONNECT: Final = b"retry: 1000\n"
-"""How many milliseconds a client waits before it comes back; a line of the event that follows it."""
+"""How many milliseconds a client waits before it comes back; a line of the event that follows it. Only where events
+have ids: many clients that know only ``data:`` fail on any other line.
+"""
 
 
 def to_json(value: object) -> bytes:
@@ -146,11 +148,13 @@ def request_object(earlier: Earlier) -> dict[str, Any]:
     }
 
 
-def error_event(error: QuireError, request_id: str, *, resumable: bool) -> bytes:
-    """The last event of a stream that cannot go on; whether it can at another router, and after which time."""
+def error_event(error: QuireError, request_id: str, *, resumable: bool, event_ids: bool) -> bytes:
+    """The last event of a stream that cannot go on; whether it can at another router and, in a stream whose events have
+    ids, after which time.
+    """
     fields = error_object(error, request_id)
     fields["error"]["resumable"] = resumable
-    return (RECONNECT if resumable else b"") + event(fields)
+    return (RECONNECT if resumable and event_ids else b"") + event(fields)
 
 
 def head(style: Style, kind: str, generation: Generation) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from quire_router.api.frontend import Frontend, counting_rejections, new_request
 from quire_router.api.rest.answers import CHAT, COMPLETION, Style, error_answer, error_event
 from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Header, Reply
 from quire_router.api.rest.direct import direct_of
+from quire_router.api.rest.events import KEEPALIVE, KeepAlive
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.generate import Generate
 from quire_router.api.rest.pages import Pages
@@ -19,7 +20,7 @@ from quire_router.api.rest.protocol import MAX_HEAD_BYTES
 from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_route, wrong_method
 from quire_router.api.rest.requests import Requests
 from quire_router.api.rest.tokens import Tokens
-from quire_router.api.rest.writing import HEARTBEAT, note_headers
+from quire_router.api.rest.writing import note_headers
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -90,16 +91,14 @@ class RestApp:
         await self._router(exchange.attach(), exchange.receive, send)
 
 
-def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, heartbeat: float = HEARTBEAT) -> RestApp:
-    """The public REST API. ``patience`` is how many seconds a client may leave its answer unread, and ``heartbeat``
-    after how many seconds of silence a stream says that it lives.
-    """
-    pages, requests = Pages(frontend), Requests(frontend, heartbeat)
+def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, keepalive: KeepAlive = KEEPALIVE) -> RestApp:
+    """The public REST API. ``patience`` is how many seconds a client may leave its answer unread."""
+    pages, requests = Pages(frontend), Requests(frontend, keepalive)
     limits = BodyLimits(max_body_bytes, patience)
     tokens = Tokens(frontend, limits)
 
     def generate(path: str, schema: type[GenerationRequest], style: Style) -> Route:
-        return _route(path, "POST", Generate(frontend, path, schema, style, limits=limits, heartbeat=heartbeat))
+        return _route(path, "POST", Generate(frontend, path, schema, style, limits=limits, keepalive=keepalive))
 
     routes = [
         generate("/v1/completions", CompletionRequest, COMPLETION),
@@ -153,7 +152,8 @@ async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
         await exchange.reply.whole(*error_answer(error, exchange.request_id))
     elif not exchange.reply.ended and isinstance(error, QuireError):
         resumable = (exchange.begun or exchange.lasting) and error.code in _PASSING
-        await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable))
+        ids = exchange.event_ids
+        await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))
 
 
 def _unrouted(error: HTTPException) -> HttpError:

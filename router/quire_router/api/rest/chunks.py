@@ -7,7 +7,7 @@ from typing import Any, Final
 from quire_router.api.admitted import Admitted
 from quire_router.api.answer import begun
 from quire_router.api.reading import Said, open_readers
-from quire_router.api.rest.answers import Style, head, to_json, usage_object
+from quire_router.api.rest.answers import Style, event, head, usage_object
 from quire_router.api.rest.logprobs import Lists, number
 from quire_router.api.rest.said import delta_json
 from quire_router.api.rest.shown import Shown
@@ -18,9 +18,9 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 class Chunks:
-    """Each event is a piece of one choice, and its id is the ``mark`` of where its reader then stands: whoever comes
-    back with it is told what follows. So a piece is one event, also with its choice's end. All that does not change
-    between tokens is written once.
+    """Each event is a piece of one choice. Its id, where ids were asked for, is the ``mark`` of where its reader then
+    stands: a client that comes back with it gets what follows. So a piece is one event, also with its choice's end. All
+    that does not change between tokens is written once.
     """
 
     __slots__ = (
@@ -29,6 +29,7 @@ class Chunks:
         "_choices",
         "_closed",
         "_end",
+        "_has_ids",
         "_head",
         "_mark",
         "_readers",
@@ -45,11 +46,12 @@ class Chunks:
         self._readers = open_readers(admitted)
         self._style = style
         self._mark = mark
+        self._has_ids = admitted.event_ids
         self._choices = admitted.choices
         self._head = head(style, style.chunk, admitted.first)
         self._usage: dict[str, Any] = {"usage": None} if admitted.shape.include_usage else {}
         opening = _unclosed(self._head)
-        starts = [f'\ndata: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
+        starts = [f'data: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
         self._before = [start + style.piece_before for start in starts]
         self._starts = [f'{start}"delta":' for start in starts]
         no_usage = ',"usage":null' if self._usage else ""
@@ -73,25 +75,25 @@ class Chunks:
         return data if delta.usage is None else data + self._closing(delta.usage)
 
     def _told(self, delta: Delta, logprobs: Lists) -> bytes:
-        self._mark.take(delta)
+        line = self._id_after(delta) if self._has_ids else ""
         if delta.finish_reason is not None:
-            return self._last(delta, logprobs)
+            return self._last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before theirs
             text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
             text += f',"logprobs":{self.shown.logprobs_object(logprobs)}{self._end}'
-            return f"id: {self._mark}{text}".encode("ascii")
+            return f"{line}{text}".encode("ascii")
         if delta.text:  # once for each token, so it only joins strings
-            return f"id: {self._mark!s}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
+            return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
         return b""
 
     def _read(self, said: Said, delta: Delta, logprobs: Lists) -> bytes:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
         if delta.told:
             return b""
-        self._mark.take(delta)
+        line = self._id_after(delta) if self._has_ids else ""
         if not (said.anything or any(logprobs)):
             return b""
-        piece = f"id: {self._mark}{self._starts[delta.index]}{delta_json(said)}"
+        piece = f"{line}{self._starts[delta.index]}{delta_json(said)}"
         if not any(logprobs) and said.finish_reason is None:
             return f'{piece},"logprobs":null{self._end}'.encode("ascii")
         shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
@@ -99,17 +101,17 @@ class Chunks:
         end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
         return f"{piece}{end}".encode("ascii")
 
-    def _last(self, delta: Delta, logprobs: Lists) -> bytes:
-        """The last event of a choice, with what text there is left."""
+    def _last(self, line: str, delta: Delta, logprobs: Lists) -> bytes:
+        """The last event of a choice, with what text there is left, and the ``line`` with its id."""
         shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
         if delta.text or shown != "null":
             choice = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
         else:
             closing = _unclosed({"index": delta.index, **self._style.closing})
-            choice = f'\ndata: {_unclosed(self._head)},"choices":[{closing}'
+            choice = f'data: {_unclosed(self._head)},"choices":[{closing}'
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
         end = f',"logprobs":{shown},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
-        return f"id: {self._mark}{choice}{end}".encode("ascii")
+        return f"{line}{choice}{end}".encode("ascii")
 
     def _closing(self, usage: Usage) -> bytes:
         """The usage where it was asked for and not told before, and the end mark."""
@@ -124,7 +126,13 @@ class Chunks:
         return self._event({**self._head, "choices": [choice], **self._usage})
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
-        return f"id: {self._mark}\ndata: ".encode("ascii") + to_json(chunk) + b"\n\n"
+        line = f"id: {self._mark}\n".encode("ascii") if self._has_ids else b""
+        return line + event(chunk)
+
+    def _id_after(self, delta: Delta) -> str:
+        """The line with the id of the event that tells ``delta``."""
+        self._mark.take(delta)
+        return f"id: {self._mark!s}\n"
 
 
 def _unclosed(value: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The connection of one stream of server-sent events: when it begins, and how it is kept from being taken for dead."""
 
 import asyncio
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -9,41 +10,63 @@ from quire_router.api.rest.connection import EVENTS, ClientGoneError, Header, Re
 from quire_router.api.rest.direct import Direct
 
 WAITING: Final = b": waiting\n"
-"""A comment of one line, with no empty line behind it: that would end an event, and clients that repeat the last id
-take it for one without data.
+"""A comment between events with ids: one line, with no empty line behind it. That would end an event, and clients that
+repeat the last id (openai-python, httpx-sse) take it for one without data.
+"""
+
+COMMENT: Final = b": keep-alive\n\n"
+"""A comment between events without ids, with an empty line of its own: clients that split at empty lines would take it
+for a part of the event behind it.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Seconds of silence after which a stream has a comment; 0 for none. Streams ``with_ids`` have their own: clients
+    that read ids bear comments, and of those that know only ``data:`` many do not.
+    """
+
+    seconds: float = 15.0
+    with_ids: float = 5.0
+
+
+KEEPALIVE: Final = KeepAlive()
+
+
 class EventStream:
-    """Begins with its first piece or, when that takes more than ``heartbeat`` seconds, with a comment; whenever nothing
+    """Begins with its first piece or, when that takes longer than ``keepalive`` says, with a comment; whenever nothing
     else was written for so long, another follows. An error before that can still have a status of its own. Pieces and
-    comments never interleave. To be used as a context, by one task.
+    comments never interleave. Says when to come back where its events have ``ids``. To be used as a context, by one
+    task.
     """
 
     __slots__ = (
         "_beating",
+        "_comment",
         "_direct",
         "_gone",
         "_is_busy",
         "_last",
         "_loop",
+        "_opening",
         "_reply",
         "_seconds",
         "_timer",
         "headers",
     )
 
-    def __init__(self, reply: Reply, heartbeat: float) -> None:
+    def __init__(self, reply: Reply, keepalive: KeepAlive, *, ids: bool) -> None:
         self.headers: list[Header] = []
         self._reply = reply
-        self._seconds = heartbeat
+        self._seconds = keepalive.with_ids if ids else keepalive.seconds
+        self._comment, self._opening = (WAITING, RECONNECT) if ids else (COMMENT, b"")
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._is_busy = False  # something is being written, or nothing can be any more
         self._gone = False
         self._direct: Direct | None = None
         self._beating: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_at(self._last + heartbeat, self._look)
+        self._timer = self._loop.call_at(self._last + self._seconds, self._look) if self._seconds else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -51,7 +74,7 @@ class EventStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._timer.cancel()
+        self._stop_looking()
         if self._beating is not None:
             if kind is not None and not issubclass(kind, Exception):
                 self._beating.cancel()
@@ -92,7 +115,7 @@ class EventStream:
         await self._reply.start(200, (*EVENTS, *self.headers))
         if self._reply.direct is not None and self._reply.direct.has_begun:
             self._direct = self._reply.direct
-        return RECONNECT
+        return self._opening
 
     def _look(self) -> None:
         """Writes a comment if it is time, and looks again later."""
@@ -104,12 +127,16 @@ class EventStream:
                 self._beating = self._loop.create_task(self._beat(), name="heartbeat")
         self._timer = self._loop.call_at(self._last + self._seconds, self._look)
 
+    def _stop_looking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
     async def _beat(self) -> None:
         try:
             first = b"" if self._reply.started else await self._start()
-            await self._reply.write(first + WAITING)
+            await self._reply.write(first + self._comment)
         except ClientGoneError:
             self._gone = True  # whoever writes the next piece is told
-            self._timer.cancel()
+            self._stop_looking()
         finally:
             self._is_busy = self._gone

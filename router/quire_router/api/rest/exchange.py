@@ -9,13 +9,14 @@ from starlette.types import Receive, Scope
 from quire_router.api.identity import ANYONE, Caller
 from quire_router.api.rest.connection import Reply
 
+LAST_EVENT_ID = "last-event-id"
 _STATE = "quire.exchange"
 
 
 @dataclass
 class Exchange:
     """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came. The request
-    of a ``lasting`` one can be come back to even before that.
+    of a ``lasting`` one can be come back to even before that. ``event_ids`` are those of its stream's events.
     """
 
     scope: Scope
@@ -24,6 +25,7 @@ class Exchange:
     caller: Caller = ANYONE
     begun: bool = False
     lasting: bool = False
+    event_ids: bool = False
 
     @classmethod
     def of(cls, scope: Scope) -> "Exchange":

@@ -1,10 +1,13 @@
 """``/v1/completions`` and ``/v1/chat/completions``: the same exchange in two styles."""
 
+from quire_proto.errors import QuireError, invalid
+
 from quire_router.api.admitted import Admitted
 from quire_router.api.frontend import Frontend, counting_rejections
 from quire_router.api.rest.answers import Style, request_object, to_json
 from quire_router.api.rest.connection import JSON, BodyLimits, read_body, while_connected
-from quire_router.api.rest.exchange import Exchange
+from quire_router.api.rest.events import KeepAlive
+from quire_router.api.rest.exchange import LAST_EVENT_ID, Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
 from quire_router.api.rest.writing import note_headers, reply_whole, stream
 from quire_router.api.sampling import check_stream
@@ -13,9 +16,7 @@ from quire_router.api.terms import Terms, of_headers
 
 
 class Generate:
-    """One of the two routes. ``path`` names its span, ``schema`` reads its body, ``style`` writes its answer,
-    and ``heartbeat`` is the seconds after which a stream that is silent says that it lives.
-    """
+    """One of the two routes. ``path`` names its span, ``schema`` reads its body, ``style`` writes its answer."""
 
     def __init__(
         self,
@@ -25,14 +26,14 @@ class Generate:
         style: Style,
         *,
         limits: BodyLimits,
-        heartbeat: float,
+        keepalive: KeepAlive,
     ) -> None:
         self._frontend = frontend
         self._name = f"POST {path}"
         self._schema = schema
         self._style = style
         self._limits = limits
-        self._heartbeat = heartbeat
+        self._keepalive = keepalive
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answers one request. Raises what the application turns into an error answer or a last event."""
@@ -42,7 +43,10 @@ class Generate:
             raise body_too_large(self._limits.max_bytes)
         with counting_rejections():
             terms = of_headers(exchange.values)
-        exchange.request_id = terms.request_id(exchange.caller) or exchange.request_id
+            keyed_id = terms.request_id(exchange.caller)
+            if exchange.headers.get(LAST_EVENT_ID):
+                raise _reads_on(keyed_id)
+        exchange.request_id = keyed_id or exchange.request_id
         with self._frontend.exchange(self._name, exchange.request_id, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
             await while_connected(exchange.receive, self._answer(exchange, body, terms))
@@ -57,7 +61,7 @@ class Generate:
         exchange.lasting = bool(admitted.first.digest)
         notes = self._frontend.notes(replayed=answer.replayed)
         if admitted.first.stream:
-            await stream(exchange, self._style, answer, notes, self._heartbeat)
+            await stream(exchange, self._style, answer, notes, self._keepalive)
         else:
             await reply_whole(exchange, self._style, answer, notes)
 
@@ -71,3 +75,11 @@ class Generate:
         request = self._schema.from_json(body)
         check_stream(request)
         return request
+
+
+def _reads_on(request_id: str) -> QuireError:
+    """A new request of a client that means to read on: to run it would be a second answer, made and charged."""
+    address = f"/v1/requests/{request_id or '{id}'}/events"
+    which = "" if request_id else " with the id in the x-request-id of the answer that broke off"
+    message = f"This route begins a new answer. To read on, send {LAST_EVENT_ID} with GET {address}{which}."
+    return invalid(LAST_EVENT_ID, message)

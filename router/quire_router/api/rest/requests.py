@@ -8,21 +8,21 @@ from quire_router.api.earlier import Earlier, RequestStatus
 from quire_router.api.frontend import Frontend, counting_rejections
 from quire_router.api.rest.answers import request_object, style_of, to_json
 from quire_router.api.rest.connection import while_connected
-from quire_router.api.rest.exchange import Exchange
+from quire_router.api.rest.events import KeepAlive
+from quire_router.api.rest.exchange import LAST_EVENT_ID, Exchange
 from quire_router.api.rest.writing import collect, stream
 from quire_router.api.terms import of_headers
 
 _PATH = "/v1/requests/{id}"
-_LAST = "last-event-id"
 _AFTER = "after"
 
 
 class Requests:
-    """Handlers of the routes. ``heartbeat`` as in ``Generate``."""
+    """Handlers of the routes."""
 
-    def __init__(self, frontend: Frontend, heartbeat: float) -> None:
+    def __init__(self, frontend: Frontend, keepalive: KeepAlive) -> None:
         self._frontend = frontend
-        self._heartbeat = heartbeat
+        self._keepalive = keepalive
 
     async def show_or_cancel(self, exchange: Exchange) -> None:
         """How far the request has come, with its answer once that is complete; or its end, for ``DELETE``."""
@@ -39,7 +39,7 @@ class Requests:
             await exchange.reply.whole(200, to_json(request_object(earlier)))
 
     async def events(self, exchange: Exchange) -> None:
-        """The answer as a stream, from where the reader stands."""
+        """The answer as a stream, from where the reader stands; its events have ids."""
         with self._frontend.exchange(f"GET {_PATH}/events", exchange.request_id, exchange.headers):
             await while_connected(exchange.receive, self._events(exchange))
 
@@ -63,7 +63,7 @@ class Requests:
             answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller, terms)
         first = earlier.first
         exchange.lasting = first.stream or first.background or bool(first.digest)
-        await stream(exchange, style_of(earlier.first), answer, {}, self._heartbeat)
+        await stream(exchange, style_of(earlier.first), answer, {}, self._keepalive)
 
 
 def _id(exchange: Exchange) -> str:
@@ -75,7 +75,7 @@ def _after(exchange: Exchange) -> str:
     the address. Raises ``QuireError``.
     """
     query = _query(exchange)
-    headers = exchange.values(_LAST)
+    headers = exchange.values(LAST_EVENT_ID)
     if len(headers) > 1 or len(query) > 1:
         raise invalid(_AFTER, "There is more than one last event.")
     return headers[0] if headers else query[0] if query else ""

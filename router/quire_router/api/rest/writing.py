@@ -9,23 +9,23 @@ from quire_router.api.answer import Answer
 from quire_router.api.rest.answers import Style
 from quire_router.api.rest.chunks import Chunks
 from quire_router.api.rest.connection import JSON, Header
-from quire_router.api.rest.events import EventStream
+from quire_router.api.rest.events import EventStream, KeepAlive
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.whole import Whole
 from quire_router.generation import Delta
 from quire_router.shortcut import Live
 
-HEARTBEAT = 5.0  # seconds; proxies give up after half a minute or more
-
 
 async def stream(
-    exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str], heartbeat: float = HEARTBEAT
+    exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str], keepalive: KeepAlive
 ) -> None:
     """Sends each piece as it comes. What goes wrong before anything is sent has its own status. Raises
     ``QuireError``, INTERNAL for an answer that ends before its usage: it is never passed on as a complete one.
     """
     chunks = Chunks(style, answer.admitted, answer.mark)
-    async with aclosing(answer.deltas) as deltas, EventStream(exchange.reply, heartbeat) as events:
+    exchange.event_ids = answer.admitted.event_ids
+    opening = EventStream(exchange.reply, keepalive, ids=exchange.event_ids)
+    async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += note_headers(notes)
         async for delta in deltas:
             if chunks.shown.anything:
