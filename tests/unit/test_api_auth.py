@@ -15,7 +15,7 @@ from quire_router.api.identity import ANYONE, Keys
 
 from tests.support.api_stage import ask, chat, open_stage, read_answer
 
-KEY, OTHER = "the-right-key", "another-right-key"
+KEY, OTHER = "the-right-long-key", "another-right-key"
 RIGHT = {"authorization": f"Bearer {KEY}"}
 REFLECTION_V1 = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
 OPEN = {"/started", "/ready", "/health", "/live"}
