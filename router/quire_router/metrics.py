@@ -4,11 +4,12 @@ several workers, gauges that count are added up, and of those that tell a state 
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, values
 from quire_proto.errors import ErrorCode
 from quire_proto.telemetry import Metric
 
 from quire_router.admission.reason import Reason
+from quire_router.workers.place import worker_number
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -25,6 +26,10 @@ class CountedHistogram(Histogram):
                 bucket.inc(count)
 
 
+if (_number := worker_number()) is not None:
+    # Its metrics are in files. Named by its number, they are gone on with by the worker that takes its place; named by
+    # its process id, as the library does by itself, they would be more with each worker that dies.
+    values.ValueClass = values.MultiProcessValue(lambda: _number)  # type: ignore[no-untyped-call]
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
 
 REQUESTS = Counter(

@@ -116,6 +116,39 @@ def test_a_worker_that_is_killed_is_started_again_and_the_other_serves_meanwhile
     assert router.metric("quire_requests_total", model=MODEL) == served + 4, "what a dead worker counted is kept"
 
 
+def test_files_of_metrics_are_not_more_with_each_worker_that_dies(router: Router) -> None:
+    folder = Path(processes(router)[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
+    assert [complete(router) for _ in range(24)] == [3] * 24
+    before = sorted(path.name for path in folder.glob("*.db"))
+    for victim in processes(router):
+        victim.kill()
+        victim.wait(10)
+        eventually(lambda: both_serve(router), 60, "it was not started again")
+    assert sorted(path.name for path in folder.glob("*.db")) == before
+
+
+def test_a_worker_that_cannot_be_started_does_not_end_the_others(router: Router) -> None:
+    supervisor = psutil.Process(router.popen.pid)
+    limits, (victim, other) = supervisor.rlimit(psutil.RLIMIT_NOFILE), processes(router)
+    supervisor.rlimit(psutil.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        victim.kill()
+        victim.wait(10)
+        eventually(lambda: "cannot be started" in router.text, 60, "it was started all the same")
+        assert [complete(router) for _ in range(4)] == [3] * 4
+    finally:
+        supervisor.rlimit(psutil.RLIMIT_NOFILE, limits)
+    eventually(lambda: both_serve(router), 60, "it was not started again")
+    assert other in processes(router)
+
+
+@pytest.mark.parametrize("host", ["x/?", "a b", "", "x#y", "x:y", "\xff"])
+def test_a_page_of_the_metrics_port_does_not_hang_on_the_host(router: Router, host: str) -> None:
+    with socket.create_connection(("127.0.0.1", router.metrics_port), timeout=10) as client:
+        client.sendall(f"GET /live HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode("latin-1"))
+        assert client.recv(4096).startswith(b"HTTP/1.1 200" if host in {"", "x:y"} else b"HTTP/1.1 400")
+
+
 def test_the_metrics_port_says_nothing_else(router: Router) -> None:
     assert fetch(router.metrics_port, "/v1/models")[0] == 404
 

@@ -1,67 +1,62 @@
 """What the metrics port serves where several workers share the others: their metrics together, and one's health."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from aiohttp import ClientError, ClientSession, ClientTimeout
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_PATIENCE = 2.0  # seconds
-_MOST = 65_536  # bytes of a worker's answer
-_JSON = "application/json"
+from quire_router.api.frontend import new_request_id
+from quire_router.api.rest.connection import JSON, ClientGoneError, Header, Reply
+
+_WORKER_SECONDS = ClientTimeout(total=2.0)  # for a worker's answer
 _OF_A_WORKER = ("/started", "/ready", "/health")
+_TEXT: tuple[Header, ...] = ((b"content-type", CONTENT_TYPE_LATEST.encode()),)
+Page = tuple[int, bytes, tuple[Header, ...]]
 
 
 class Admin:
     """An ASGI application. ``folder`` is where the workers write their metrics, and ``host`` and ``port`` are where
-    they serve; ``alive`` tells whether there is any.
+    they serve; ``alive`` tells whether there is any. A client may leave its answer unread for ``patience`` seconds.
     """
 
-    def __init__(self, folder: str, host: str, port: int, alive: Callable[[], bool]) -> None:
+    def __init__(self, folder: str, host: str, port: int, alive: Callable[[], bool], patience: float) -> None:
         self._folder = folder
-        self._host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where to ask, not to listen
-        self._port = port
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where to ask, not to listen
+        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._alive = alive
-        self._pages: dict[str, Callable[[], Awaitable[Response]]] = {
+        self._patience = patience
+        self._pages: dict[str, Callable[[], Awaitable[Page]]] = {
             **{path: partial(self._of_a_worker, path) for path in _OF_A_WORKER},
             "/live": self._live,
             "/metrics": self._metrics,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         """Answers one request."""
-        page = self._pages.get(Request(scope).url.path)
-        found = page is not None and scope["method"] == "GET"
-        answer = await page() if page is not None and found else Response("{}", 404, media_type=_JSON)
-        await answer(scope, receive, send)
-
-    async def _live(self) -> Response:
-        status = 200 if self._alive() else 503
-        return Response('{"status":"ok"}' if status == 200 else '{"status":"no worker"}', status, media_type=_JSON)
-
-    async def _of_a_worker(self, path: str) -> Response:
+        reply = Reply(send, self._patience, new_request_id())
         try:
-            async with asyncio.timeout(_PATIENCE):
-                status, body = await self._ask(path)
-        except (OSError, ValueError, TimeoutError, asyncio.IncompleteReadError):
-            status, body = 503, b'{"status":"unavailable"}'
-        return Response(body, status, media_type=_JSON)
+            page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
+            await reply.whole(*((404, b"{}", JSON) if page is None else await page()))
+        except ClientGoneError:
+            return
+        finally:
+            reply.close()
 
-    async def _metrics(self) -> Response:
+    async def _live(self) -> Page:
+        return (200, b'{"status":"ok"}', JSON) if self._alive() else (503, b'{"status":"no worker"}', JSON)
+
+    async def _of_a_worker(self, path: str) -> Page:
+        """What the worker that takes the connection says there."""
+        try:
+            async with ClientSession(self._url, timeout=_WORKER_SECONDS) as session, session.get(path) as answer:
+                return answer.status, await answer.read(), JSON
+        except (ClientError, OSError, TimeoutError):
+            return 503, b'{"status":"unavailable"}', JSON
+
+    async def _metrics(self) -> Page:
         registry = CollectorRegistry()
         MultiProcessCollector(registry, path=self._folder)  # type: ignore[no-untyped-call]
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    async def _ask(self, path: str) -> tuple[int, bytes]:
-        """What whichever worker takes the connection says there."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            writer.write(b"GET %b HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n" % path.encode())
-            head, _, body = (await reader.read(_MOST)).partition(b"\r\n\r\n")
-            return int(head.split(b" ", 2)[1]), body or await reader.read(_MOST)
-        finally:
-            writer.close()
+        return 200, generate_latest(registry), _TEXT

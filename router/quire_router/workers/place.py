@@ -29,3 +29,9 @@ class Place:
         """This process's place; None when it is not a worker."""
         told = os.environ.pop(_VARIABLE, None)
         return None if told is None else cls(**json.loads(told))
+
+
+def worker_number() -> int | None:
+    """The number of this worker, until ``Place.own`` has taken its place; None when this is not a worker."""
+    told = os.environ.get(_VARIABLE)
+    return None if told is None else int(json.loads(told)["number"])

@@ -53,7 +53,8 @@ class Supervisor:
                 rooms.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
             )
             ports = (http.getsockname()[1], grpc.getsockname()[1])
-            admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers))
+            patience = settings.slow_client_timeout
+            admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), patience)
             door = HttpServer(admin, listen(settings.host, settings.metrics_port))
             await self._open_to_autoscalers(rooms)
             log.info(
@@ -86,18 +87,28 @@ class Supervisor:
         delay, loop = _FIRST_DELAY, asyncio.get_running_loop()
         while not self._stopping.is_set():
             began = loop.time()
-            worker = await self._start(place, folder)
-            self._workers[number] = worker
-            if self._stopping.is_set():  # while it was being started, so that nobody has told it
-                _signal([worker], signal.SIGTERM)
-            status = await worker.wait()
-            del self._workers[number]
-            mark_process_dead(worker.pid, folder)  # type: ignore[no-untyped-call]
-            if self._stopping.is_set():
-                return
-            log.error("worker %d ended with %d and is started again", number, status)
+            try:
+                worker = await self._start(place, folder)
+            except OSError as error:  # no memory, processes or descriptors: likely when a worker was killed for memory
+                log.error("worker %d cannot be started, which is tried again: %s", number, error)
+            else:
+                status = await self._follow(number, worker)
+                mark_process_dead(number, folder)  # type: ignore[no-untyped-call]
+                if self._stopping.is_set():
+                    return
+                log.error("worker %d ended with %d and is started again", number, status)
             delay = _FIRST_DELAY if loop.time() - began > _STEADY else min(2 * delay, _LAST_DELAY)
             await _sleep_unless(self._stopping, delay)
+
+    async def _follow(self, number: int, worker: asyncio.subprocess.Process) -> int:
+        """The exit status of a worker that was just started."""
+        self._workers[number] = worker
+        if self._stopping.is_set():  # while it was being started, so that no signal has reached it
+            _signal([worker], signal.SIGTERM)
+        try:
+            return await worker.wait()
+        finally:
+            del self._workers[number]
 
     async def _start(self, place: Place, folder: str) -> asyncio.subprocess.Process:
         environment = {**os.environ, **place.environment(), "PROMETHEUS_MULTIPROC_DIR": folder}
