@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from prometheus_client import REGISTRY
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.settings import read_settings
@@ -18,6 +19,7 @@ from tests.support.api_stage import Answer, ask, completion, read_answer
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 from tests.support.ports import free_port
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
+from tests.support.waiting import until
 
 STREAM = completion(stream=True, max_tokens=50) | {"model": "m"}
 
@@ -61,8 +63,8 @@ class RunningRouter:
 
 
 @asynccontextmanager
-async def running_router(shutdown_timeout: float):
-    engine = ScriptedEngine(vocab_size=byte_level().get_vocab_size())
+async def running_router(shutdown_timeout: float, **description: int):
+    engine = ScriptedEngine(vocab_size=byte_level().get_vocab_size(), **description)
     await engine.start()
     router = RunningRouter(engine, shutdown_timeout)
     try:
@@ -92,6 +94,33 @@ async def test_what_runs_is_finished_and_what_comes_is_refused():
     assert events[-2]["choices"][0]["finish_reason"] == "stop"
     with pytest.raises(ConnectionError):
         await ask(router.port, "GET", "/live")
+
+
+async def test_what_waits_for_an_engine_gets_its_turn_within_the_time_for_shutting_down():
+    async with running_router(shutdown_timeout=20, max_num_seqs=1) as router:
+        answer, first = await router.stream(), router.request_id
+        waiting = asyncio.create_task(ask(router.port, "POST", "/v1/completions", {**STREAM, "stream": False}))
+        await until(lambda: REGISTRY.get_sample_value("quire_parked_requests", {"model": "m"}) == 1)
+        router.router.stop()
+        await asyncio.sleep(0.05)
+        router.engine.send(output(first, [81], 1, STOP))
+        assert (await answer).events[-1] == "[DONE]"
+        second = (await router.engine.submit()).request_id
+        router.engine.send(output(second, [82], 0, STOP))
+        assert (await waiting).status == 200
+
+
+async def test_what_waits_for_an_engine_for_too_long_is_told_that_the_router_stops():
+    async with running_router(shutdown_timeout=0.2, max_num_seqs=1) as router:
+        answer = await router.stream()
+        waiting = asyncio.create_task(ask(router.port, "POST", "/v1/completions", {**STREAM, "stream": False}))
+        await until(lambda: REGISTRY.get_sample_value("quire_parked_requests", {"model": "m"}) == 1)
+        router.router.stop()
+        refused = await waiting
+        await answer
+
+    assert (refused.status, refused.error["code"]) == (503, "stopping")
+    assert "retry-after" in refused.headers
 
 
 async def test_what_does_not_finish_in_time_is_told_so_over_rest():
