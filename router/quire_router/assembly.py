@@ -36,6 +36,7 @@ from quire_router.placement.placer import Placer
 from quire_router.placement.settings import PlacementSettings
 from quire_router.redis_access import RedisAccess
 from quire_router.routing import Routing
+from quire_router.supervise import supervise
 from quire_router.upkeep import Upkeep
 
 
@@ -84,6 +85,7 @@ class Parts:
     async def start(self, ending: AsyncExitStack) -> None:
         """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
         ending.callback(self.frontend.close)
+        ending.push_async_callback(supervise("keys", self.frontend.keys.prepare).stop)
         ending.push_async_callback(self.journal.close)
         if self.meter is not None:
             ending.push_async_callback(self.meter.close)

@@ -11,6 +11,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants_file import read_tenants
+from quire_router.api import identity
 from quire_router.api.identity import ANYONE, Keys
 
 from tests.support.api_stage import ask, chat, open_stage, read_answer
@@ -151,6 +152,29 @@ def test_what_is_stored_of_a_key_is_slow_to_guess_from_and_the_same_in_every_rou
     for _ in range(2):
         caller = Keys([KEY]).caller(f"Bearer {KEY}")
         assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
+
+
+async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch):
+    derived = []
+
+    def slow(key, **parameters):
+        derived.append(key.decode())
+        return hashlib.blake2b(key, digest_size=parameters["dklen"]).digest()
+
+    monkeypatch.setattr(identity, "scrypt", slow)
+    names = [f"the-right-key-{number}" for number in range(1000)]
+    keys = Keys(names)
+    assert derived == []
+    early = keys.caller(f"Bearer {names[700]}")
+    assert derived == [names[700]]
+    with pytest.raises(QuireError):
+        keys.caller("Bearer the-right-key-1000")
+    await keys.prepare()
+    assert sorted(derived) == sorted(names)
+    callers = [keys.caller(f"Bearer {name}") for name in names]
+    assert callers[700] == early
+    assert len({caller.tenant for caller in callers}) == len(names)
+    assert len(derived) == len(names)
 
 
 async def test_without_configured_keys_everyone_shares():

@@ -1,14 +1,15 @@
 """Who asks: API keys, and what follows from them. Knows neither HTTP nor gRPC beyond the ``authorization`` value."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b, scrypt
-from hmac import compare_digest
+from secrets import token_bytes
 
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.admission.reason import Reason
-from quire_router.admission.tenant import Tenant
+from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
 
 
@@ -33,9 +34,32 @@ ANYONE = Caller()
 _TENANT_BYTES, _SALT_BYTES = 6, 16
 
 
+class _Opened:
+    """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derived``), on whichever
+    thread asks first; for two that ask at once they are the same.
+    """
+
+    __slots__ = ("_caller", "_first", "_policy", "_tenants")
+
+    def __init__(self, first: str, policy: Tenant | None, tenants: Tenants) -> None:
+        """``first`` is the key that the salt is made from, and ``policy`` that of the tenant whom the file names."""
+        self._first = first
+        self._policy = policy
+        self._tenants = tenants
+        self._caller: Caller | None = None
+
+    def caller(self) -> Caller:
+        """Who has the key."""
+        if self._caller is None:
+            tenant, salt = _derived(self._first.encode())
+            policy = self._tenants.of(tenant) if self._policy is None else self._policy
+            self._caller = Caller(tenant if self._policy is None else policy.id, salt, policy)
+        return self._caller
+
+
 class Keys:
-    """The keys that open the API; none means that it is open to all. Takes a twentieth of a second for each key, and
-    for each tenant of the file.
+    """The keys that open the API; none means that it is open to all. ``prepare`` derives ahead what each key opens; a
+    caller that comes before its turn waits a twentieth of a second, once.
 
     Each of ``keys`` is a tenant of its own, unless the ``file`` names whose it is. A tenant of the file is known by its
     name, so that its keys can change. Its salt is that of its first key: no name that others know leads to it, and a
@@ -45,30 +69,41 @@ class Keys:
     def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
         file = file or TenantsFile()
         self._anyone = Caller(policy=file.tenants.of(""))
-        self._callers = [entry for name, own in file.keys.items() for entry in _tenant(file.tenants.of(name), own)]
+        self._secret = token_bytes(32)
+        self._opened: dict[bytes, _Opened] = {}
+        for name, own in file.keys.items():
+            opened = _Opened(own[0], file.tenants.of(name), file.tenants)  # all keys of one tenant open the same
+            self._opened.update((self._digest(key), opened) for key in own)
         for key in keys:
-            tenant, salt = _derived(key.encode())
-            self._callers.append((_digest(key.encode()), Caller(tenant, salt, file.tenants.of(tenant))))
+            self._opened.setdefault(self._digest(key), _Opened(key, None, file.tenants))
 
     @property
     def required(self) -> bool:
         """Whether there is any key, so that each caller must have one."""
-        return bool(self._callers)
+        return bool(self._opened)
+
+    async def prepare(self) -> None:
+        """Derives what every key opens, on another thread, one after the other."""
+        for opened in set(self._opened.values()):
+            await asyncio.to_thread(opened.caller)
 
     def caller(self, *authorizations: str) -> Caller:
         """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
 
-        Hashes are compared, each in constant time and all of them, so that timing says nothing about any key.
+        Looks for a hash of the key that only this process can compute: timing says something about that hash at most,
+        and takes the same however many keys there are.
         """
-        if not self._callers:
+        if not self._opened:
             return self._anyone
         authorization = authorizations[0] if len(authorizations) == 1 else ""
         scheme, _, key = authorization.partition(" ")
-        offered = _digest(key.strip().encode())
-        matches = [caller for digest, caller in self._callers if compare_digest(digest, offered)]
-        if scheme.lower() != "bearer" or not matches:
+        opened = self._opened.get(self._digest(key.strip()))
+        if scheme.lower() != "bearer" or opened is None:
             raise _refusal(authorizations)
-        return matches[0]
+        return opened.caller()
+
+    def _digest(self, key: str) -> bytes:
+        return blake2b(key.encode(), key=self._secret, digest_size=32).digest()
 
 
 def _refusal(authorizations: Sequence[str]) -> QuireError:
@@ -79,20 +114,9 @@ def _refusal(authorizations: Sequence[str]) -> QuireError:
     return QuireError(ErrorCode.UNAUTHENTICATED, "This API key is not valid.")
 
 
-def _tenant(tenant: Tenant, keys: Sequence[str]) -> list[tuple[bytes, Caller]]:
-    """All keys of one tenant open the same."""
-    caller = Caller(tenant.id, _derived(keys[0].encode())[1], tenant)
-    return [(_digest(key.encode()), caller) for key in keys]
-
-
 def _derived(key: bytes) -> tuple[str, bytes]:
-    """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow. Every
-    router makes the same ones, hence the fixed salt.
+    """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow: sixteen
+    characters may be a phrase that somebody thought of. Every router makes the same ones, hence the fixed salt.
     """
     derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=_TENANT_BYTES + _SALT_BYTES)
     return derived[:_TENANT_BYTES].hex(), derived[_TENANT_BYTES:]
-
-
-def _digest(key: bytes) -> bytes:
-    """Never leaves this process."""
-    return blake2b(key, digest_size=32, person=b"quire key").digest()
