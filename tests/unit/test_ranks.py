@@ -4,10 +4,12 @@ whether they have parted is known.
 
 import json
 import logging
+import os
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -501,3 +503,57 @@ def test_what_was_begun_is_counted(groups: list[TensorGroup]) -> None:
     before = [group.collectives for group in groups]
     each(groups, lambda group: group.join(group.sum(torch.ones(1, 2))))
     assert [group.collectives - count for group, count in zip(groups, before, strict=True)] == [2] * len(groups)
+
+
+class Nccl:
+    """What ``TensorGroup`` uses of torch's ``ProcessGroupNCCL``, as it behaves: it makes its communicator, and chooses
+    the interface for it, at the first exchange; and an orderly shutdown waits for the other ranks.
+    """
+
+    def __init__(self, store: object, rank: int, size: int, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.interface: str | None = None
+        self.ended: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "Nccl":
+        self.interface = self.interface or os.environ.get("NCCL_SOCKET_IFNAME", "the default route's")
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TensorGroup, Nccl]:
+    """A rank's end of a group of two GPUs, and what it is connected through."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    group = TensorGroup(0, 2, torch.device("cuda", 0), ordered=False)
+    group.connect(tmp_path / "store")
+    return group, group._group
+
+
+def test_nccl_listens_on_the_loopback_interface_alone(on_cuda: tuple[TensorGroup, Nccl]) -> None:
+    assert on_cuda[1].interface == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rank_that_hangs_on_a_gpu_is_waited_for_for_minutes(on_cuda: tuple[TensorGroup, Nccl]) -> None:
+    assert timedelta(minutes=5) <= on_cuda[1].timeout <= timedelta(minutes=30)
+
+
+def test_a_group_of_gpus_whose_other_ranks_have_ended_is_left_without_waiting(
+    on_cuda: tuple[TensorGroup, Nccl],
+) -> None:
+    group, nccl = on_cuda
+    group.close()
+    group.close()
+    assert nccl.ended == ["abort"]

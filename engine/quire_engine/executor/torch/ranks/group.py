@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-# A rank that is stopped is waited for; one that has died is noticed by others than the group.
-PATIENCE = timedelta(hours=24)
+# How long an exchange waits for a rank. On the CPU one that is stopped is waited for, and one that has died is noticed
+# at once; on CUDA neither is noticed by NCCL, and a wait that long is a defect. It has to outlast a rank that compiles
+# kernels for the largest step.
+TIMEOUTS = {"cpu": timedelta(hours=24), "cuda": timedelta(minutes=10)}
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -40,8 +42,10 @@ class TensorGroup:
         """Meets the others, all of which connect through the same file."""
         with _loopback():
             meeting = distributed.FileStore(str(store), self.size)
-            self._group = _backend(self._device)(meeting, self.rank, self.size, PATIENCE)
-        self.sum(torch.zeros(1, device=self._device))
+            timeout = TIMEOUTS[self._device.type]
+            self._group = _backend(self._device)(meeting, self.rank, self.size, timeout)
+            # gloo chooses its interface when the group is made, NCCL at the first exchange.
+            self.sum(torch.zeros(1, device=self._device))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """See ``Ranks.sum``. What is added in order is added in float32."""
@@ -82,9 +86,12 @@ class TensorGroup:
             self._group.abort()
 
     def close(self) -> None:
-        """Leaves the group. Nothing can be exchanged any more."""
+        """Leaves the group. Nothing can be exchanged any more. The other ranks may have ended already: NCCL's orderly
+        shutdown would wait for them.
+        """
+        self.abort()
         group, self._group = self._group, None
-        if group is not None:
+        if group is not None and self._device.type == "cpu":
             group.shutdown()
 
 
