@@ -44,6 +44,15 @@ class Stream:
 STREAM = Stream()
 
 
+class Gpu:
+    """The GPU that is emulated."""
+
+    capability = (8, 0)
+
+
+GPU = Gpu()
+
+
 class Fence:
     """In the place of ``StagingFence``: waits for the stream."""
 
@@ -224,11 +233,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 
 def graph_workspace_bytes(rows: int, heads: int, kv_heads: int, head_dim: int) -> int:
-    """What a plan takes of the float workspace in a graph, on a GPU of one multiprocessor, compute capability 8 or
-    newer: ``PrefillSplitQOKVIndptr`` and ``PrefillPlanImpl`` in FlashInfer's ``scheduler.cuh``.
+    """What a plan takes of the float workspace in a graph, on a GPU of one multiprocessor: ``PrefillSplitQOKVIndptr``
+    and ``PrefillPlanImpl`` in FlashInfer's ``scheduler.cuh``, ``FA2DetermineCtaTileQ`` in ``utils.cuh``.
     """
     group = heads // kv_heads
-    tile = 128 if group > 64 and head_dim < 256 else 64 if group > 16 else 16
+    tile = 128 if group > 64 and head_dim < 256 else 64 if group > 16 or GPU.capability < (8, 0) else 16
     tiles = max(2 // kv_heads, -(-rows * group // tile) + rows - 1)
     partial = -(-tiles * tile // group)
     return 4 * heads * partial * head_dim + 4 * heads * partial
@@ -349,8 +358,10 @@ def _settings(given: dict, head_dim: int) -> dict:
 
 
 @contextmanager
-def installed(*, lazy: bool = False) -> Iterator[ModuleType]:
-    """``import flashinfer`` finds the emulation, and fences wait for its stream."""
+def installed(*, lazy: bool = False, capability: tuple[int, int] = (8, 0)) -> Iterator[ModuleType]:
+    """``import flashinfer`` finds the emulation, of a GPU of this compute capability, and fences wait for its
+    stream.
+    """
     module = ModuleType("flashinfer")
     for name in {call.name.split(".")[0] for call in CONTRACT}:
         setattr(module, name, globals()[name])
@@ -360,5 +371,7 @@ def installed(*, lazy: bool = False) -> Iterator[ModuleType]:
         patch.setattr("quire_engine.attention.flashinfer.LEAST_WORKSPACE", 1024)
         patch.setattr("quire_engine.attention.flashinfer.LARGEST_GRAPH", 8)
         patch.setattr(STREAM, "lazy", lazy)
+        patch.setattr(GPU, "capability", capability)
+        patch.setattr("quire_engine.attention.flashinfer._gpu", lambda device: (1, capability))
         yield module
         STREAM.synchronize()

@@ -124,10 +124,12 @@ def test_a_graph_takes_its_own_batch_size_and_no_more_pages_than_it_has_room_for
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 80), st.integers(1, 4), st.sampled_from([64, 128, 256]))
-def test_the_workspace_has_room_for_the_largest_graph_of_every_shape(group, kv_heads, head_dim):
+@given(
+    st.integers(1, 80), st.integers(1, 4), st.sampled_from([64, 128, 256]), st.sampled_from([(7, 5), (8, 0), (9, 0)])
+)
+def test_the_workspace_has_room_for_the_largest_graph_of_every_shape(group, kv_heads, head_dim, capability):
     shape = AttentionShape(group * kv_heads, kv_heads, head_dim, 16, 1.0)
-    with installed():
+    with installed(capability=capability):
         size = flashinfer.LARGEST_GRAPH
         make_step(shape, [(1, 1)] * size, BF16, 0).run(backend_of(shape, BF16).for_graph(size, size), None)
 

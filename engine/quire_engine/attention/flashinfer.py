@@ -286,15 +286,23 @@ class _GraphDecode(_PlannedAttention):
 def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     """Room for what the parts of split contexts come to, in float32: for each head a vector and a sum of each row.
 
-    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head. Outside of graphs at
-    most two tiles for each multiprocessor are split. In a graph of B tokens there may be as many tiles as B requests
+    A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head; on GPUs older than
+    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split. In a graph of B tokens there may be as many tiles as B requests
     of any lengths, but B tokens in all, can need: at most B more than those tokens fill.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    processors, capability = _gpu(device)
     group = shape.num_heads // shape.num_kv_heads
-    tile = 16 if group <= 16 else 128
+    tile = 128 if group > 16 else 16 if capability >= (8, 0) else 64
     rows = max(2 * processors // shape.num_kv_heads * 128, LARGEST_GRAPH + -(-LARGEST_GRAPH * tile // group))
     return max(LEAST_WORKSPACE, 4 * shape.num_heads * rows * (shape.head_dim + 1) + _ALIGNMENTS)
+
+
+def _gpu(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """The multiprocessors of a GPU, and its compute capability; the least that counts for an emulation on the CPU."""
+    if device.type != "cuda":
+        return 1, (8, 0)
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)
 
 
 def _null_pages(batch_size: int, max_pages: int, device: torch.device) -> PageArrays:
