@@ -6,6 +6,7 @@ Most ranks here are threads, so that none has to start; those that are killed ar
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,8 +18,9 @@ import pytest
 import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
+from quire_engine.executor.torch import parts
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.ranks import leading_runner
+from quire_engine.executor.torch.ranks import leading_runner, process, serving
 from quire_engine.executor.torch.ranks.calls import batch_to_arrays
 from quire_engine.executor.torch.ranks.workers import RankError
 from quire_engine.models.errors import ModelError
@@ -30,6 +32,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from tests.model.driver import GREEDY
 from tests.model.engine import BLOCK_SIZE, Run, numbers_a_token, run
 from tests.model.models import OWN, SmallModels, small_model
+from tests.support import fake_graphs
 from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
 
@@ -162,6 +165,54 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
             prompts = [*others[:place], needle, *others[place:]]
             among = run(shared, prompts, [params] * PROMPTS, chunk=chunk).choices[place][0]
             assert (among.token_ids, among.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+# Graphs
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets what this process records decode steps with."""
+    for module in (leading_runner, serving):
+        monkeypatch.setattr(module, "ModelRunner", module.ModelRunner)
+    monkeypatch.setattr(parts, "make_attention", parts.make_attention)
+    return fake_graphs.record_on_the_cpu
+
+
+def test_ranks_none_of_which_can_record_do_without_graphs(
+    threads: None, recording: Callable[[Any], None], small_models: SmallModels, caplog: pytest.LogCaptureFixture
+) -> None:
+    recording(fake_graphs.refuse)
+    with closing(load(small_models.folder("llama3"), 2)) as shared:
+        warnings = [record.getMessage() for record in caplog.records]
+        assert generate(shared, small_models).outputs == expected(small_models, "llama3")
+    assert set(warnings) == {"no CUDA graphs: out of memory; short steps take longer to launch"}
+
+
+# The process of rank 1, which records with what is named.
+RECORDING_RANK = """
+from quire_engine.executor.torch.ranks.worker import main
+from tests.support import fake_graphs
+fake_graphs.record_on_the_cpu({recorder})
+main()
+"""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_record_alone_ends_the_start_instead_of_leaving_the_others_waiting(
+    recording: Callable[[Any], None], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    own, other = ("refuse", "FakeRecorder()") if failing == 0 else ("FakeRecorder()", "refuse")
+    script = RECORDING_RANK.format(recorder=f"fake_graphs.{other}")
+    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    recording(fake_graphs.refuse if own == "refuse" else fake_graphs.FakeRecorder())
+    thread, raised = in_background(lambda: load(small_models.folder("llama3"), 2).close())
+    thread.join(60)
+    assert not thread.is_alive(), "the ranks wait for each other"
+    assert [type(error) for error in raised] == [RankError]
+    sentence = f"Rank {failing} failed in a step in which other ranks did not: RecordingError: out of memory."
+    assert str(raised[0]) == sentence
 
 
 # What goes wrong on all ranks alike

@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.attention.reference import ReferenceAttention
+from quire_engine.executor.torch import parts
+from quire_engine.executor.torch.model_runner import ModelRunner
+from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.ranks import leading_runner, serving
+from quire_engine.executor.torch.sizing import Pools
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,6 +63,23 @@ class FakeRecorder:
         def replay(self) -> None:
             self._recorder.replays += 1
             self._recording.replay()
+
+
+def refuse(work: Callable[[], object]) -> Any:
+    """A ``Recorder`` that has no memory for a graph, and does not get to the work."""
+    raise RuntimeError("out of memory")
+
+
+def record_on_the_cpu(record: Any) -> None:
+    """Has the runners of ranks in this process record their decode steps with ``record``, as they do on CUDA."""
+
+    def make(parts: Parts, pools: Pools, **how: Any) -> ModelRunner:
+        parts.model.capturable = True
+        return ModelRunner(parts, pools, record, **how)
+
+    for module in (leading_runner, serving):
+        module.ModelRunner = make
+    parts.make_attention = lambda name, shape, *_, **__: GraphReference(shape)
 
 
 class GraphReference(ReferenceAttention):

@@ -533,7 +533,7 @@ class Nccl:
 def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TensorGroup, Nccl]:
     """A rank's end of a group of two GPUs, and what it is connected through."""
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="cpu"))
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     group = TensorGroup(0, 2, torch.device("cuda", 0), ordered=False)

@@ -287,8 +287,9 @@ def _workspace_bytes(shape: AttentionShape, device: torch.device) -> int:
     """Room for what the parts of split contexts come to, in float32: for each head a vector and a sum of each row.
 
     A tile has 16, 64 or 128 rows of queries and their heads, of which ``group`` share a KV head; on GPUs older than
-    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split. In a graph of B tokens there may be as many tiles as B requests
-    of any lengths, but B tokens in all, can need: at most B more than those tokens fill.
+    compute capability 8.0 there are none of 16. Outside of graphs at most two tiles for each multiprocessor are split.
+    In a graph of B tokens there may be as many tiles as B requests of any lengths, but B tokens in all, can need: at
+    most B more than those tokens fill.
     """
     processors, capability = _gpu(device)
     group = shape.num_heads // shape.num_kv_heads

@@ -23,6 +23,7 @@ from quire_engine.models.errors import first_line
 
 log = logging.getLogger(__name__)
 
+NO_GRAPHS = "no CUDA graphs: %s; short steps take longer to launch"
 # Beyond this the kernels are long enough to hide their launches.
 LARGEST_BATCH = 512
 
@@ -33,6 +34,10 @@ class Recording(Protocol):
     def replay(self) -> None:
         """Does the work once more, on the same memory, with what that holds now."""
         ...
+
+
+class RecordingError(RuntimeError):
+    """A model's decode steps cannot be recorded; the text says why."""
 
 
 # Records the work of a function, which is called once. On CUDA that call computes nothing.
@@ -71,8 +76,8 @@ def record_graphs(
     pages: int,
     record: Recorder,
 ) -> "DecodeGraphs | None":
-    """The graphs of ``model`` as in ``DecodeGraphs``; None, and one warning, where they cannot be recorded, and None
-    where there is nothing to record: no sizes, or a model or an attention that decides on the host while it computes.
+    """The graphs of ``model`` as in ``DecodeGraphs``; None where there is nothing to record: no sizes, or a model or an
+    attention that decides on the host while it computes. Raises ``RecordingError``.
     """
     if not (sizes and model.capturable and hasattr(attention, "for_graph")):
         return None
@@ -80,8 +85,7 @@ def record_graphs(
         with _without_collector():
             graphs = DecodeGraphs(model, kv, cast(GraphAttention, attention), sizes=sizes, pages=pages, record=record)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        log.warning("no CUDA graphs: %s; short steps take longer to launch", first_line(error))
-        return None
+        raise RecordingError(first_line(error)) from error
     log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
     return graphs
 

@@ -3,6 +3,7 @@
 It knows batches and block copies: neither plans nor what is made of logits. On CUDA nothing here waits for the device.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,12 +11,21 @@ import torch
 
 from quire_engine.device.transfers import upload
 from quire_engine.executor.torch.batch import ForwardBatch, place
-from quire_engine.executor.torch.graphs import CudaRecorder, Recorder, record_graphs
+from quire_engine.executor.torch.graphs import (
+    NO_GRAPHS,
+    CudaRecorder,
+    DecodeGraphs,
+    Recorder,
+    RecordingError,
+    record_graphs,
+)
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.executor.torch.tapes import make_tapes
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.copy import BlockCopy
+
+log = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -52,29 +62,25 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """The ``Runner`` of one device. ``record`` records the graphs of decode steps; by default CUDA's own does."""
+    """The ``Runner`` of one device. ``record`` records the graphs of decode steps; by default CUDA's own does.
 
-    def __init__(self, parts: Parts, pools: Pools, record: Recorder | None = None) -> None:
+    Where they cannot be recorded, a runner that is ``alone`` logs a warning and does without. One of several that share
+    a model raises ``RecordingError``: a rank that left a recording without the others would leave them waiting in an
+    exchange.
+    """
+
+    def __init__(self, parts: Parts, pools: Pools, record: Recorder | None = None, *, alone: bool = True) -> None:
         self._model = parts.model
         self._attention = parts.attention
         self._vocab_size = parts.config.vocab_size
         self._kv = parts.kv_cache(pools)
         if record is None and parts.device.type == "cuda" and parts.graph_sizes:
             record = CudaRecorder()
-        pages = -(-parts.max_model_len // parts.block_size)
         self._graphs = self._tapes = None
         if record is None and parts.device.type == "cpu" and parts.graph_sizes:
             self._tapes = make_tapes(parts.model, self._kv.device, parts.attention)
         if record is not None:
-            with torch.inference_mode():
-                self._graphs = record_graphs(
-                    parts.model,
-                    self._kv.device,
-                    parts.attention,
-                    sizes=parts.graph_sizes,
-                    pages=pages,
-                    record=record,
-                )
+            self._graphs = self._record(parts, record, alone)
 
     @property
     def capacity(self) -> KvCapacity:
@@ -106,6 +112,19 @@ class ModelRunner:
         if len(rows) < len(hidden):
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)
+
+    def _record(self, parts: Parts, record: Recorder, alone: bool) -> DecodeGraphs | None:
+        pages = -(-parts.max_model_len // parts.block_size)
+        kv, sizes = self._kv.device, parts.graph_sizes
+        try:
+            with torch.inference_mode():
+                return record_graphs(parts.model, kv, parts.attention, sizes=sizes, pages=pages, record=record)
+        except RecordingError as error:
+            if alone:
+                log.warning(NO_GRAPHS, error)
+                return None
+            self._kv.close()
+            raise
 
     def close(self) -> None:
         """See ``Runner.close``."""

@@ -4,7 +4,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -116,7 +116,7 @@ class Leader:
 
     def make_runner(self, parts: Parts, pools: Pools) -> Runner:
         """See ``Leading.make_runner``."""
-        return LeadingRunner(self._workers, self._group, lambda: ModelRunner(parts, pools), [as_json(asdict(pools))])
+        return LeadingRunner(self._workers, self._group, parts, pools)
 
     def close(self) -> None:
         """See ``Leading.close``."""

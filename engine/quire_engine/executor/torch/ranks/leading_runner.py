@@ -1,37 +1,52 @@
 """``LeadingRunner``: rank 0's runner, which has all ranks make each call together. Knows batches and block copies."""
 
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
 
 from quire_engine.executor.torch.batch import ForwardBatch
-from quire_engine.executor.torch.model_runner import Runner
+from quire_engine.executor.torch.graphs import NO_GRAPHS, RecordingError
+from quire_engine.executor.torch.model_runner import ModelRunner, Runner
+from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.ranks.calls import Call, batch_to_arrays, copies_to_arrays
 from quire_engine.executor.torch.ranks.group import TensorGroup
-from quire_engine.executor.torch.ranks.wire import Array
+from quire_engine.executor.torch.ranks.wire import Array, as_json
 from quire_engine.executor.torch.ranks.workers import Workers
+from quire_engine.executor.torch.sizing import Pools
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.copy import BlockCopy
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class LeadingRunner:
-    """The ``Runner`` of a model that ``workers`` share with this process. ``make`` makes this process's own runner,
-    while the other ranks make theirs with ``arrays``.
+    """The ``Runner`` of a model that ``workers`` share with this process: each rank has a runner of its own, with its
+    ``parts`` and KV memory of ``pools``. Decode steps are recorded as graphs on all ranks or on none.
 
     A call that fails on all ranks in the same way raises what it raises here. Where ranks part, it raises
     ``RankError``.
     """
 
-    def __init__(
-        self, workers: Workers, group: TensorGroup, make: Callable[[], Runner], arrays: Sequence[Array]
-    ) -> None:
+    def __init__(self, workers: Workers, group: TensorGroup, parts: Parts, pools: Pools) -> None:
         self._workers = workers
         self._group = group
-        number, self._own = together(workers, group, Call.MAKE_RUNNER, arrays, make)
-        workers.answers(number)
+        try:
+            self._own = self._make(parts, pools)
+        except RecordingError as error:
+            log.warning(NO_GRAPHS, error)
+            self._own = self._make(replace(parts, graph_sizes=()), pools)
+
+    def _make(self, parts: Parts, pools: Pools) -> Runner:
+        arrays = [as_json(asdict(pools)), as_json(bool(parts.graph_sizes))]
+        number, own = together(
+            self._workers, self._group, Call.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
+        )
+        self._workers.answers(number)
+        return own
 
     @property
     def capacity(self) -> KvCapacity:

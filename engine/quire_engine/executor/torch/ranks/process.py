@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 
 SECONDS_TO_END = 2.0
+# What runs a rank's process; its number, that of its end of the link, and that of rank 0's process follow.
+COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.torch.ranks.worker")
 
 
 class RankProcess:
@@ -17,11 +19,10 @@ class RankProcess:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.link, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "quire_engine.executor.torch.ranks.worker"]
         with theirs:
             # A group of its own: Ctrl-C is for rank 0, which ends the others when it has finished its work.
             self._popen = subprocess.Popen(  # noqa: S603 - our own module
-                [*command, str(rank), str(theirs.fileno()), str(os.getpid())],
+                [*COMMAND, str(rank), str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 process_group=0,

@@ -4,7 +4,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +116,11 @@ class CallServer:
         return asdict(self._whole.gauge.read((lambda: self.run(Call.END_MEASURE)) if with_step else None))
 
     def _make_runner(self, arrays: Sequence[Array]) -> None:
-        parts = self._whole.parts
+        parts, with_graphs = self._whole.parts, from_json(arrays[1])
+        if not with_graphs:
+            parts = replace(parts, graph_sizes=())
         with computing(parts.device):
-            self._runner = ModelRunner(parts, Pools(**from_json(arrays[0])))
+            self._runner = ModelRunner(parts, Pools(**from_json(arrays[0])), alone=False)
 
     def _close_runner(self, _: Sequence[Array]) -> None:
         self._own.close()
