@@ -73,6 +73,7 @@ class Parts:
             Keys((key.get_secret_value() for key in settings.api_key), file),
             Running(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
+            refuse_unknown=settings.unknown_parameters == "refuse",
             request_timeout=settings.request_timeout,
             durable=lambda: self.journal.available,
             tenant_limits=limits,

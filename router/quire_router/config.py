@@ -209,6 +209,9 @@ class Settings(CommandSettings):
     api_key: Keys = Field(default=[], description="A key that clients must send; repeatable; none: open to all.")
     tenants: Path | None = Field(default=None, description="TOML or JSON that names tenants and their limits.")
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
+    unknown_parameters: Literal["warn", "refuse"] = Field(
+        default="warn", description="Whether parameters that nobody knows are named in a header, or are a 400."
+    )
     hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
     max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")

@@ -181,6 +181,45 @@ async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(m
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/responses", "use POST /v1/chat/completions"),
+        ("/v1/messages", "use POST /v1/chat/completions"),
+        ("/v1/embeddings", "makes no embeddings"),
+        ("/chat/completions", "use POST /v1/chat/completions"),
+        ("/v1/v1/completions", "use POST /v1/completions"),
+        ("/v1/%3Cscript%3E%C3%A9", "There is nothing at /v1/<script>é"),
+        ("/" + "x" * 4000, "There is nothing at /xxx"),
+    ],
+)
+async def test_a_path_that_is_not_there_is_named_with_what_to_use_instead(path, words):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", path, {})
+
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert words in answer.error["message"]
+    assert len(answer.error["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", CHAT, chat() | {"model": "other"}),
+        ("POST", "/v1/completions", completion() | {"model": "other"}),
+        ("POST", "/tokenize", {"model": "other", "prompt": "x"}),
+        ("GET", "/v1/models/other", None),
+    ],
+)
+async def test_a_model_that_is_not_there_has_a_code_of_its_own_and_is_told_in_words_of_no_other_api(method, path, body):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, method, path, body)
+
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (404, "model_not_found", "model")
+    assert "'other'" in answer.error["message"]
+    assert "ListModels" not in answer.error["message"]
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model":', b"[" * 50_000])
 async def test_a_body_that_is_no_json_object_is_refused(body):
     async with open_stage() as stage:

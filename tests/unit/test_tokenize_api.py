@@ -13,6 +13,7 @@ from tests.support.api_stage import MODEL, TEXT, VOCAB_SIZE, Limits, ask, chat, 
 from tests.support.tool_models import HERMES_TEMPLATE, tool
 
 LONG = "hello world " * 400  # tokenised on a thread
+TEMPLATE_MESSAGES = "chat_template_kwargs.messages"
 
 
 async def tokenize(stage, **body):
@@ -82,7 +83,7 @@ async def test_both_apis_say_the_same():
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "x", "messages": chat()["messages"]}, "prompt"),
         ("/tokenize", {"prompt": "x", "tools": [tool()]}, "tools"),
-        ("/tokenize", {"messages": chat()["messages"], "tools": [tool()]}, "tools"),
+        ("/tokenize", {"messages": chat()["messages"], "chat_template_kwargs": {"messages": 1}}, TEMPLATE_MESSAGES),
         ("/tokenize", {"messages": chat()["messages"], "add_special_tokens": True}, "add_special_tokens"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
         ("/tokenize", {"prompt": "x", "chat_template": "{{ x }}"}, "chat_template"),

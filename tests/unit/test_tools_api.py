@@ -33,6 +33,7 @@ from tests.support.tool_models import (
 )
 
 CHAT = "/v1/chat/completions"
+IGNORED = "x-quire-ignored-parameters"
 CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
 TWO_CALLS = f'hello\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 TOOLS = [tool("get", description="The weather."), tool("now")]
@@ -181,7 +182,9 @@ def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     text = text_with(template, tokenizer)
     limits = Limits(2**20, text.vocab_size)
     request = ChatRequest.from_json(json.dumps({**ASKED, **fields}).encode())
-    (generation,) = Validator({MODEL: text}, lambda _: limits).generations(request, "id", ANYONE)
+    validator = Validator({MODEL: text}, lambda _: limits)
+    request, _ = validator.taken(request, MODEL)
+    (generation,) = validator.generations(request, "id", ANYONE)
     return generation, text.decode(list(generation.prompt_token_ids))
 
 
@@ -249,6 +252,41 @@ def test_thinking_can_be_switched_where_the_template_knows_how(fields, prompt_en
     assert generation_of(THINKING_TEMPLATE, **fields)[1].endswith(prompt_end)
 
 
+EFFORT_TEMPLATE = HERMES_TEMPLATE + "effort={{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "ignored"),
+    [
+        (HERMES_TEMPLATE, {"reasoning_effort": "none"}, ""),  # what does not think need not stop
+        (HERMES_TEMPLATE, {"reasoning_effort": "minimal"}, "reasoning_effort"),
+        (HERMES_TEMPLATE, {"reasoning_effort": "xhigh"}, "reasoning_effort"),
+        (HERMES_TEMPLATE, {"reasoning_effort": "max"}, "reasoning_effort"),
+        (THINKING_TEMPLATE, {"reasoning_effort": "medium"}, "reasoning_effort"),
+        (THINKING_TEMPLATE, {"reasoning_effort": "none"}, ""),
+        (OPENING_TEMPLATE, {"reasoning_effort": "none"}, "reasoning_effort"),
+        (EFFORT_TEMPLATE, {"reasoning_effort": "xhigh"}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": False}}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        (OPENING_TEMPLATE, {"chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs.thinking"),
+        (THINKING_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": True}}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        (HERMES_TEMPLATE, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (HERMES_TEMPLATE, {"think": True, "enable_thinking": False}, "think, enable_thinking"),
+    ],
+)
+async def test_a_wish_to_think_that_the_template_does_not_know_is_named(template, fields, ignored):
+    async with stage_with("hello", template) as stage:
+        stage.fleet.told = Limits(4096)
+        answer = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
+    assert (answer.status, answer.headers.get(IGNORED, "")) == (200, ignored)
+
+
+def test_a_template_gets_the_effort_that_it_asks_for():
+    assert generation_of(EFFORT_TEMPLATE, reasoning_effort="xhigh")[1].endswith("effort=xhigh")
+    assert generation_of(EFFORT_TEMPLATE, reasoning_effort="none")[1].endswith("effort=none")
+
+
 def refused(template=HERMES_TEMPLATE, **fields):
     with pytest.raises(QuireError) as caught:
         generation_of(template, **fields)
@@ -293,14 +331,14 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"messages": [turn("user", tool_call_id="1")]}, "messages[0].tool_call_id"),
         ({"messages": [turn("user", tool_calls=[called()])]}, "messages[0].tool_calls"),
         ({"messages": [turn("user", reasoning="x")]}, "messages[0].reasoning_content"),
-        ({"messages": [turn("assistant", tool_calls=[called(arguments="[]")])]}, f"{CALLED}.function.arguments"),
+        ({"messages": [turn("assistant", tool_calls=[called(arguments=7)])]}, f"{CALLED}.function.arguments"),
         ({"messages": [turn("assistant", tool_calls=[called(arguments=" " * 2**20 + "{}")])]}, "messages"),
         ({"messages": [turn("assistant", tool_calls=[called(), called()])]}, "messages[0].tool_calls[1].id"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        ({"messages": [{"role": "user", "tool_calls": []}]}, "messages[0].content"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "Very high!"}, "reasoning_effort"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
     ],
 )
 def test_what_makes_no_sense_is_refused_at_its_place(fields, param):
@@ -308,10 +346,29 @@ def test_what_makes_no_sense_is_refused_at_its_place(fields, param):
 
 
 @pytest.mark.parametrize(("template", "words"), [(CHAT_TEMPLATE, "knows no tools"), (OTHER_TEMPLATE, "not supported")])
-def test_a_template_that_knows_no_tools_says_so(template, words):
-    error = refused(template)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_template_that_knows_no_tools_says_so_where_one_must_be_called(template, words, choice):
+    error = refused(template, tool_choice=choice)
     assert error.param == "tools"
     assert words in error.message
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE])
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}])
+async def test_tools_that_a_template_does_not_know_are_left_out_and_named(template, fields):
+    async with stage_with(CALL, template) as stage:
+        stage.fleet.told = Limits(4096)
+        whole = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
+        streamed = await ask(stage.port, "POST", CHAT, {**ASKED, **fields, "stream": True})
+        bare = {name: value for name, value in ASKED.items() if name != "tools"}
+        await ask(stage.port, "POST", CHAT, bare)
+        tokens = await ask(stage.port, "POST", "/tokenize", ASKED)
+    first, second, without = stage.runner.generations
+    assert whole.headers[IGNORED] == streamed.headers[IGNORED] == ", ".join(["tools", *fields])
+    assert whole.json["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert first.prompt_token_ids == second.prompt_token_ids == without.prompt_token_ids
+    assert first.params.structured is None
+    assert (tokens.json["tokens"], tokens.headers[IGNORED]) == (list(without.prompt_token_ids), "tools")
 
 
 def test_what_changes_nothing_is_taken():
@@ -319,11 +376,26 @@ def test_what_changes_nothing_is_taken():
     assert generation_of(CHAT_TEMPLATE, **fields)[0].params.structured is None
 
 
+async def test_tools_are_left_out_over_grpc_too():
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    request = pb.ChatRequest(model=MODEL, messages=messages, tools=[pb.Tool(name="get")], tool_choice="auto")
+    async with open_stage() as stage, stage.channel() as channel:
+        call = InferenceStub(channel).Chat(request)
+        assert [message.text async for message in call]
+        assert dict(await call.initial_metadata())["quire-ignored-parameters"] == "tools, tool_choice"
+        asked = InferenceStub(channel).Tokenize(pb.TokenizeRequest(model=MODEL, messages=messages, tools=request.tools))
+        assert list((await asked).token_ids) == list(stage.runner.generations[0].prompt_token_ids)
+        assert dict(await asked.initial_metadata())["quire-ignored-parameters"] == "tools"
+
+
 async def test_both_apis_refuse_tools_alike():
     async with open_stage() as stage:
-        over_rest = await ask(stage.port, "POST", CHAT, chat(tools=TOOLS))
+        over_rest = await ask(stage.port, "POST", CHAT, chat(tools=TOOLS, tool_choice="required"))
         request = pb.ChatRequest(
-            model=MODEL, messages=[pb.ChatMessage(role="user", content="hello")], tools=[pb.Tool(name="get")]
+            model=MODEL,
+            messages=[pb.ChatMessage(role="user", content="hello")],
+            tools=[pb.Tool(name="get")],
+            tool_choice="required",
         )
         async with stage.channel() as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="knows no tools"):

@@ -11,13 +11,15 @@ from quire_router.generation import Generation
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """One generation for each of the request's prompts (at least one), the shape of its answer, and the text side of
-    its model. The events of its stream have ids where ``event_ids`` were asked for.
+    its model. The events of its stream have ids where ``event_ids`` were asked for. ``ignored`` are the parameters that
+    it named and that change nothing.
     """
 
     generations: tuple[Generation, ...]
     shape: AnswerShape
     text: ModelText
     event_ids: bool = False
+    ignored: tuple[str, ...] = ()
 
     @property
     def first(self) -> Generation:

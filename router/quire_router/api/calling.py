@@ -2,9 +2,9 @@
 calls. Raises ``QuireError`` where the model knows nothing of it.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
@@ -12,11 +12,14 @@ from quire_proto.text.model_text import ModelText
 from quire_proto.text.tools.formats import ToolFormat
 from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, call_grammar
 
-from quire_router.api.schemas import ChatRequest, GenerationRequest, TemplateOptions
+from quire_router.api.schemas import ChatRequest, GenerationRequest, Templated, TemplateOptions
 from quire_router.api.tools import Tool, too_large
 from quire_router.generation import Delta
 
+Request = TypeVar("Request", bound=Templated)
+
 _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
+_OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def structured_of(request: GenerationRequest, text: ModelText, prompt: Sequence[int]) -> Structured | None:
@@ -74,30 +77,49 @@ def format_of(text: ModelText) -> ToolFormat:
     raise invalid("tools", "This model's chat template knows no tools.")
 
 
-def template_options(given: TemplateOptions | None, effort: str | None, text: ModelText) -> Mapping[str, Any]:
-    """The variables that a request sets in the model's template. Raises ``QuireError`` for those that it does not ask
-    for, unless they change nothing.
+def for_template(request: Request, text: ModelText) -> tuple[Request, Sequence[str]]:
+    """The request without tools where the model's template knows none, and the names of the parameters that change
+    nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the template
+    that requests may not set.
     """
-    options: dict[str, Any] = {}
-    for name, value in ({} if given is None else given.model_dump(exclude_none=True)).items():
-        if name in text.template_variables:
-            options[name] = value
-        elif value or text.marks_reasoning:
-            raise _unknown(f"chat_template_kwargs.{name}")
-    return {**_effort(effort, text), **options}
+    ignored = [*_unknown_thinking(request, text)]
+    if not request.offered or text.tool_format is not None:
+        return request, ignored
+    if request.forced:
+        format_of(text)
+    of_tools = [name for name in _OF_TOOLS if name in type(request).model_fields and getattr(request, name) is not None]
+    return request.model_copy(update=dict.fromkeys(of_tools)), [*of_tools, *ignored]
 
 
-def _effort(effort: str | None, text: ModelText) -> dict[str, Any]:
-    """``none`` turns thinking off, where it can be."""
+def _unknown_thinking(request: Templated, text: ModelText) -> Iterator[str]:
+    """Strengths and switches of thinking that the template does not ask for, where they say anything."""
+    known, effort = text.template_variables, request.reasoning_effort
+    stops = not text.marks_reasoning or not known.isdisjoint(_THINKING)
+    if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
+        yield "reasoning_effort"
+    for name, value in _switches(request.chat_template_kwargs).items():
+        if name not in known and (value or text.marks_reasoning):
+            yield f"chat_template_kwargs.{name}"
+    others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
+    for name in known.intersection(others or ()):
+        param = f"chat_template_kwargs.{name}"
+        raise invalid(param, f"{param} is not taken from requests; only {' and '.join(_THINKING)} are.")
+
+
+def _switches(given: TemplateOptions | None) -> dict[str, bool]:
+    values = {name: getattr(given, name, None) for name in _THINKING}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def template_options(given: TemplateOptions | None, effort: str | None, text: ModelText) -> Mapping[str, Any]:
+    """The variables that a request sets in the model's template, of those that it asks for. The effort ``none`` turns
+    thinking off, where it can be.
+    """
+    options: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
     if effort == "none":
-        return dict.fromkeys(text.template_variables.intersection(_THINKING), False)
-    if effort is not None and "reasoning_effort" not in text.template_variables:
-        raise _unknown("reasoning_effort")
-    return {} if effort is None else {"reasoning_effort": effort}
-
-
-def _unknown(param: str) -> QuireError:
-    return invalid(param, f"This model's chat template does not know {param}.")
+        options |= dict.fromkeys(_THINKING, False)
+    options |= _switches(given)
+    return {name: value for name, value in options.items() if name in text.template_variables}
 
 
 def _callable(tool: Tool, forced: bool) -> Callable:

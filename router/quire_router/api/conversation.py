@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from quire_proto.errors import QuireError, invalid
 
-from quire_router.api.fields import Content, Label, only
-from quire_router.api.strict import Strict
+from quire_router.api.fields import Content, Label
+from quire_router.api.strict import Lenient
 from quire_router.api.tools import MAX_CALLS, CallId, ToolCall
 
 _MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a call without arguments, in characters
@@ -15,8 +15,14 @@ _MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a 
 MAX_ARGUMENTS_CHARACTERS = 2**20  # of all calls: they are parsed, which holds up everything else
 
 
-class Message(Strict):
-    """One message of a conversation. Its ``reasoning_content``, or ``reasoning``, is what an assistant thought."""
+def _text_or_nothing(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+class Message(Lenient):
+    """One message of a conversation. Its ``reasoning_content``, or ``reasoning``, is what an assistant thought, and its
+    ``refusal`` what it said in the place of an answer.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -25,17 +31,18 @@ class Message(Strict):
     tool_call_id: CallId | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-
-    audio: Annotated[None, only()] = None
-    annotations: Annotated[None, only([])] = None
-    function_call: Annotated[None, only()] = None
-    refusal: Annotated[None, only()] = None
+    refusal: Annotated[str | None, BeforeValidator(_text_or_nothing)] = None
 
     @property
     def size(self) -> int:
         """Characters that a template makes of it, about."""
         calls = sum(len(call.function.arguments) + _CALL for call in self.tool_calls or ())
-        return _MESSAGE + len(self.content or "") + len(self.thoughts) + calls
+        return _MESSAGE + len(self.text) + len(self.thoughts) + calls
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.content or (self.refusal if self.role == "assistant" and self.refusal else "")
 
     @property
     def thoughts(self) -> str:
@@ -47,7 +54,7 @@ class Message(Strict):
         those of the tools that were called, by the ids of the calls.
         """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        message: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
             message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
         if self.thoughts:
@@ -64,8 +71,8 @@ def as_template_sees_them(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises ``QuireError`` where something is missing, stands in a message of another role, is no JSON or too much of
-    it, or answers a call that was not made.
+    """Raises ``QuireError`` where something is missing, stands in a message of another role or is too much, or where
+    a message answers a call that was not made.
     """
     arguments = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
     if arguments > MAX_ARGUMENTS_CHARACTERS:
@@ -80,7 +87,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_parts(message: Message, where: str) -> None:
-    if message.content is None and not message.tool_calls:
+    if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", f"{where}.content is missing.")
     if message.tool_calls and message.role != "assistant":
         raise _wrong(f"{where}.tool_calls", "belongs to messages of the assistant")
@@ -97,8 +104,6 @@ def _checked_calls(message: Message, where: str) -> set[str]:
     for number, call in enumerate(message.tool_calls or ()):
         if call.id in ids:
             raise _wrong(f"{where}.tool_calls[{number}].id", "is that of another call of this message")
-        if call.function.parsed is None:
-            raise _wrong(f"{where}.tool_calls[{number}].function.arguments", "must be the text of a JSON object")
         ids.add(call.id)
     return ids
 

@@ -1,4 +1,4 @@
-"""Parts of the request schemas: how single fields are read, and which are known but not supported yet."""
+"""Parts of the request schemas: how single fields are read."""
 
 import re
 from dataclasses import dataclass
@@ -15,24 +15,8 @@ MAX_METADATA, MAX_METADATA_KEY_CHARACTERS = 16, 64
 MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer prompt can come as text
 MAX_PROMPTS = 128
 _MOST = 2**64
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
-
-
-def only(*values: object) -> PlainValidator:
-    """Marks a field that this service does not support yet: accepted where it changes nothing, which is null or one
-    of ``values``.
-    """
-
-    def read(value: object) -> None:
-        if value is not None and not any(_same(value, allowed) for allowed in values):
-            raise ValueError("this is not supported by this service yet")
-
-    return PlainValidator(read)
-
-
-def _same(value: object, allowed: object) -> bool:
-    """Equality that does not take True for 1."""
-    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
 @dataclass(frozen=True)
@@ -95,18 +79,19 @@ def _bias(value: object) -> float:
 
 def _content(value: object) -> object:
     """A message's text, also where it comes as a list of text parts that belong together."""
-    return "".join(map(_text_part, value)) if isinstance(value, list) and value else value
+    return "".join(map(_text_part, value)) if isinstance(value, list) else value
 
 
 def _text_part(part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(part, dict) or not isinstance(kind, str):
         raise ValueError("each part must be an object with a type")
-    if kind != "text":
+    field = _TEXT_PARTS.get(kind)
+    if field is None:
         raise ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
-    if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
-        raise ValueError("a text part has the fields type and text, and text must be a string")
-    return str(part["text"])
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"a part of type {kind} has the field {field}, which must be a string")
+    return str(part[field])
 
 
 _Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -150,3 +135,7 @@ StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
 Number = float | None
 Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)] | None  # wide enough: the true ranges are quire_proto's
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
+Effort = Annotated[
+    str,
+    Read(Annotated[str, Field(pattern="^[a-z0-9_-]{1,32}$")], "it must be a word, such as none, low, medium or high"),
+]

@@ -1,7 +1,7 @@
 """What REST and gRPC share between reading a request and writing its answer."""
 
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from secrets import token_hex
@@ -27,6 +27,7 @@ from quire_router.api.identity import ANYONE, Caller, Keys
 from quire_router.api.running import Running
 from quire_router.api.schemas import GenerationRequest
 from quire_router.api.shape import AnswerShape
+from quire_router.api.strict import in_header
 from quire_router.api.terms import NO_TERMS, Terms, on_terms
 from quire_router.api.together import Together
 from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
@@ -77,6 +78,7 @@ class Frontend:
         running: Running,
         *,
         allow_priority: bool = False,
+        refuse_unknown: bool = False,
         request_timeout: float | None = None,
         durable: Callable[[], bool] = lambda: True,
         tenant_limits: Limits | None = None,
@@ -91,7 +93,7 @@ class Frontend:
         self._request_timeout = request_timeout
         self._durable = durable
         self._tenant_limits = tenant_limits
-        self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority)
+        self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown)
         self._aside = Aside()
         self._created = int(time())
 
@@ -124,9 +126,11 @@ class Frontend:
         """
 
         def validated(request: GenerationRequest) -> Admitted:
+            request, ignored = self._validator.taken(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(terms.key)
-            admitted = Admitted(generations, AnswerShape.of(request), self._validator.text(request.model), ids)
+            text = self._validator.text(request.model)
+            admitted = Admitted(generations, AnswerShape.of(request), text, ids, ignored)
             return on_terms(request, admitted, terms, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):
@@ -175,26 +179,31 @@ class Frontend:
         """
 
         def written(request: TokenizeRequest) -> T:
+            request, ignored = self._validator.taken(request, request.model)
             max_model_len = self._card(request.model).max_model_len
-            return write(tokenized(request, self._validator.text(request.model), max_model_len))
+            return write(tokenized(request, self._validator.text(request.model), max_model_len, ignored))
 
         with counting_rejections():
             await self._charge(caller)
             return await self._made(read, written, caller, size)
 
-    async def detokenize(self, read: Callable[[], DetokenizeRequest], caller: Caller, *, size: int = 0) -> str:
-        """See ``detokenized`` and ``tokenize``."""
+    async def detokenize(
+        self, read: Callable[[], DetokenizeRequest], caller: Caller, *, size: int = 0
+    ) -> tuple[str, Sequence[str]]:
+        """See ``detokenized`` and ``tokenize``; and the parameters that are ignored."""
 
-        def text_of(request: DetokenizeRequest) -> str:
-            return detokenized(request, self._validator.text(request.model))
+        def text_of(request: DetokenizeRequest) -> tuple[str, Sequence[str]]:
+            request, ignored = self._validator.taken(request, request.model)
+            return detokenized(request, self._validator.text(request.model)), ignored
 
         with counting_rejections():
             await self._charge(caller)
             return await self._made(read, text_of, caller, size)
 
-    def notes(self, *, replayed: bool = False) -> dict[str, str]:
+    def notes(self, admitted: Admitted, *, replayed: bool = False) -> dict[str, str]:
         """What an answer says of itself before it begins, by names of headers and of metadata."""
         notes = {} if self._durable() else {"quire-journal": "unavailable"}
+        notes |= ignored_note(admitted.ignored)
         return {**notes, "quire-idempotent-replay": "true"} if replayed else notes
 
     def standing(self, caller: Caller) -> dict[str, str]:
@@ -264,6 +273,11 @@ class Frontend:
     def _card(self, name: str) -> ModelCard:
         limits = self._fleet.limits(name)
         return ModelCard(name, self._created, self._fleet.ready(name), limits.max_model_len if limits else 0)
+
+
+def ignored_note(params: Sequence[str]) -> dict[str, str]:
+    """That parameters changed nothing, by the name of a header or of metadata."""
+    return {"quire-ignored-parameters": in_header(params)} if params else {}
 
 
 def new_request_id() -> str:

@@ -1,11 +1,11 @@
 """What a request may say, as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
 
-Both APIs build these objects, so that what one refuses the other refuses. A field of the OpenAI API that is not
-supported yet is accepted where it changes nothing and refused otherwise; a field that nobody knows is refused.
+Both APIs build these objects, so that what one refuses the other refuses. Parameters of other servers that would change
+the answer are refused here too, with what to use instead (``UNSUPPORTED``).
 """
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import invalid
@@ -15,6 +15,7 @@ from quire_router.api.conversation import Message, check_messages
 from quire_router.api.fields import (
     BadWords,
     EarlyStopping,
+    Effort,
     Integer,
     Label,
     LogitBias,
@@ -23,25 +24,97 @@ from quire_router.api.fields import (
     Prompts,
     Stops,
     StopTokenIds,
-    only,
 )
-from quire_router.api.strict import Strict
+from quire_router.api.strict import Strict, Unsupported
 from quire_router.api.structured import Guided
 from quire_router.api.tools import MAX_TOOLS, ChosenTool, Tool, ToolChoice, check_tools
 
 MAX_MESSAGES = 4096
 
+_SAMPLERS = "of the samplers there are temperature, top_p, top_k and min_p"
+_REPETITION = "use repetition_penalty, frequency_penalty or presence_penalty"
+_FORM = "use response_format or structured_outputs"
+_MEDIA = "there is text only"
+_CHAT = "use /v1/chat/completions"
+
+UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
+    # OpenAI's
+    "audio": Unsupported((), _MEDIA),
+    "function_call": Unsupported(("none", "auto"), "use tool_choice"),
+    "functions": Unsupported(([],), "use tools"),
+    "input": Unsupported((), "use messages or, for completions, prompt"),
+    "instructions": Unsupported((), "write a message of the role system"),
+    "max_output_tokens": Unsupported((), "use max_tokens"),
+    "modalities": Unsupported((["text"],), _MEDIA),
+    "prediction": Unsupported(),
+    "prompt_cache_retention": Unsupported(),
+    "service_tier": Unsupported(("auto", "default")),
+    "verbosity": Unsupported(("medium",)),
+    "web_search_options": Unsupported((), "describe a function that searches in tools"),
+    # vLLM's
+    "allowed_token_ids": Unsupported((), "use guided_choice, guided_regex or logit_bias"),
+    "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
+    "continue_final_message": Unsupported((False,), "use /v1/completions with the prompt that /tokenize makes"),
+    "documents": Unsupported(([],), "write them into messages"),
+    "guided_whitespace_pattern": Unsupported((), "use guided_regex or guided_grammar"),
+    "logits_processors": Unsupported(([],), "use logit_bias or bad_words"),
+    "prompt_embeds": Unsupported((), "use prompt"),
+    "return_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC, which tell them"),
+    "return_tokens_as_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC"),
+    "spaces_between_special_tokens": Unsupported((True,), "leave it out"),
+    "structural_tag": Unsupported((), "use tools with strict set to true, or guided_grammar"),
+    "truncate_prompt_tokens": Unsupported((), "shorten the prompt; /tokenize counts its tokens"),
+    # SGLang's
+    "custom_logit_processor": Unsupported((), "use logit_bias or bad_words"),
+    "input_ids": Unsupported((), "use /v1/completions with token ids as its prompt"),
+    "json_schema": Unsupported((), _FORM),
+    "lora_path": Unsupported((), "there are no adapters; serve the merged model"),
+    "max_new_tokens": Unsupported((), "use max_tokens"),
+    "min_new_tokens": Unsupported((0,), "use min_tokens"),
+    "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
+    "return_hidden_states": Unsupported((False,), "there is nothing like it; log-probabilities come with logprobs"),
+    "stop_regex": Unsupported(([],), "use stop, or guided_regex for the whole output"),
+    # Ollama's, llama.cpp's and those of others
+    "do_sample": Unsupported((True,), "set temperature to 0"),
+    "dry_multiplier": Unsupported((0,), _REPETITION),
+    "dynatemp_range": Unsupported((0,), _SAMPLERS),
+    "format": Unsupported(("",), _FORM),
+    "grammar": Unsupported(("",), "use guided_grammar"),
+    "max_tokens_to_sample": Unsupported((), "use max_tokens"),
+    "mirostat": Unsupported((0,), _SAMPLERS),
+    "n_predict": Unsupported((-1,), "use max_tokens"),
+    "no_repeat_ngram_size": Unsupported((0,), _REPETITION),
+    "num_beams": Unsupported((1,), "use beam_width"),
+    "num_predict": Unsupported((-1, -2), "use max_tokens"),
+    "num_return_sequences": Unsupported((1,), "use n"),
+    "options": Unsupported(({},), "write its fields beside model, under the names of this API"),
+    "random_seed": Unsupported((), "use seed"),
+    "repeat_penalty": Unsupported((1,), "use repetition_penalty"),
+    "stop_sequences": Unsupported(([],), "use stop"),
+    "system": Unsupported(("",), "write a message of the role system"),
+    "tfs_z": Unsupported((1,), _SAMPLERS),
+    "top_a": Unsupported((0,), _SAMPLERS),
+    "top_n_sigma": Unsupported((0, -1), _SAMPLERS),
+    "typical_p": Unsupported((0, 1), _SAMPLERS),
+    "xtc_probability": Unsupported((0,), _SAMPLERS),
+}
+"""Parameters of other servers, by their names in the body of a request; docs/api.md tells of them."""
+
 
 class StreamOptions(Strict):
-    """How a stream is sent."""
+    """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"include_obfuscation": Unsupported((False,))}
 
     include_usage: bool | None = None
     include_event_ids: bool | None = None
-    include_obfuscation: Annotated[None, only(False)] = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(Guided):
     """What completions and chat completions have in common."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -83,10 +156,11 @@ class GenerationRequest(Guided):
     safety_identifier: Label = None
     prompt_cache_key: Label = None
 
-    allowed_token_ids: Annotated[None, only()] = None
-    service_tier: Annotated[None, only("auto", "default")] = None
-    spaces_between_special_tokens: Annotated[None, only(True)] = None
-    truncate_prompt_tokens: Annotated[None, only()] = None
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far. As in vLLM that does not go without its end's."""
+        options = self.stream_options
+        return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
 
     @property
     def size(self) -> int:
@@ -96,7 +170,7 @@ class GenerationRequest(Guided):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that has the usage."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        return self.continuous_usage or (self.stream_options is not None and bool(self.stream_options.include_usage))
 
     @property
     def include_event_ids(self) -> bool:
@@ -141,13 +215,21 @@ class GenerationRequest(Guided):
 class CompletionRequest(GenerationRequest):
     """The body of ``POST /v1/completions``."""
 
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED,
+        "add_special_tokens": Unsupported((True,), "use the token ids that /tokenize makes as prompt"),
+        "max_completion_tokens": Unsupported((), "use max_tokens"),
+        "messages": Unsupported(([],), _CHAT),
+        "suffix": Unsupported(("",), "write it into the prompt with the model's own marks for it"),
+        "tool_choice": Unsupported(("none", "auto"), _CHAT),
+        "tools": Unsupported(([],), _CHAT),
+        "top_logprobs": Unsupported((0,), "use logprobs"),
+    }
+
     prompt: Prompts
 
     echo: bool | None = None
     logprobs: Integer = None
-
-    add_special_tokens: Annotated[None, only(True)] = None
-    suffix: Annotated[None, only("")] = None
 
     @property
     def size(self) -> int:
@@ -172,8 +254,34 @@ class TemplateOptions(Strict):
     thinking: bool | None = None
 
 
-class ChatRequest(GenerationRequest):
+class Templated(Strict):
+    """What the model's chat template is asked for beside messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model is told of."""
+        return self.tools or ()
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return False
+
+
+class ChatRequest(Templated, GenerationRequest):
     """The body of ``POST /v1/chat/completions``."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED,
+        "add_generation_prompt": Unsupported((True,), "use /v1/completions with the prompt that /tokenize makes"),
+        "add_special_tokens": Unsupported((False,), "the chat template writes them"),
+        "echo": Unsupported((False,), "use /v1/completions"),
+        "prompt": Unsupported(("",), "use messages or, for completions, /v1/completions"),
+    }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
@@ -181,26 +289,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Integer = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     separate_reasoning: bool | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-
-    add_generation_prompt: Annotated[None, only(True)] = None
-    add_special_tokens: Annotated[None, only(False)] = None
-    audio: Annotated[None, only()] = None
-    echo: Annotated[None, only(False)] = None
-    function_call: Annotated[None, only("none", "auto")] = None
-    functions: Annotated[None, only([])] = None
-    modalities: Annotated[None, only(["text"])] = None
-    prediction: Annotated[None, only()] = None
-    prompt_cache_retention: Annotated[None, only()] = None
-    verbosity: Annotated[None, only("medium")] = None
-    web_search_options: Annotated[None, only()] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:

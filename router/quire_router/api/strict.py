@@ -1,7 +1,11 @@
-"""How requests are read: values as they are, unknown fields refused, and what is wrong told in this API's words."""
+"""How requests are read: values as they are, parameters of other servers refused where they would change the answer,
+and what is wrong told in this API's words.
+"""
 
-from collections.abc import Callable
-from typing import Any, Self, TypeVar
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from quire_proto.errors import ErrorCode, QuireError, invalid
@@ -10,23 +14,109 @@ from quire_router.api.weight import check_weight
 
 T = TypeVar("T")
 _MOST_PROBLEMS = 100
+Model = TypeVar("Model", bound="Strict")
+
+_MAX_PARAM = 128  # characters
+_MAX_NAMES, _MAX_NAME = 16, 64  # of a header, and characters of one
+_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A parameter that is known by its name only. ``neutral`` values of it say nothing, as null does. Any other would
+    change the answer, so it is refused with what to use ``instead``, a phrase; with None there it would not change the
+    answer, and is ignored.
+    """
+
+    neutral: tuple[object, ...] = ()
+    instead: str | None = None
+
+    def is_neutral(self, value: object) -> bool:
+        """Whether a value says nothing. True is not 1 here."""
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
 
 
 class Strict(BaseModel):
-    """Reads values as they are, without guessing, and refuses fields that it does not know."""
+    """Reads values as they are, without guessing. Fields that it does not know are kept aside in ``model_extra``; those
+    of them that are ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
+    """
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 
     @classmethod
     def from_json(cls, body: bytes) -> Self:
         """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_weight(body)
-        return _refusing(lambda: cls.model_validate_json(body))
+        return _supported(_refusing(lambda: cls.model_validate_json(body)))
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
         """The object with these fields. Raises as ``from_json`` does."""
-        return _refusing(lambda: cls.model_validate(fields))
+        return _supported(_refusing(lambda: cls.model_validate(fields)))
+
+
+class Lenient(Strict):
+    """A part of a conversation: what it does not know is dropped, because client libraries add to the messages that
+    they hand back.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A parameter that changed nothing. ``param`` is where it stands; it ``is_known`` where only its value is not
+    followed.
+    """
+
+    param: str
+    is_known: bool
+
+
+def ignored_parameters(request: Strict) -> Iterator[Ignored]:
+    """What a request says beyond its schema, in its order; null says nothing."""
+    for owner, prefix in _objects(request):
+        for name, value in (owner.model_extra or {}).items():
+            known = owner.unsupported.get(name)
+            if value is not None and not (known is not None and known.is_neutral(value)):
+                yield Ignored(prefix + name, known is not None)
+
+
+def in_header(params: Sequence[str]) -> str:
+    """Names of parameters as the value of a header. Clients chose them, so they are few, short and of plain letters;
+    how many there are beyond is told as ``+7``.
+    """
+    names = [_UNPRINTABLE.sub("?", param[:_MAX_NAME]) or "?" for param in params[:_MAX_NAMES]]
+    return ", ".join([*names, f"+{len(params) - _MAX_NAMES}"] if len(params) > _MAX_NAMES else names)
+
+
+def unknown(param: str) -> QuireError:
+    """The refusal of a parameter that is not known."""
+    return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
+
+
+def _supported(request: Model) -> Model:
+    for owner, prefix in _objects(request):
+        for name, value in (owner.model_extra or {}).items():
+            known = owner.unsupported.get(name)
+            if known is None or known.instead is None or value is None or known.is_neutral(value):
+                continue
+            raise invalid(prefix + name, f"{prefix}{name} is not supported here: {known.instead}.")
+    return request
+
+
+def _objects(model: Strict, prefix: str = "") -> Iterator[tuple[Strict, str]]:
+    """The object, and those in it that keep what they do not know, with what stands before the names of their fields.
+    Conversations, which may be long, are not gone through.
+    """
+    yield model, prefix
+    for name, value in model.__dict__.items():
+        if isinstance(value, Strict) and not isinstance(value, Lenient):
+            yield from _objects(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Strict) and not isinstance(value[0], Lenient):
+            for number, each in enumerate(value):
+                yield from _objects(each, f"{prefix}{name}[{number}].")
 
 
 def _refusing(read: Callable[[], T]) -> T:
@@ -51,8 +141,6 @@ def _explain(error: ValidationError) -> QuireError:
     if not location:
         return QuireError(ErrorCode.INVALID, "The body must be a JSON object.")
     param = _param(location)
-    if kind == "extra_forbidden":
-        return invalid(param, f"{param} is not a known parameter.")
     if kind == "missing":
         return invalid(param, f"{param} is missing.")
     return invalid(param, f"{param}: {text.removeprefix('Value error, ').replace(' after validation', '')}.")
@@ -63,4 +151,4 @@ def _param(location: tuple[int | str, ...]) -> str:
     param = ""
     for part in location:
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
-    return param[:128]
+    return param[:_MAX_PARAM]

@@ -1,18 +1,18 @@
-"""What a client says about the form of an output, in OpenAI's words and in vLLM's newer and older ones, as one
-``Structured``.
+"""What a client says about the form of an output, in OpenAI's words, in vLLM's newer and older ones and in SGLang's, as
+one ``Structured``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 
-from quire_router.api.fields import Read, only
-from quire_router.api.strict import Strict
+from quire_router.api.fields import Read
+from quire_router.api.strict import Strict, Unsupported, unknown
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -39,18 +39,39 @@ class NamedSchema(Strict):
 class ResponseFormat(Strict):
     """``response_format``: any text, any JSON object, or JSON of a schema."""
 
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "schema": Unsupported((), "use the type json_schema, with the schema in json_schema.schema"),
+    }
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredOutputs(Strict):
-    """vLLM's ``structured_outputs``: one of its fields."""
+    """vLLM's ``structured_outputs``: one of its fields. Of what else it may say nothing is ignored: it would be about
+    the form of the output.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "disable_additional_properties": Unsupported((False,), "set additionalProperties to false in the schema"),
+        "disable_any_whitespace": Unsupported((False,), "there is never more than a line break between two tokens"),
+        "disable_fallback": Unsupported((False, True)),
+        "structural_tag": Unsupported((), "use tools with strict set to true, or grammar"),
+        "whitespace_pattern": Unsupported((), "use regex or grammar"),
+    }
 
     json_: Annotated[JsonSchema, Field(alias="json")] = None
     regex: str | None = None
     choice: Choices = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in self.unsupported:
+                raise unknown(f"structured_outputs.{name}")
+        return self
 
 
 class Guided(Strict):
@@ -62,16 +83,16 @@ class Guided(Strict):
     guided_regex: str | None = None
     guided_choice: Choices = None
     guided_grammar: str | None = None
-
-    guided_decoding_backend: Annotated[None, only()] = None
-    guided_whitespace_pattern: Annotated[None, only()] = None
+    guided_decoding_backend: str | None = None  # there is one, for which the words mean the same
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def structured(self) -> Structured | None:
         """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
         names of two.
         """
-        asked = [*_from_response_format(self.response_format), *_from_vllm(self)]
+        asked = [*_from_response_format(self.response_format), *_from_others(self)]
         if len(asked) > 1:
             raise invalid(asked[0].param, f"{asked[0].param} and {asked[1].param} exclude each other.")
         return asked[0].read() if asked else None
@@ -116,7 +137,7 @@ def _from_response_format(given: ResponseFormat | None) -> Iterator[_Asked]:
         yield _Asked("response_format", StructuredKind.JSON_OBJECT)
 
 
-def _from_vllm(request: Guided) -> Iterator[_Asked]:
+def _from_others(request: Guided) -> Iterator[_Asked]:
     newer = request.structured_outputs or StructuredOutputs()
     fields = [
         ("structured_outputs.json", StructuredKind.JSON_SCHEMA, newer.json_),
@@ -128,5 +149,7 @@ def _from_vllm(request: Guided) -> Iterator[_Asked]:
         ("guided_regex", StructuredKind.REGEX, request.guided_regex),
         ("guided_choice", StructuredKind.CHOICE, request.guided_choice),
         ("guided_grammar", StructuredKind.GRAMMAR, request.guided_grammar),
+        ("regex", StructuredKind.REGEX, request.regex),
+        ("ebnf", StructuredKind.GRAMMAR, request.ebnf),
     ]
     return (_Asked(param, kind, value) for param, kind, value in fields if value is not None)

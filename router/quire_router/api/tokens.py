@@ -1,36 +1,35 @@
 """Text to tokens and back for clients: what ``/tokenize`` and ``/detokenize`` read and say, in vLLM's words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.model_text import ModelText
 
-from quire_router.api.calling import format_of, template_options
+from quire_router.api.calling import template_options
 from quire_router.api.conversation import Message, as_template_sees_them, check_messages
-from quire_router.api.fields import MAX_PROMPT_TOKENS, only
-from quire_router.api.schemas import MAX_MESSAGES, TemplateOptions
-from quire_router.api.strict import Strict
-from quire_router.api.tools import MAX_TOOLS, Tool, check_tools
+from quire_router.api.fields import MAX_PROMPT_TOKENS
+from quire_router.api.schemas import MAX_MESSAGES, Templated
+from quire_router.api.strict import Strict, Unsupported
+from quire_router.api.tools import check_tools
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Templated):
     """Either a text or a conversation."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
+        "continue_final_message": Unsupported((False,), "leave the last message out and add its text to the prompt"),
+    }
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-
-    chat_template: Annotated[None, only()] = None
-    continue_final_message: Annotated[None, only(False)] = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -72,15 +71,16 @@ class DetokenizeRequest(Strict):
 @dataclass(frozen=True, slots=True)
 class Tokenized:
     """``token_strs`` are the tokens as the tokenizer calls them, None where they were not asked for.
-    ``max_model_len`` is 0 while no engine has told it.
+    ``max_model_len`` is 0 while no engine has told it. ``ignored`` are the parameters that changed nothing.
     """
 
     tokens: Sequence[int]
     token_strs: Sequence[str] | None
     max_model_len: int
+    ignored: Sequence[str] = ()
 
 
-def tokenized(request: TokenizeRequest, text: ModelText, max_model_len: int) -> Tokenized:
+def tokenized(request: TokenizeRequest, text: ModelText, max_model_len: int, ignored: Sequence[str] = ()) -> Tokenized:
     """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
     would, except that more tokens than the model takes are told.
     """
@@ -91,7 +91,7 @@ def tokenized(request: TokenizeRequest, text: ModelText, max_model_len: int) -> 
     if len(tokens) > MAX_PROMPT_TOKENS:
         raise _too_many(request)
     strings = [text.name_of(token_id) for token_id in tokens] if request.return_token_strs else None
-    return Tokenized(tokens, strings, max_model_len)
+    return Tokenized(tokens, strings, max_model_len, ignored)
 
 
 def detokenized(request: DetokenizeRequest, text: ModelText) -> str:
@@ -105,9 +105,7 @@ def _tokens_of(request: TokenizeRequest, text: ModelText) -> list[int]:
     if request.messages is None:
         special = request.add_special_tokens is not False
         return text.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
-    tools = [tool.as_template_sees_it() for tool in request.tools or ()]
-    if tools:
-        format_of(text)
+    tools = [tool.as_template_sees_it() for tool in request.offered]
     return text.render_chat(
         as_template_sees_them(request.messages),
         MAX_PROMPT_TOKENS,

@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, TypeAdapter
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_TEXT
 
 from quire_router.api.fields import Read
-from quire_router.api.strict import Strict
+from quire_router.api.strict import Lenient, Strict
+
+_OBJECT = TypeAdapter(dict[str, Any])
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
@@ -43,6 +45,7 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+    cache_control: Any = None  # Anthropic's mark of a prefix to keep: here prefixes are kept anyway
 
     @property
     def size(self) -> int:
@@ -78,23 +81,31 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Strict):
-    """What was called, with arguments as JSON text."""
+def _arguments(value: object) -> object:
+    """Arguments as text, also where a client library has read them, or has none."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value
+
+
+class CalledFunction(Lenient):
+    """What was called, with arguments as the model wrote them, which need not be JSON."""
 
     name: Name
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_arguments)] = ""
 
     @property
-    def parsed(self) -> dict[str, Any] | None:
-        """The arguments; None where they are no JSON object. No arguments are none, as some clients write them."""
+    def parsed(self) -> dict[str, Any]:
+        """The arguments, none where they are no JSON object: templates go through them by name, and a conversation
+        with a slip of the model in it must go on.
+        """
         try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            return None
-        return arguments if isinstance(arguments, dict) else None
+            return _OBJECT.validate_json(self.arguments)
+        except ValueError:
+            return {}
 
 
-class ToolCall(Strict):
+class ToolCall(Lenient):
     """A call that an earlier answer made."""
 
     id: CallId

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from secrets import randbits
+from typing import TypeVar
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import check_length
@@ -14,13 +15,16 @@ from quire_proto.text.model_text import ModelText
 
 from quire_router.admission.reason import Reason
 from quire_router.api.backend import ModelLimits
-from quire_router.api.calling import format_of, structured_of, template_options
+from quire_router.api.calling import for_template, structured_of, template_options
 from quire_router.api.conversation import as_template_sees_them
 from quire_router.api.identity import Caller
 from quire_router.api.sampling import check_ids, sampling_of
-from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, Templated
 from quire_router.api.size import check_size
+from quire_router.api.strict import Strict, ignored_parameters, unknown
 from quire_router.generation import Generation, part_id
+
+Request = TypeVar("Request", bound=Strict)
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds
@@ -29,7 +33,7 @@ _MOST_PRIORITY = 2**31
 
 class Validator:
     """Checks requests against the models' texts and what their engines can take. ``allow_priority`` lets clients say
-    who goes first.
+    who goes first, and ``refuse_unknown`` has no parameter ignored that nobody knows.
     """
 
     def __init__(
@@ -38,10 +42,27 @@ class Validator:
         limits: Callable[[str], ModelLimits | None],
         *,
         allow_priority: bool = False,
+        refuse_unknown: bool = False,
     ) -> None:
         self._texts = texts
         self._limits = limits
         self._allow_priority = allow_priority
+        self._refuse_unknown = refuse_unknown
+
+    def taken(self, request: Request, model: str) -> tuple[Request, tuple[str, ...]]:
+        """What of a request its model can take, which is then validated, and the names of the parameters that are
+        ignored, each once. Raises ``QuireError`` NOT_FOUND for the model, and INVALID for what may not be ignored.
+        """
+        ignored = []
+        for each in ignored_parameters(request):
+            if self._refuse_unknown and not each.is_known:
+                raise unknown(each.param)
+            ignored.append(each.param)
+        text = self.text(model)
+        if isinstance(request, Templated):
+            request, more = for_template(request, text)
+            ignored += more
+        return request, tuple(dict.fromkeys(ignored))
 
     def generations(self, request: GenerationRequest, request_id: str, caller: Caller) -> tuple[Generation, ...]:
         """The request in tokens, one for each prompt, every default filled in. Raises ``QuireError``."""
@@ -91,8 +112,8 @@ class Validator:
 
 def unknown_model(model: str) -> QuireError:
     """The refusal of a model that is not configured."""
-    message = f"There is no model named {model[:128]!r} here; /v1/models and ListModels say which there are."
-    return QuireError(ErrorCode.NOT_FOUND, message, param="model")
+    message = f"There is no model named {model[:128]!r} here; the list of models says which there are."
+    return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
 
 
 def unready(model: str) -> QuireError:
@@ -130,8 +151,6 @@ def _prompts(request: GenerationRequest, text: ModelText, limits: ModelLimits) -
 
 def _conversation(request: ChatRequest, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     tools = [tool.as_template_sees_it() for tool in request.offered]
-    if tools:
-        format_of(text)
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
     with _calling_the_prompt("messages"):
         prompt = text.render_chat(

@@ -68,7 +68,7 @@ class RestApp:
         except (HttpError, QuireError) as error:
             await _fail(exchange, error)
         except HTTPException as error:
-            await _fail(exchange, _unrouted(error))
+            await _fail(exchange, _unrouted(exchange.path, error))
         except ClientGoneError:
             raise
         except Exception:
@@ -156,6 +156,6 @@ async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
         await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))
 
 
-def _unrouted(error: HTTPException) -> HttpError:
+def _unrouted(path: str, error: HTTPException) -> HttpError:
     """What the router found wrong, in our words."""
-    return wrong_method((error.headers or {}).get("Allow", "")) if error.status_code == 405 else no_such_route()
+    return wrong_method((error.headers or {}).get("Allow", "")) if error.status_code == 405 else no_such_route(path)

@@ -59,7 +59,7 @@ class Generate:
             return
         answer = await self._frontend.answer(admitted, caller)
         exchange.lasting = bool(admitted.first.digest)
-        notes = self._frontend.notes(replayed=answer.replayed)
+        notes = self._frontend.notes(admitted, replayed=answer.replayed)
         if admitted.first.stream:
             await stream(exchange, self._style, answer, notes, self._keepalive)
         else:
@@ -68,7 +68,7 @@ class Generate:
     async def _start(self, exchange: Exchange, admitted: Admitted) -> None:
         earlier, replayed = await self._frontend.start(admitted)
         location = (b"location", f"/v1/requests/{earlier.first.request_id}".encode("ascii"))
-        notes = note_headers(self._frontend.notes(replayed=replayed))
+        notes = note_headers(self._frontend.notes(admitted, replayed=replayed))
         await exchange.reply.whole(202, to_json(request_object(earlier)), [*JSON, location, *notes])
 
     def _read(self, body: bytes) -> GenerationRequest:

@@ -5,6 +5,23 @@ the table of ``quire_proto.errors``.
 from collections.abc import Sequence
 from http import HTTPStatus
 
+_MAX_PATH = 128  # characters
+_CHAT = "use POST /v1/chat/completions"
+_INSTEAD = {
+    "/responses": f"{_CHAT}, as most clients can be told to",
+    "/messages": f"{_CHAT}, directly or through a gateway that translates Anthropic's Messages",
+    "/embeddings": "this service makes no embeddings; use a server for an embedding model",
+    "/chat/completions": _CHAT,
+    "/completions": "use POST /v1/completions",
+    "/models": "use GET /v1/models",
+    "/v1/chat/completions": f"{_CHAT}; the base URL ends with /v1 already",
+    "/v1/completions": "use POST /v1/completions; the base URL ends with /v1 already",
+    "/v1/models": "use GET /v1/models; the base URL ends with /v1 already",
+    "/api/chat": _CHAT,
+    "/api/generate": "use POST /v1/completions",
+}
+"""What to use in the place of what is often asked for, by the path without a first ``/v1``."""
+
 
 class HttpError(Exception):
     """A request that is refused before it means anything to this service."""
@@ -84,9 +101,10 @@ def not_json() -> HttpError:
     return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
 
 
-def no_such_route() -> HttpError:
+def no_such_route(path: str) -> HttpError:
     """There is nothing at this path."""
-    return HttpError(HTTPStatus.NOT_FOUND, "not_found", "There is nothing at this path.")
+    instead = _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
+    return HttpError(HTTPStatus.NOT_FOUND, "not_found", f"There is nothing at {path[:_MAX_PATH]}: {instead}.")
 
 
 def wrong_method(allowed: str) -> HttpError:

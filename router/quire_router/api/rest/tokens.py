@@ -3,15 +3,18 @@
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from quire_router.api.frontend import Frontend
+from quire_router.api.frontend import Frontend, ignored_note
 from quire_router.api.identity import Caller
 from quire_router.api.rest.answers import to_json
 from quire_router.api.rest.connection import JSON, BodyLimits, read_body
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
+from quire_router.api.rest.writing import note_headers
 from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest
 
 _PART = 4096  # entries
+Shown = tuple[bytes, Sequence[str]]
+"""An answer, and the parameters that it ignored."""
 
 
 class Tokens:
@@ -29,29 +32,32 @@ class Tokens:
         """The text of tokens."""
         await self._answer(exchange, "POST /detokenize", self._text)
 
-    async def _answer(self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[bytes]]) -> None:
+    async def _answer(self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[Shown]]) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
         if exchange.body_bytes > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
         with self._frontend.exchange(name, exchange.request_id, exchange.headers):
             body = await read_body(exchange.receive, self._limits)
-            await exchange.reply.whole(200, await answer(body, exchange.caller), JSON)
+            shown, ignored = await answer(body, exchange.caller)
+            await exchange.reply.whole(200, shown, [*JSON, *note_headers(ignored_note(ignored))])
 
-    async def _tokens(self, body: bytes, caller: Caller) -> bytes:
+    async def _tokens(self, body: bytes, caller: Caller) -> Shown:
         return await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body), caller, _written, size=len(body))
 
-    async def _text(self, body: bytes, caller: Caller) -> bytes:
+    async def _text(self, body: bytes, caller: Caller) -> Shown:
         read = partial(DetokenizeRequest.from_json, body)
-        return to_json({"prompt": await self._frontend.detokenize(read, caller, size=len(body))})
+        text, ignored = await self._frontend.detokenize(read, caller, size=len(body))
+        return to_json({"prompt": text}), ignored
 
 
-def _written(told: Tokenized) -> bytes:
+def _written(told: Tokenized) -> Shown:
     """As JSON. Lists are written part by part, between which other threads come to their turn."""
     names = None if told.token_strs is None else _parts(told.token_strs)
     head = b'{"count":%d,"max_model_len":%d,"tokens":[' % (len(told.tokens), told.max_model_len)
     middle = b'],"token_strs":'
-    return head + _parts(told.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
+    body = head + _parts(told.tokens) + middle + (b"null" if names is None else b"[" + names + b"]") + b"}"
+    return body, told.ignored
 
 
 def _parts(values: Sequence[object]) -> bytes:

@@ -11,7 +11,7 @@ from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.answer import Answer
-from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
+from quire_router.api.frontend import Frontend, counting_rejections, ignored_note, new_request_id
 from quire_router.api.patience import Patience
 from quire_router.api.rpc import messages, tools
 from quire_router.api.rpc.authentication import caller_of
@@ -81,12 +81,13 @@ class Inference(InferenceServicer):
         response = pb.TokenizeResponse()
         async with _told(context) as call:
             with self._exchange("Tokenize", call):
-                response = await self._frontend.tokenize(
+                response, ignored = await self._frontend.tokenize(
                     partial(tools.tokenize_request, request),
                     call.caller,
-                    tools.tokenize_response,
+                    lambda told: (tools.tokenize_response(told), told.ignored),
                     size=request.ByteSize(),
                 )
+                await call.begin(ignored_note(ignored))
         return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
@@ -95,7 +96,7 @@ class Inference(InferenceServicer):
         async with _told(context) as call:
             with self._exchange("Detokenize", call):
                 read = partial(tools.detokenize_request, request)
-                text = await self._frontend.detokenize(read, call.caller, size=request.ByteSize())
+                text, _ = await self._frontend.detokenize(read, call.caller, size=request.ByteSize())
                 response = pb.DetokenizeResponse(text=text)
         return response
 
@@ -118,7 +119,7 @@ class Inference(InferenceServicer):
     ) -> None:
         with self._exchange(method, call, terms):
             admitted = await self._frontend.admit(read, call.request_id, call.caller, terms, size=size)
-            await call.begin(self._frontend.notes())
+            await call.begin(self._frontend.notes(admitted))
             if admitted.first.background:
                 earlier, replayed = await self._frontend.start(admitted)
                 await call.context.write(respond(earlier.first, Delta("", []), ""))
@@ -126,7 +127,7 @@ class Inference(InferenceServicer):
                 answer = await self._frontend.answer(admitted, call.caller)
                 replayed = answer.replayed
                 await self._send(answer, respond, call.context)
-            call.end({**self._frontend.notes(replayed=replayed), **self._frontend.standing(call.caller)})
+            call.end({**self._frontend.notes(admitted, replayed=replayed), **self._frontend.standing(call.caller)})
 
     @contextmanager
     def _exchange(self, method: str, call: Call, terms: Terms = NO_TERMS) -> Iterator[None]:
