@@ -7,11 +7,13 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvloop
 from quire_router.api.rest.connection import Reply
-from quire_router.api.rest.direct import direct_of
+from quire_router.api.rest.direct import Direct, direct_of
 from quire_router.api.rest.events import COMMENT, EventStream, KeepAlive
 from quire_router.api.rest.server import HttpServer, listen
 from starlette.types import Receive, Scope, Send
@@ -78,6 +80,37 @@ async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, 
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
     assert body == b"retry: 1000\n" * ids + b"".join(pieces) + b"data: end\n\n"
     assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
+
+
+def test_several_events_of_one_turn_take_the_short_way() -> None:
+    """As those of several choices do, that one step of an engine brings."""
+
+    async def scenario() -> list[bool]:
+        opened: list[bool] = []
+
+        async def answer(events: EventStream) -> None:
+            await events.write(b"data: begin\n\n")
+            await until(lambda: events.is_open)
+            for _ in range(8):
+                opened.append(events.is_open)
+                if events.is_open:
+                    events.write_now(b"data: x\n\n")
+            await events.end(b"data: end\n\n")
+
+        async with serving(answer) as port, httpx.AsyncClient() as client:
+            body = (await client.get(f"http://127.0.0.1:{port}/")).content
+        assert body.count(b"data: x\n\n") == opened.count(True)
+        return opened
+
+    assert uvloop.run(scenario()) == [True] * 8
+
+
+@pytest.mark.parametrize(("unwritten", "is_open"), [(0, True), (4_000, True), (60_000, False)])
+def test_what_little_the_transport_has_not_written_yet_does_not_close_the_way(unwritten: int, is_open: bool) -> None:
+    """Some versions of uvloop count what they write at the end of a turn."""
+    transport = SimpleNamespace(is_closing=lambda: False, get_write_buffer_size=lambda: unwritten)
+    cycle = SimpleNamespace(transport=transport)
+    assert Direct(cycle).is_open is is_open  # type: ignore[arg-type]
 
 
 async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_it_has() -> None:

@@ -8,6 +8,10 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 EXTENSION: Final = "quire"
 DIRECT: Final = "direct"
 """Where it is among a scope's ``extensions``."""
+_UNWRITTEN = 16 * 1024
+"""Bytes that may wait in the transport. uvloop counts what it writes at the end of a turn, and one step of an engine
+may bring pieces of several choices; far more than that means that the client does not read.
+"""
 
 
 class Direct:
@@ -28,9 +32,9 @@ class Direct:
 
     @property
     def is_open(self) -> bool:
-        """Whether its client is there and has taken all that was written: then the kernel takes the next bytes too."""
+        """Whether its client is there and has taken all that was written, or nearly all."""
         transport = self._transport
-        return not (transport.is_closing() or transport.get_write_buffer_size())
+        return not (transport.is_closing() or transport.get_write_buffer_size() > _UNWRITTEN)
 
     def write(self, data: bytes) -> None:
         """Some of the body, not empty. Only once it has begun and while it is open."""
