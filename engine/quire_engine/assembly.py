@@ -20,10 +20,17 @@ log = logging.getLogger(__name__)
 OFFLINE_GRAMMAR_BYTES = 1 << 30
 
 
-def load_executor(config: EngineConfig, on_lost: Callable[[str], None] | None = None) -> "TorchExecutor":
+def load_executor(
+    config: EngineConfig, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
+) -> "TorchExecutor":
     """The model on its device, with its KV memory. ``on_lost`` is told, on another thread, why a model that several
-    processes share cannot be run any more. Raises ``ModelError``.
+    processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it is set before torch
+    was imported, oneDNN's caches are limited too. Raises ``ModelError``.
     """
+    if owns_process:
+        from quire_engine.executor.torch import limit_product_caches
+
+        limit_product_caches()
     from quire_engine.executor.torch.executor import TorchExecutor
 
     return TorchExecutor.load(
@@ -44,6 +51,7 @@ def load_executor(config: EngineConfig, on_lost: Callable[[str], None] | None = 
         max_num_seqs=config.max_num_seqs,
         attention=config.attention,
         on_lost=on_lost,
+        owns_process=owns_process,
     )
 
 

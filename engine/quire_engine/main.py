@@ -7,6 +7,7 @@ from contextlib import closing
 from threading import Timer
 from typing import TYPE_CHECKING
 
+from prometheus_client import disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
 from quire_proto.settings import read_settings, refuse_unknown_variables
@@ -71,6 +72,7 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
 
 
 def _server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
     scheduler = make_scheduler(config, executor)
     try:
         return EngineServer(
@@ -88,7 +90,7 @@ def _load(config: EngineConfig) -> "TorchExecutor":
     from quire_engine.models.errors import ModelError
 
     try:
-        return load_executor(config, _end_at_once)
+        return load_executor(config, _end_at_once, owns_process=True)
     except ModelError as error:
         quit_with(1, str(error))
 

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from quire_engine.executor.torch.threads import usable_cores
 
 from tests.service.conftest import DEMO
 from tests.support.processes import Engine
@@ -125,3 +128,73 @@ def test_a_wrong_setting_is_named(tmp_path: Path, flags: tuple[str, ...], words:
     code, sentence = sentence_of(DEMO, tmp_path, *flags)
     assert code == 2
     assert words in sentence
+
+
+# What an engine sets for its whole process: torch's threads, oneDNN's caches, the heap, and Prometheus' samples. The
+# heap's setting shows in the number of arenas that threads make which allocate at the same time.
+PROCESS_STATE = """
+import ctypes, os, sys, threading
+os.environ.pop("OMP_NUM_THREADS", None)
+caches = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+libc.malloc_info.argtypes, libc.fclose.argtypes = (ctypes.c_int, ctypes.c_void_p), (ctypes.c_void_p,)
+
+def arenas():
+    file = libc.fopen(b"arenas.xml", b"w")
+    libc.malloc_info(0, file)
+    libc.fclose(file)
+    return open("arenas.xml").read().count("<heap ")
+
+def new_arenas():
+    before, together = arenas(), threading.Barrier(13)
+    allocate = lambda: (libc.malloc(1000), together.wait(), together.wait())
+    threads = [threading.Thread(target=allocate) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    together.wait()
+    made = arenas() - before
+    together.wait()
+    return made
+
+def tell():
+    import prometheus_client.metrics, torch
+    print("STATE", torch.get_num_threads(), [os.environ.get(name) for name in caches], new_arenas() > 0,
+          prometheus_client.metrics._use_created, flush=True)
+"""
+SERVED = """
+from quire_engine import main
+
+class Stopped:
+    def __init__(self, *parts):
+        tell()
+        sys.exit(0)
+
+main.EngineServer = Stopped
+main.main()
+"""
+OFFLINE = """
+import torch
+from quire_engine.executor.torch.threads import usable_cores
+torch.set_num_threads(3)
+import quire_engine.service.metrics
+from quire_engine import LLM
+with LLM(sys.argv[2], kv_cache_memory=8 << 20, swap_space=0):
+    tell()
+"""
+
+
+def process_state(script: str, tmp_path: Path) -> str:
+    command = [sys.executable, "-c", PROCESS_STATE + script, "--model", str(DEMO)]
+    if script is SERVED:
+        command += ["--kv-cache-memory", str(8 << 20), "--swap-space", "0"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    return next(line for line in made.stdout.splitlines() if line.startswith("STATE"))
+
+
+def test_an_engine_sets_up_the_process_that_is_its_own(tmp_path: Path) -> None:
+    assert process_state(SERVED, tmp_path) == f"STATE {usable_cores()} ['128', '128'] False False"
+
+
+def test_an_llm_leaves_the_process_that_it_is_in_as_it_is(tmp_path: Path) -> None:
+    assert process_state(OFFLINE, tmp_path) == "STATE 3 [None, None] True True"

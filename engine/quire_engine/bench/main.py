@@ -69,6 +69,9 @@ def _fitted(config: BenchConfig, most: int) -> BenchConfig:
 
 
 def _measure(config: BenchConfig) -> Report:
+    from quire_engine.executor.torch import limit_product_caches
+
+    limit_product_caches()
     from quire_engine.executor.torch.devices import resolve_device
     from quire_engine.executor.torch.threads import configure_threads
     from quire_engine.models.loading import read_model_config

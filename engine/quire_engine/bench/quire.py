@@ -38,7 +38,7 @@ class Quire:
     def __init__(self, config: BenchConfig) -> None:
         self._config = config
         try:
-            self._executor: TorchExecutor = load_executor(config)
+            self._executor: TorchExecutor = load_executor(config, owns_process=True)
         except ModelError as error:
             raise SystemFailedError(str(error)) from None
         self._traces: list[StepTrace] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import ThreadingHTTPServer
 from threading import Thread
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 from quire_proto.telemetry import Metric
 
 from quire_engine.core import StepOutput
@@ -17,7 +17,6 @@ from quire_engine.structured.compiler import Outcome
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 log = logging.getLogger(__name__)
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
 
 
 class EngineMetrics:

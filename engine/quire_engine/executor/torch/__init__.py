@@ -2,7 +2,13 @@
 
 import os
 
-# oneDNN keeps a compiled product for every shape that it meets, a thousand by default, and steps come in many
-# shapes: an engine would grow by hundreds of megabytes. Torch reads both limits when it is loaded.
-for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_cache, "128")
+
+def limit_product_caches() -> None:
+    """Bounds what oneDNN keeps, in a process that is the engine's own. Call it before torch is imported, which reads
+    both limits then.
+
+    oneDNN keeps a compiled product for every shape that it meets, a thousand by default, and steps come in many shapes:
+    an engine would grow by hundreds of megabytes.
+    """
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "128")

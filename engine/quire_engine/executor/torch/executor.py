@@ -16,6 +16,7 @@ from quire_engine.executor.torch.batch import StepBatch, pack
 from quire_engine.executor.torch.devices import computing, resolve_device
 from quire_engine.executor.torch.gauge import MemoryGauge
 from quire_engine.executor.torch.graphs import ladder
+from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.profile import largest_step, measure_rates
@@ -25,7 +26,7 @@ from quire_engine.executor.torch.ranks.memory import decide_for_all, in_memory
 from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.sizing import PoolRequest, Pools, table
 from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, timed
-from quire_engine.executor.torch.threads import configure_threads
+from quire_engine.executor.torch.threads import configure_threads, usable_threads
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.models.loading import read_model_config
 from quire_engine.models.options import Quantization
@@ -78,6 +79,7 @@ class TorchExecutor:
         max_num_seqs: int = 64,
         attention: str = "auto",
         on_lost: Callable[[str], None] | None = None,
+        owns_process: bool = False,
     ) -> "TorchExecutor":
         """Loads the model of ``folder`` onto a device, and makes KV pools for it.
 
@@ -87,9 +89,10 @@ class TorchExecutor:
         all (see ``sizing``). ``async_scheduling`` True or False says whether a step may be launched while another is
         under way; by default it may on CUDA. With ``enforce_eager`` no CUDA graphs are recorded. With a
         ``tensor_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is told, on
-        another thread, why they cannot go on. Raises ``ModelError``, with one sentence, for what cannot be.
+        another thread, why they cannot go on. An engine that ``owns_process`` sets the number of torch's threads and
+        how the heap treats freed memory, for all of it. Raises ``ModelError``, with one sentence, for what cannot be.
         """
-        threads = configure_threads(tensor_parallel_size)
+        threads = (configure_threads if owns_process else usable_threads)(tensor_parallel_size)
         config, where = read_model_config(folder), resolve_device(device)
         check_size(config, tensor_parallel_size, where)
         on_gpu = where.type == "cuda"
@@ -113,20 +116,29 @@ class TorchExecutor:
             leading = lead(settings, on_lost)
             failing.callback(leading.close)
             limits = max_num_batched_tokens, max_num_seqs
-            executor = cls._load(leading, settings, request, limits, depth)
+            executor = cls._load(leading, settings, request, limits, depth, owns_process=owns_process)
             failing.pop_all()
         executor._end_ranks = weakref.finalize(executor, leading.close)
         return executor
 
     @classmethod
     def _load(
-        cls, leading: Leading, settings: RankSettings, request: PoolRequest, limits: tuple[int, int], depth: int
+        cls,
+        leading: Leading,
+        settings: RankSettings,
+        request: PoolRequest,
+        limits: tuple[int, int],
+        depth: int,
+        *,
+        owns_process: bool,
     ) -> "TorchExecutor":
         """Loads this process's part of the model, and makes pools on all ranks. ``limits`` are a step's most tokens and
         sequences.
         """
         gauge = MemoryGauge(settings.device_of(0))
         parts = settings.load(leading.ranks)
+        if owns_process and parts.device.type == "cpu":
+            keep_freed_memory()
         leading.join()
         with ExitStack() as trials:
             make_trial = partial(cls, parts, parts.smallest_pools, make_runner=leading.make_runner)

@@ -11,7 +11,6 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.executor.torch.backends import check_attention, make_attention
-from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.base import AttentionLayout, Model, ModelConfig
@@ -61,8 +60,6 @@ def load_parts(
     deterministic = options.deterministic
     check = partial(check_attention, attention, options.device, deterministic=deterministic)
     model = load_model(config, folder, options, check)
-    if options.device.type == "cpu":
-        keep_freed_memory()
     shape = _attention_shape(model.layout, block_size)
     backend = make_attention(attention, shape, options.device, model.dtype, deterministic=deterministic)
     return Parts(config, model, backend, block_size, length, options.device, graph_sizes)

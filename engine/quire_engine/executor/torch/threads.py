@@ -11,16 +11,22 @@ from quire_engine.executor.torch.cgroups import ROOT, settings
 
 
 def configure_threads(processes: int = 1) -> int:
-    """Lets torch compute with as many threads as there are cores to run them, or as this one's part of them where so
-    many ``processes`` compute; returns the number.
-
-    More threads than cores of quota is the classic slow pod: each waits for others that are throttled.
-    ``OMP_NUM_THREADS`` is someone's decision and counts first. Call it before the first torch operation.
+    """Lets torch compute with ``usable_threads`` in this process; returns the number. Call it before the first torch
+    operation.
     """
-    decided = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(decided) if decided.isdecimal() and int(decided) > 0 else max(1, usable_cores() // processes)
+    threads = usable_threads(processes)
     torch.set_num_threads(threads)
     return threads
+
+
+def usable_threads(processes: int = 1) -> int:
+    """As many threads as there are cores to run them, or as one's part of them where so many ``processes`` compute.
+
+    More threads than cores of quota is the classic slow pod: each waits for others that are throttled.
+    ``OMP_NUM_THREADS`` is the user's decision and counts first.
+    """
+    decided = os.environ.get("OMP_NUM_THREADS", "")
+    return int(decided) if decided.isdecimal() and int(decided) > 0 else max(1, usable_cores() // processes)
 
 
 def usable_cores(root: Path = ROOT) -> int:

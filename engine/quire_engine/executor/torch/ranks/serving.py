@@ -12,6 +12,7 @@ import torch
 
 from quire_engine.executor.torch.devices import computing
 from quire_engine.executor.torch.gauge import MemoryGauge
+from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.model_runner import ModelRunner
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.ranks.calls import (
@@ -103,6 +104,8 @@ class CallServer:
         gauge = MemoryGauge(device)
         with computing(device):
             parts = settings.load(group)
+        if device.type == "cpu":
+            keep_freed_memory()
         self._loaded = _Loaded(parts, gauge, group, settings.store)
 
     def _join(self, _: Sequence[Array]) -> None:

@@ -23,6 +23,9 @@ def main() -> None:
     rank, link, parent = map(int, sys.argv[1:])
     _die_with(parent)
     Thread(target=_end_with, args=(link,), name="link-watch", daemon=True).start()
+    from quire_engine.executor.torch import limit_product_caches
+
+    limit_product_caches()
     from quire_engine.executor.torch.ranks.serving import CallServer
 
     CallServer(socket.socket(fileno=link), rank).run()
