@@ -253,8 +253,12 @@ class Progress:
         return self._tell([choice.conclude(FinishReason.LENGTH) for choice in complete])
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
-        """Closes the record and counts the request; the first end counts."""
+        """Closes the record and counts the request; the first end counts. One that was cancelled here ends as that:
+        its last output may have been on its way.
+        """
         if self.finish_reason is None:
+            if self.cancelled:
+                reason, error = FinishReason.ABORT, ""
             self._journal.finish(self._lease, reason, error, self.usage)
             self._close(reason)
 

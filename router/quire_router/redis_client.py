@@ -14,15 +14,25 @@ from quire_router.redis_access import RedisAccess
 
 
 def redis_client(
-    place: RedisAccess | str, *, timeout: float, repeats: int = 0, connections: int | None = None
+    place: RedisAccess | str,
+    *,
+    timeout: float,
+    repeats: int = 0,
+    connections: int | None = None,
+    watched: bool = False,
 ) -> Redis:
-    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection and each answer. A command
+    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection and each answer, for these
+    without a limit where each exchange is ``watched`` over by who begins it. A command
     whose connection fails is sent again so many times, at once: who uses the client knows better when to try again.
     With ``connections`` it opens so many at most, and waits ``timeout`` for one that is free. Raises ``ValueError``,
     without its password, when that is no URL.
     """
     access = RedisAccess.of(place)
-    terms = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": Retry(NoBackoff(), repeats)}
+    terms = {
+        "socket_timeout": None if watched else timeout,
+        "socket_connect_timeout": timeout,
+        "retry": Retry(NoBackoff(), repeats),
+    }
     if connections is None:
         pool = ConnectionPool.from_url(access.url, **terms)
     else:

@@ -148,6 +148,34 @@ async def test_who_holds_a_record_hears_once_that_it_is_to_end(journal: AnyJourn
     assert heard == Heard([generation.request_id], [])
 
 
+@pytest.mark.parametrize("heard_of_it", [False, True])
+async def test_a_cancel_that_was_acknowledged_is_not_overtaken_by_an_end(
+    journal: AnyJournal, heard: Heard, *, heard_of_it: bool
+) -> None:
+    """Choices that have told their ends keep them."""
+    generation = request()
+    lease = journal.open(generation)
+    tell(journal, lease, 0, [5], 0, STOP)
+    tell(journal, lease, 0, [6], 1, STOP)
+    await journal.flush()
+    if heard_of_it:
+        assert await journal.cancel(generation.request_id)
+    else:
+        await cancelled_elsewhere(journal, generation.request_id)
+    journal.finish(lease, STOP, "", Usage(2, 2))
+    record = await read(journal, generation)
+    assert (record.finish_reason, record.usage) == (ABORT, Usage(2, 2))
+    assert [(choice.token_ids, choice.finish_reason) for choice in record.choices] == [([5], STOP), ([6], STOP)]
+
+
+async def cancelled_elsewhere(journal: AnyJournal, request_id: str) -> None:
+    """By another router, of which this one has not heard yet."""
+    if isinstance(journal, MemoryJournal):
+        await journal.cancel(request_id)
+    else:
+        await journal._store.cancel(request_id)
+
+
 async def test_a_record_that_nobody_holds_ends_when_it_is_cancelled(journal: AnyJournal, heard: Heard) -> None:
     generation = request(background=True)
     lease = journal.open(generation)

@@ -124,6 +124,39 @@ async def test_an_exchange_that_waits_while_others_are_answered_is_no_outage(
         assert server.is_settling is away
 
 
+@pytest.mark.parametrize("kind", UNWRITABLE)
+@pytest.mark.parametrize("background", [False, True])
+async def test_the_first_request_after_redis_began_to_refuse_writes_is_said_not_to_survive(
+    kind: str, server: RedisServer, *, background: bool
+) -> None:
+    break_it, mend_it = UNWRITABLE[kind]
+    settings = JournalSettings(lease=9, settle=0)  # it looks at Redis every two seconds or so
+    async with journal_at(server, settings=settings) as journal, redis_at(server) as redis:
+        journal.start()
+        await until(lambda: journal.available)
+        assert await redis.execute_command(*break_it)
+        assert await journal.open_once(replace(small_request(), background=background)) is not None
+        assert not journal.available
+        assert await redis.execute_command(*mend_it)
+        await flushed(journal)
+        assert journal.available
+
+
+@pytest.mark.parametrize("kind", UNWRITABLE)
+async def test_an_idle_router_notices_that_redis_takes_no_writes_and_that_it_does_again(
+    kind: str, server: RedisServer
+) -> None:
+    break_it, mend_it = UNWRITABLE[kind]
+    settings = JournalSettings(lease=0.2, settle=0)
+    async with journal_at(server, settings=settings, timeout=0.5) as journal, redis_at(server) as redis:
+        journal.start()
+        await until(lambda: journal.available)
+        assert await redis.execute_command(*break_it)
+        await until(lambda: not journal.available)
+        assert await redis.execute_command(*mend_it)
+        await until(lambda: journal.available)
+
+
 async def script_loads(redis: Redis) -> int:
     return (await calls(redis, "script|load"))["calls"]
 

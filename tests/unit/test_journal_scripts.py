@@ -144,7 +144,7 @@ class Scripts(RuleBasedStateMachine):
             if beyond:
                 answer = LOST
             else:
-                self.model = self.model.ended(reason)
+                self.model = self.model.ended("abort" if self.model.cancelled else reason)
         terms = owner, epoch, RETENTION, reason, "why", "1 2 3", -1 if beyond is None else length + beyond
         assert self.run_script(scripts.FINISH, *terms) == (DONE if answer is None else answer)
 

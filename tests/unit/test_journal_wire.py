@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_router.journal.wire import Wire, pack
-from redis.asyncio import Connection, Redis
+from quire_router.redis_client import redis_client
+from redis.asyncio import Connection
 
 from tests.support.redis_journals import redis_at
 from tests.support.redis_server import RedisServer, redis_server
@@ -68,14 +69,19 @@ async def test_an_exchange_that_was_given_up_leaves_its_answers_to_nobody(server
         assert await Wire(redis, 20.0).exchange([pack("ECHO", "second")]) == [b"second"]
 
 
-async def test_the_connection_gets_its_own_patience_back(server: RedisServer) -> None:
-    redis = Redis.from_url(server.url, socket_timeout=0.1)
-    await Wire(redis, 60.0).exchange([pack("PING")])
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_one_limit_holds_for_the_whole_exchange_from_the_connection_on(
+    server: RedisServer, *, stopped: bool
+) -> None:
+    """Also where the connection itself is not answered, and its client has no patience of its own."""
+    redis = redis_client(server.url, timeout=60.0, watched=True)
+    if not stopped:
+        await Wire(redis, 60.0).exchange([pack("PING")])
     server.signal(signal.SIGSTOP)
     try:
         async with asyncio.timeout(20):
-            with pytest.raises(Exception, match="Timeout"):
-                await redis.ping()
+            with pytest.raises(TimeoutError):
+                await Wire(redis, 0.1).exchange([pack("PING")])
     finally:
         server.signal(signal.SIGCONT)
         await redis.aclose()

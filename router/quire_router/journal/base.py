@@ -151,7 +151,9 @@ class Journal(Protocol):
         ...
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
-        """Ends the record; it is kept for the retention time. Never waits."""
+        """Ends the record; it is kept for the retention time. What was cancelled ends with ``FinishReason.ABORT``,
+        since who asked for that was told so, whatever its choices ended with. Never waits.
+        """
         ...
 
     def release(self, lease: Lease) -> None:

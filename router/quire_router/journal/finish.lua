@@ -11,5 +11,9 @@ local length = tonumber(ARGV[7])
 if length >= 0 and redis.call('STRLEN', TOKENS) ~= length then
   return LOST
 end
-finish(ARGV[4], ARGV[5], ARGV[6], ARGV[3])
+if record.cancelled then -- who asked for that was told that it would be
+  finish('abort', '', ARGV[6], ARGV[3])
+else
+  finish(ARGV[4], ARGV[5], ARGV[6], ARGV[3])
+end
 return DONE

@@ -127,7 +127,7 @@ class MemoryJournal:
         """See ``Journal``."""
         record = self._writable(lease)
         if record is not None:
-            self._end(record, End(reason, error, usage))
+            self._end(record, End(FinishReason.ABORT, "", usage) if record.cancelled else End(reason, error, usage))
 
     def release(self, lease: Lease) -> None:
         """See ``Journal``. What somebody asked to end is ended."""

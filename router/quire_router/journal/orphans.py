@@ -40,14 +40,8 @@ class Orphans:
         """What is held for longer than any lease is in the index since before Redis' clock went back. It is looked at
         now; who holds it says so again with the next beat.
         """
-        ahead: Any = await self._client.zrange(
-            BACKGROUND,
-            f"({now + MAX_LEASE}",
-            "+inf",
-            byscore=True,
-            offset=0,
-            num=MAX_LOOKED_AT,
-        )
+        beyond = f"({now + MAX_LEASE}"
+        ahead: Any = await self._client.zrangebyscore(BACKGROUND, beyond, "+inf", start=0, num=MAX_LOOKED_AT)
         if ahead:
             await self._client.zadd(BACKGROUND, dict.fromkeys(ahead, now), xx=True)
 

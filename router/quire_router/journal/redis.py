@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from uuid import uuid4
@@ -24,7 +23,7 @@ from quire_router.journal.reading import checksum, read_record
 from quire_router.journal.server import PATIENCE, RedisServer
 from quire_router.journal.settings import JournalSettings
 from quire_router.journal.store import RedisStore
-from quire_router.journal.troubles import unavailable
+from quire_router.journal.troubles import is_damage, unavailable
 from quire_router.journal.wire import Wire
 from quire_router.journal.writer import RedisWriter
 from quire_router.redis_access import RedisAccess
@@ -59,6 +58,7 @@ class RedisJournal:
         self._timeout = timeout
         # The writer tries again by itself, with all that came since.
         self._client = redis_client(place, timeout=timeout)
+        self._writing = redis_client(place, timeout=timeout, watched=True)
         # Readers may come by the hundred, and must not hold up what is written.
         self._reading = redis_client(place, timeout=timeout, connections=READERS)
         settings = settings or JournalSettings()
@@ -67,7 +67,7 @@ class RedisJournal:
         self._server = RedisServer(self._client, settings.settle)
         self._store = RedisStore(self._reading, settings)
         self._orphans = Orphans(self._reading)
-        self._writer = RedisWriter(self._client, Wire(self._client, timeout), self._server, self._pending, settings)
+        self._writer = RedisWriter(self._client, Wire(self._writing, timeout), self._server, self._pending, settings)
         self._openings: set[asyncio.Task[Lease | None]] = set()
         self._task: SupervisedTask | None = None
 
@@ -124,7 +124,7 @@ class RedisJournal:
         """See ``Journal``."""
         entry = self._writable(lease)
         if entry is not None:
-            entry.end = End(reason, error, usage)
+            entry.end = End(FinishReason.ABORT, "", usage) if entry.cancelled else End(reason, error, usage)
             self._pending.touch(entry)
 
     def release(self, lease: Lease) -> None:
@@ -198,15 +198,19 @@ class RedisJournal:
         if self._task is not None:
             await self._end_writer(self._task)
         await self._client.aclose()
+        await self._writing.aclose()
         await self._reading.aclose()
 
     async def _open_once(self, entry: Entry) -> Lease | None:
         generation, lease = entry.generation, entry.lease
-        with suppress(RedisError, OSError, TimeoutError):
+        try:
             async with asyncio.timeout(PATIENCE):
                 entry.opened = await self._store.surely(lambda: self._store.open(generation, lease))
             if not entry.opened:
                 return None
+        except (RedisError, OSError, TimeoutError) as error:
+            if not is_damage(error):
+                self._writer.note_failure(error)  # before this answer begins, which says so
         if self._pending.get(generation.request_id) is not None:
             return None  # the same came once more while this one waited
         if not self._pending.add(entry):

@@ -58,18 +58,20 @@ class RedisServer:
         """It cannot be written to, or could not until now."""
         self._settled = monotonic() + self._settle
 
-    async def look(self) -> None:
+    async def look(self) -> ResponseError | None:
         """Finds out whether it was restarted, and whether it takes what is written: a router that has nothing to write
-        would not know. Raises what the client raises.
+        would not know. Returns why it does not. Raises what the client raises.
         """
         pipeline = self._client.pipeline(transaction=False)
         pipeline.info("server")
         pipeline.setrange(PROBE, 0, "")
         told, taken = await pipeline.execute(raise_on_error=False)
-        if isinstance(taken, ResponseError) and not isinstance(taken, NoPermissionError):
-            self.was_away()
         if not isinstance(told, ResponseError):  # else this user may not ask
             self._look_at(told)
+        if isinstance(taken, ResponseError) and not isinstance(taken, NoPermissionError):
+            self.was_away()
+            return taken
+        return None
 
     def _look_at(self, told: dict[str, Any]) -> None:
         run_id = str(told.get("run_id", ""))

@@ -16,7 +16,7 @@ def pack(*command: str | int | bytes) -> bytes:
 
 
 class Wire:
-    """Exchanges commands over one of ``client``'s connections.
+    """Exchanges commands over one of ``client``'s connections, which need no time limits of their own.
 
     The library's own pipeline encodes each word in Python and arms a timer for each answer, which takes five times as
     long as all that Redis needs of this process. Here hiredis encodes, and one timer of ``timeout`` seconds watches
@@ -29,15 +29,13 @@ class Wire:
 
     async def exchange(self, commands: Iterable[bytes]) -> list[Any]:
         """The answer to each command in order, errors that Redis answers among them. Raises what the client raises."""
-        pool: Any = self._client.connection_pool
-        connection = await pool.get_connection()
-        every, connection.socket_timeout = connection.socket_timeout, None
-        try:
-            async with asyncio.timeout(self._timeout):
+        pool = self._client.connection_pool
+        async with asyncio.timeout(self._timeout):
+            connection = await pool.get_connection()
+            try:
                 return await _exchange(connection, list(commands))
-        finally:
-            connection.socket_timeout = every
-            await pool.release(connection)
+            finally:
+                await pool.release(connection)
 
 
 async def _exchange(connection: Any, commands: list[bytes]) -> list[Any]:

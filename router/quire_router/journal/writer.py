@@ -49,6 +49,7 @@ class RedisWriter:
         self._owners: Owners | None = None
         self._loaded = False
         self._refusing = False
+        self._outage_logged = False
         self._delay = FIRST_DELAY
         self._next_beat = 0.0
         self._flushed = asyncio.Event()
@@ -67,8 +68,7 @@ class RedisWriter:
                 # Redis was restarted, or told to forget its scripts, maybe again before they could be loaded and used.
                 self._commands.by_source = True
                 await asyncio.sleep(self._settings.pause)
-            except ResponseError as error:
-                self._refusing = True  # read only, out of memory, not allowed: it is there and knows the scripts
+            except ResponseError as error:  # read only, out of memory, not allowed: it is there and knows the scripts
                 await self._failed(error)
             except (RedisError, OSError, TimeoutError) as error:
                 self._loaded = False
@@ -106,37 +106,41 @@ class RedisWriter:
     async def _load(self) -> None:
         for script in scripts.ALL:
             await self._client.script_load(script.source)
-        await self._server.look()
         self._loaded = True
-        self._reached()
 
     async def _beat(self) -> None:
-        """Renews every lease, and finds out that Redis is gone also when there is nothing to write."""
-        with self._server.exchange():
-            await self._client.ping()
-        self._reached()
+        """Renews every lease, and finds out that Redis is gone, or refuses writes, also when there is nothing to
+        write.
+        """
+        with self._server.exchange(writes=True):
+            refusal = await self._server.look()
+        if refusal is not None:
+            raise refusal
+        if not self._refusing or not self._pending:  # what it refused may be more than what was tried here
+            self._succeeded()
         now, interval = asyncio.get_running_loop().time(), self._settings.lease / BEATS_A_LEASE
         self._pending.touch_older(now - interval / 2)
         self._next_beat = now + interval
 
-    def _reached(self) -> None:
-        if not self._refusing:
-            self._succeeded()
-
     def _succeeded(self) -> None:
         if not self.available:
             log.info("the journal is written to Redis")
-        self.available, self._refusing, self._delay = True, False, FIRST_DELAY
+        self.available, self._refusing, self._delay, self._outage_logged = True, False, FIRST_DELAY, False
         metrics.JOURNAL_AVAILABLE.set(1)
 
-    async def _failed(self, error: Exception) -> None:
-        if self.available or self._delay == FIRST_DELAY:
+    def note_failure(self, error: Exception) -> None:
+        """Redis did not take a write, of whatever task: it counts as away until it takes one."""
+        if not self._outage_logged:
             # The type says enough; a message might repeat a part of what was written.
             log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
-        self.available = False
+        self.available, self._outage_logged = False, True
+        self._refusing = self._refusing or isinstance(error, ResponseError)
         self._server.was_away()
         metrics.JOURNAL_AVAILABLE.set(0)
         metrics.JOURNAL_PENDING.set(len(self._pending))
+
+    async def _failed(self, error: Exception) -> None:
+        self.note_failure(error)
         await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
         self._delay = min(2 * self._delay, LAST_DELAY)
 
