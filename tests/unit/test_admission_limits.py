@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -456,6 +457,8 @@ async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
             await until(lambda: _is_empty(one._shared._client))
             server.signal(signal.SIGSTOP)
             with await asyncio.wait_for(one.enter("t", "a", 1), 20):
+                for _ in range(2):
+                    assert (await asyncio.wait_for(refusal_of(one), 20)).reason == "max_concurrent"
                 assert shared() == 0
                 assert (await refusal_of(one)).reason == "max_concurrent"
             server.signal(signal.SIGCONT)
@@ -473,3 +476,78 @@ async def test_nothing_is_left_in_redis_of_who_has_not_asked_for_a_minute(redis)
 
 async def _is_empty(client):
     return await client.dbsize() == 0
+
+
+async def test_a_clock_of_redis_that_goes_back_makes_nobody_wait_longer_than_a_window(redis):
+    async with routers(redis, 1, lease=1.0, requests_per_minute=6, max_concurrent=2) as (one,):
+        client = one._shared._client
+        ahead = (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS
+        await client.set("quire:limits:{t:t}:requests", ahead)
+        await client.zadd("quire:limits:{t:t}:running", {"dead": ahead})
+        error = await refusal_of(one)
+        assert error.reason == "requests_per_minute"
+        assert error.retry_after <= WINDOW / MICROSECONDS
+        assert one.standing("t").requests.reset <= WINDOW / MICROSECONDS
+        await until(lambda: is_place_free(one))
+
+
+async def is_place_free(limits):
+    with suppress(QuireError):
+        await limits.enter("t", "asks", 1)
+    return "dead" not in await places_in(limits._shared._client)
+
+
+async def test_a_limit_that_somebody_overwrote_counts_from_the_beginning(redis):
+    async with routers(redis, 1, requests_per_minute=6) as (one,):
+        await one._shared._client.set("quire:limits:{t:t}:requests", "text")
+        await spend(one, "a", 1, 0)
+        assert one.standing("t").requests.remaining == 5
+
+
+async def test_a_loop_that_was_held_up_reads_its_answer_before_it_takes_redis_for_slow(redis):
+    async with routers(redis, 1, patience=0.05, requests_per_minute=1000) as (one,):
+        await spend(one, "first", 1, 0)
+        asking = [asyncio.create_task(spend(one, str(number), 1, 0)) for number in range(3)]
+        await asyncio.sleep(0)
+        time.sleep(0.2)  # noqa: ASYNC251 - as a long computation does
+        await asyncio.gather(*asking)
+        assert one._shared._failures == 0
+
+
+async def test_a_herd_of_requests_waits_for_each_other_and_is_counted_at_all_routers(redis):
+    async with routers(redis, 2, requests_per_minute=2000) as (one, other):
+        await asyncio.gather(*(spend(one, str(number), 1, 0) for number in range(500)))
+        await spend(other, "last", 1, 0)
+        assert other.standing("t").requests.remaining < 1600
+
+
+async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_all_so():
+    with redis_server() as server:
+        async with routers(server, 1, patience=0.05, requests_per_minute=1000) as (one,):
+            await spend(one, "a", 1, 0)
+            server.signal(signal.SIGSTOP)
+            try:
+                await spend(one, "b", 1, 0)
+                assert shared() == 1
+                for number in range(4):
+                    await spend(one, str(number), 1, 0)
+                assert shared() == 0
+            finally:
+                server.signal(signal.SIGCONT)
+            await until(lambda: comes_back(one))
+
+
+async def test_places_that_ended_while_redis_was_away_are_given_back_when_it_returns():
+    with redis_server(persistent=True) as server:
+        async with routers(server, 2, max_concurrent=1) as (one, other):
+            with await one.enter("t", "a", 1):
+                assert (await refusal_of(other)).reason == "max_concurrent"
+                server.kill()
+            await asyncio.sleep(0.1)  # it tries in vain
+            server.start()
+            await until(is_shared)
+            await until(lambda: has_no_places(other))  # long before the lease of the place is over
+
+
+async def has_no_places(limits):
+    return not await places_in(limits._shared._client)

@@ -15,6 +15,7 @@ from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.api.running import Running
 from quire_router.api.together import Together
 from quire_router.generation import Generation, part_id
+from quire_router.journal.keys import keys
 
 from tests.support.house import House, collect, house, told
 from tests.support.letters import tokens
@@ -69,6 +70,7 @@ async def test_when_a_prompt_is_refused_the_others_end_as_if_they_had_never_been
             assert place.lifecycle.in_flight == 0
             await place.journal.flush()
             assert await reasons(place) == [FinishReason.ABORT] * 2
+            await limits._shared._client.delete(*(key for name in IDS for key in keys(name)))  # their ids come again
             await until(lambda: not limits._shared._ends)
             await limits._shared._tell_ends()
             bills = [await limits.enter("t", f"probe{number}", 4990) for number in range(2)]

@@ -5,10 +5,11 @@ ends. Redis is the clock.
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from quire_router import metrics
@@ -19,19 +20,23 @@ from quire_router.redis_client import redis_client
 from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
-_CONNECTIONS = 16
+_ASKING = 16  # requests at a time, each on a connection of its own
+_CONNECTIONS = _ASKING + 1  # one for what has ended
+_FAILURES_IN_A_ROW = 3  # until all count by themselves: one that is slow may be this loop's own lag, or one key's
+_HELD_UP = 0.005  # seconds by which a timer is late where the loop was held up
 _PATIENCE = 2.0  # seconds of one exchange; a request waits less
 _AWAY = 1.0  # seconds in which Redis is not asked again after it failed
 _LAST_WORDS = 1.0  # seconds for what is not told yet when closing
 _AT_ONCE = 1000
 _MOST_ENDS = 50_000
 _FAILURES = (RedisError, OSError, TimeoutError)
+T = TypeVar("T")
 
 
 class RedisMeter:
-    """Implements ``SharedMeter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for it. One in
-    progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten; what ended
-    while Redis was away is too, and its unused tokens stay charged.
+    """Implements ``SharedMeter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for its answer.
+    One in progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten. What
+    ended while Redis was away gives its place back later; its unused tokens stay charged.
     """
 
     def __init__(self, place: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
@@ -46,16 +51,20 @@ class RedisMeter:
         self._news = asyncio.Event()
         self._telling: SupervisedTask | None = None
         self._away_until = 0.0
+        self._failures = 0  # one after the other
+        self._asking = asyncio.Semaphore(_ASKING)
         metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
     async def charge(self, charge: Charge) -> Charged | None:
         """See ``SharedMeter``."""
         self._start()
-        if asyncio.get_running_loop().time() < self._away_until:
-            return None
+        async with self._asking:  # before time is counted: others here are no reason to take Redis for slow
+            return None if self._is_away else await self._ask(charge)
+
+    async def _ask(self, charge: Charge) -> Charged | None:
         try:
-            async with asyncio.timeout(self._timeout):
-                reply = await self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
+            asking = self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
+            reply = await _answered(asking, self._timeout)
         except _FAILURES as error:
             self._lose(error)
             self._note_end(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
@@ -63,6 +72,7 @@ class RedisMeter:
         except asyncio.CancelledError:
             self._note_end(charge.tenant, charge.request_id)
             raise
+        self._failures = 0
         metrics.LIMITS_SHARED.set(1)
         admitted, placed, request_debt, token_debt, running = reply
         if admitted and charge.most is not None:
@@ -145,14 +155,30 @@ class RedisMeter:
             pass
 
     async def _tell_ends(self) -> None:
-        """What could not be told is not told again: given back twice, tokens would be too many."""
+        """Of what could not be told, the places are given back the next time. Tokens are not: given back twice, they
+        would be too many.
+        """
         self._news.clear()
         while self._ends:
+            ends = [self._ends.popleft() for _ in range(min(_AT_ONCE, len(self._ends)))]
             pipeline = self._client.pipeline(transaction=False)
-            for _ in range(min(_AT_ONCE, len(self._ends))):
-                tenant, request_id, *refunds = self._ends.popleft()
+            for tenant, request_id, *refunds in ends:
                 pipeline.eval(_END, 3, *_keys(tenant), request_id, *map(str, refunds))
-            await pipeline.execute()
+            try:
+                answers = await pipeline.execute(raise_on_error=False)
+            except BaseException:
+                self._end_again(ends)
+                raise
+            failed = {end: error for end, error in zip(ends, answers, strict=True) if isinstance(error, Exception)}
+            if failed:
+                self._end_again([end for end, error in failed.items() if "WRONGTYPE" not in str(error)])
+                raise next(iter(failed.values()))
+
+    def _end_again(self, ends: Sequence[tuple[str, str, int, int]]) -> None:
+        """Notes the ends of places once more, but of those that were taken again since."""
+        places = [end for end in ends if end[1] and end[1] not in self._held.get(end[0], ())]
+        for tenant, request_id, *_ in places[: _MOST_ENDS - len(self._ends)]:
+            self._note_end(tenant, request_id)
 
     async def _tell_begun(self) -> None:
         """What could not be told is renewed with the rest."""
@@ -171,11 +197,40 @@ class RedisMeter:
     async def _renew(self, tenant: str, request_ids: Sequence[str]) -> None:
         await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *request_ids)
 
+    @property
+    def _is_away(self) -> bool:
+        return asyncio.get_running_loop().time() < self._away_until
+
     def _lose(self, error: Exception) -> None:
-        if asyncio.get_running_loop().time() >= self._away_until:
+        """One that failed counts by itself; all do where Redis is certainly not there, or several failed in a row."""
+        self._failures += 1
+        gone = isinstance(error, OSError | RedisConnectionError) and not isinstance(error, TimeoutError)
+        if not gone and self._failures < _FAILURES_IN_A_ROW:
+            return
+        if not self._is_away:
             log.warning("limits are counted by this router alone: %s", type(error).__name__)
         self._away_until = asyncio.get_running_loop().time() + _AWAY
         metrics.LIMITS_SHARED.set(0)
+
+
+async def _answered(asking: Awaitable[T], seconds: float) -> T:
+    """What Redis answers within so many seconds, not counting those in which this loop was held up: a timer that is
+    late says nothing of Redis, whose answer may be in the socket. Raises ``TimeoutError``, and what ``asking`` raises.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(asking)
+    due = loop.time() + seconds
+    last = due + _PATIENCE
+    try:
+        while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
+            held_up = loop.time() - due
+            if held_up < _HELD_UP or loop.time() > last:
+                raise TimeoutError("Redis does not answer in time")
+            due = loop.time() + min(held_up, seconds)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 def _parts(entries: Sequence[str]) -> list[Sequence[str]]:

@@ -29,7 +29,7 @@ class Wire:
 
     async def exchange(self, commands: Iterable[bytes]) -> list[Any]:
         """The answer to each command in order, errors that Redis answers among them. Raises what the client raises."""
-        pool = self._client.connection_pool
+        pool: Any = self._client.connection_pool
         async with asyncio.timeout(self._timeout):
             connection = await pool.get_connection()
             try:
