@@ -74,6 +74,17 @@ def test_shares_are_told_at_once_after_a_rest_and_seldom_where_they_are_many_or_
     assert cadence.due(paid) == paid
 
 
+@given(st.integers(0, 300))
+def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(peers: int) -> None:
+    """All tell as often as they may for 1,000 intervals, in which four others tell 4,000 shares."""
+    cadence, now, told = Cadence(1), 0.0, 0
+    while (now := cadence.due(now)) < 1000:
+        cadence.told(now, 0, peers)
+        told += 1
+    assert peers * (told - IN_A_ROW) <= 4_000 + peers
+    assert told >= 1000 / max(1, peers / 4)
+
+
 def test_a_share_that_is_never_told_stays_untold() -> None:
     shares: News[Message] = News()
     publisher = Publisher("a", *parts(), shares, None)

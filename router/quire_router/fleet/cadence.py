@@ -9,9 +9,15 @@ ENGINES_OF_AN_INTERVAL = 100
 """Telling of so many engines is worth another interval: that is what takes time, here and at those who hear it."""
 
 
+PEERS_OF_AN_INTERVAL = 4
+"""With more peers than these the interval grows with their number: each of them hears all others, so that what one
+hears would grow with it, and what all hear with its square.
+"""
+
+
 class Cadence:
-    """On average a share is told every ``interval``, or less often where it is long: the generic cell rate algorithm
-    (ITU-T I.371). Times are numbers of any one unit.
+    """On average a share is told every ``interval``, or less often where it is long or goes to many: the generic cell
+    rate algorithm (ITU-T I.371). Times are numbers of any one unit.
     """
 
     def __init__(self, interval: float) -> None:
@@ -22,6 +28,7 @@ class Cadence:
         """From when on the next may be told; what is not after ``now`` means at once."""
         return max(now, self._paid - (IN_A_ROW - 1) * self._interval)
 
-    def told(self, now: float, engines: int) -> None:
-        """A share of so many engines was told now."""
-        self._paid = max(self._paid, now) + self._interval * (1 + engines / ENGINES_OF_AN_INTERVAL)
+    def told(self, now: float, engines: int, peers: int = 0) -> None:
+        """A share of so many engines was told to so many now."""
+        intervals = (1 + engines / ENGINES_OF_AN_INTERVAL) * max(1.0, peers / PEERS_OF_AN_INTERVAL)
+        self._paid = max(self._paid, now) + self._interval * intervals

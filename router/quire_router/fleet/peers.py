@@ -152,7 +152,7 @@ class Peers:
             finally:
                 beat.cancel()
             await asyncio.sleep(cadence.due(loop.time()) - loop.time())
-            cadence.told(loop.time(), await self._publish())
+            cadence.told(loop.time(), await self._publish(), len(self._ledger))
 
     async def _publish(self) -> int:
         """Tells this router's share; returns how many engines are in it."""

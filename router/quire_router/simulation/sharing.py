@@ -47,5 +47,5 @@ class Publisher:
         message = Message(self._router_id, self._sequence, self._ledger.share(), self._expectations.take())
         self._ledger.unseen.told(self._sequence)
         self._shares.tell(time, message)
-        self._cadence.told(time, len(message.share.engines))
+        self._cadence.told(time, len(message.share.engines), len(self._ledger))
         self._changed = None
