@@ -212,6 +212,9 @@ class Settings(CommandSettings):
     unknown_parameters: Literal["warn", "refuse"] = Field(
         default="warn", description="Whether parameters that nobody knows are named in a header, or are a 400."
     )
+    allow_special_tokens_in_content: bool = Field(
+        default=False, description="Let what messages say hold the model's control tokens; else they are text there."
+    )
     hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
     max_queued_requests: Count = Field(default=512, description="Requests that wait for one model before 429.")

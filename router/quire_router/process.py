@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
 
 import uvloop
 from quire_proto.settings import read_settings, refuse_unknown_variables
@@ -144,7 +143,7 @@ def run(arguments: Sequence[str]) -> None:
 
 async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
     server: Router | Supervisor
-    texts = _load_texts(settings.models)
+    texts = _load_texts(settings)
     if place is None:
         warn_of(settings)
     # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
@@ -185,8 +184,10 @@ def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
         signal.signal(number, handler)
 
 
-def _load_texts(folders: Mapping[str, Path]) -> dict[str, ModelText]:
-    return {name: ModelText.load(folder) for name, folder in folders.items()}
+def _load_texts(settings: Settings) -> dict[str, ModelText]:
+    allowed = settings.allow_special_tokens_in_content
+    folders = settings.models.items()
+    return {name: ModelText.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
 
 
 def _address(host: str, port: int) -> str:

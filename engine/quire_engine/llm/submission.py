@@ -57,7 +57,7 @@ class RequestBuilder:
     def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> Submission:
         """Answers a conversation. Raises ``QuireError``."""
         prompt = self._text.chat_prompt(messages)
-        token_ids = self._text.encode_part(prompt, self._limits.max_model_len)
+        token_ids = self._text.render_chat(messages, self._limits.max_model_len)
         return self._build(prompt, token_ids, params, priority)
 
     def _build(self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int) -> Submission:

@@ -14,6 +14,7 @@ from quire_proto.text.detokenizer import REPLACEMENT
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.output import OutputText
 from quire_proto.text.reasoning import BEGIN, END, is_opened
+from quire_proto.text.special_tokens import SpecialTokens
 from quire_proto.text.stop import StopMatcher
 from quire_proto.text.tokens import TokenBytes
 from quire_proto.text.tools.formats import MARKS, ToolFormat
@@ -31,10 +32,13 @@ Conversation = Sequence[Mapping[str, Any]]
 
 class ModelText:
     """Text to tokens and back for one model. ``template`` is None for a model without a chat template. ``token_bytes``
-    tells what a single token writes.
+    tells what a single token writes. Special tokens in the texts of a conversation are text, unless they are allowed
+    there. Raises ``ModelTextError``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, allow_special_tokens_in_content: bool = False
+    ) -> None:
         tokenizer.no_truncation()  # a file may carry the settings of a training run
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -42,6 +46,8 @@ class ModelText:
         # Both are asked for with every token of every output.
         self._decode_alone = lru_cache(_REMEMBERED)(self._decode_one)
         self._alone = lru_cache(_REMEMBERED)(self._text_alone)
+        has_contents = template is not None and not allow_special_tokens_in_content
+        self._special_tokens = SpecialTokens(tokenizer) if has_contents else None
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -55,26 +61,30 @@ class ModelText:
         self.token_bytes = TokenBytes(self._decode, tokenizer.id_to_token, self.vocab_size)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, *, allow_special_tokens_in_content: bool = False) -> Self:
         """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; the last two may be
         missing. Raises ``ModelTextError``.
         """
         config = _read_config(folder / "tokenizer_config.json")
-        return cls(_read_tokenizer(folder / "tokenizer.json"), _read_template(folder, config))
+        return cls(
+            _read_tokenizer(folder / "tokenizer.json"),
+            _read_template(folder, config),
+            allow_special_tokens_in_content=allow_special_tokens_in_content,
+        )
 
     def encode(self, text: str, limit: int | None = None) -> list[int]:
         """The tokens of ``text`` with those that the tokenizer adds by itself, such as a beginning of sequence. Raises
         ``QuireError`` INVALID where there are many more than ``limit``; a few more are left to the caller.
         """
-        self._refuse_far_too_long(text, limit)
-        return self._encoding(text, special=True).ids
+        self._refuse_far_too_long(self._tokenizer, text, limit)
+        return _encoding(self._tokenizer, text, special=True).ids
 
     def encode_part(self, text: str, limit: int | None = None) -> list[int]:
         """The tokens of ``text`` alone, as it may stand somewhere in a longer one: nothing is added by itself. Raises
         as ``encode`` does.
         """
-        self._refuse_far_too_long(text, limit)
-        return self._encoding(text).ids
+        self._refuse_far_too_long(self._tokenizer, text, limit)
+        return _encoding(self._tokenizer, text).ids
 
     def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
         """As ``encode`` or, without ``add_special_tokens``, as ``encode_part``."""
@@ -125,9 +135,9 @@ class ModelText:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] = {},
     ) -> str:
-        """The text that asks the model to answer a conversation, as ``ChatTemplate.render``. The template writes the
-        special tokens, so none must be added. Raises ``QuireError`` INVALID when the model has no template, and when it
-        refuses the messages.
+        """The text that asks the model to answer a conversation, as ``ChatTemplate.render``. To encode it gives other
+        tokens than ``render_chat`` where the messages hold special tokens. Raises ``QuireError`` INVALID when the model
+        has no template, and when it refuses the messages.
         """
         if self._template is None:
             raise invalid("messages", "This model has no chat template; use the completions API.")
@@ -142,9 +152,17 @@ class ModelText:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] = {},
     ) -> list[int]:
-        """The prompt of a conversation in tokens. Raises as ``chat_prompt`` and ``encode`` do."""
+        """The prompt of a conversation in tokens. The template writes special tokens; what the messages hold of them is
+        text (see ``SpecialTokens``). Raises as ``chat_prompt`` and ``encode`` do."""
+        mark, special = "", self._special_tokens
+        if special is not None:
+            messages, tools, mark = special.marked(messages, tools)
         prompt = self.chat_prompt(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
-        return self.encode_part(prompt, limit)
+        if special is None or not mark:
+            return self.encode_part(prompt, limit)
+        prompt, names = special.named(prompt, mark)
+        self._refuse_far_too_long(special.tokenizer, prompt, limit)
+        return special.ids(_encoding(special.tokenizer, prompt).ids, names)
 
     def open_output(
         self,
@@ -165,7 +183,7 @@ class ModelText:
         matcher = StopMatcher(stop, include=include_stop) if stop else None
         return OutputText(self._decode, self._alone, visible, prompt_token_ids, matcher)
 
-    def _refuse_far_too_long(self, text: str, limit: int | None) -> None:
+    def _refuse_far_too_long(self, tokenizer: Tokenizer, text: str, limit: int | None) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: tokens cost a hundred bytes and
         a microsecond each, also those of a text that can never fit. A cut makes more of them, hence the margins.
         """
@@ -174,19 +192,10 @@ class ModelText:
             return
         tokens, most = 0, limit + limit // 4
         for start in range(0, len(text), size):
-            tokens += len(self._encoding(text[start : start + size]))
+            tokens += len(_encoding(tokenizer, text[start : start + size]))
             most += _TOKENS_OF_A_CUT
             if tokens > most:
                 raise invalid("prompt", f"The prompt has more than {limit} tokens, which is this model's limit.")
-
-    def _encoding(self, text: str, *, special: bool = False) -> Encoding:
-        """As ``Tokenizer.encode`` would, except that this lets go of the interpreter's lock meanwhile: that one keeps
-        it, so that even on a thread a long text holds up every stream of the process. There are no offsets.
-        """
-        try:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
-        except TypeError:  # a lone surrogate; JSON can hold one where it stands inside of other JSON
-            raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1:
@@ -210,6 +219,16 @@ class ModelText:
     def _is_visible(self, hidden: frozenset[int], token_id: int) -> bool:
         """Not what the tokenizer does not have either: models may name more."""
         return token_id not in hidden and self._tokenizer.id_to_token(token_id) is not None
+
+
+def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Encoding:
+    """As ``Tokenizer.encode`` would, except that this lets go of the interpreter's lock meanwhile: that one keeps it,
+    so that even on a thread a long text holds up every stream of the process. There are no offsets.
+    """
+    try:
+        return tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+    except TypeError:  # a lone surrogate; JSON can hold one where it stands inside of other JSON
+        raise invalid("prompt", "The text holds half of a surrogate pair, which is no character.") from None
 
 
 def _marks_of(template: ChatTemplate | None) -> Iterator[str]:

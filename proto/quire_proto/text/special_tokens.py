@@ -1,0 +1,245 @@
+"""Special tokens in conversations: those of the chat template are control tokens, and those that stand in what users,
+tools and models said are text.
+
+A tokenizer sees no difference in the rendered prompt. So before rendering, a mark that no text holds breaks every
+special token in the messages' own texts; afterwards what still is one is the template's. These get names that nobody
+can guess, which a second tokenizer knows in their place. It shares the first one's model and takes special tokens for
+text, and splits the prompt at the names as the first one does at special tokens: everything else has the same tokens.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from secrets import token_hex
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from quire_proto.errors import invalid
+from quire_proto.text.errors import ModelTextError
+from quire_proto.text.reasoning import BEGIN, END
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode has them for no text that is exchanged
+_RARE = "\U0010fffe\ue000"  # what a tokenizer that falls back to no bytes has its token for the unknown for
+_WORDS = frozenset({"role", "type"})
+_SHORT, _REMEMBERED = 32, 4096  # characters, and texts of so many at most: names of fields, roles and tools come often
+_THOUGHTS = frozenset({BEGIN, END})  # templates look for them in what an assistant said
+
+
+class SpecialTokens:
+    """Those of one tokenizer. Raises ``ModelTextError`` where they cannot be told from text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = sorted(tokenizer.get_added_tokens_decoder().items())
+        special = {token.content: token_id for token_id, token in added if token.special and len(token.content) > 1}
+        self._by_length = sorted(special, key=len, reverse=True)
+        self._longest = len(self._by_length[0]) if special else 0
+        self._beginnings = {name[:end] for name in special for end in range(1, len(name))}
+        self._ends = {name[begin:] for name in special for begin in range(1, len(name))}
+        self._all = "\0".join(special)
+        self._by_head: dict[str, list[str]] = defaultdict(list)
+        for name in self._by_length:
+            self._by_head[name[:2]].append(name)
+        self._touches_short = lru_cache(_REMEMBERED)(self._looks_touched)
+        # After normalisation, other texts may look like these.
+        self._always = any(token.normalized for _, token in added if token.special)
+        self._words = {
+            token.content: re.compile(rf"(?<!\w){re.escape(token.content)}(?!\w)")
+            for _, token in added
+            if token.single_word
+        }
+        self.tokenizer = _sharing_the_model(tokenizer)
+        self._secret = token_hex(16)
+        aliases = {name: f"<{self._secret}:{number}>" for number, name in enumerate(self._by_length)}
+        self._ids = _taught(self.tokenizer, dict(added), aliases)
+        # Where a tokenizer sees a special token nowhere but at the beginning of a text, it is text in a prompt.
+        self._aliases = {name: alias for name, alias in aliases.items() if self._sees(alias)}
+        self._named = frozenset(_id_of(self.tokenizer, alias) for alias in self._aliases.values())
+        known = {_id_of(self.tokenizer, name) for name in special}
+        self._forbidden = frozenset(known).difference(self._encoded(_RARE))
+
+    def marked(self, messages: Conversation, tools: Conversation) -> tuple[Conversation, Conversation, str]:
+        """Both with a mark in every special token in their texts, and the mark; empty where there is nothing to be
+        marked, so that the prompt can be encoded as it is. Raises ``QuireError`` INVALID.
+        """
+        try:
+            texts = list(_texts((messages, tools)))
+            contents = [text for message in messages for text in _contents(message)]
+            if not self._always and not any(map(self._touches, texts)) and not any(map(self._is_inside, contents)):
+                return messages, tools, ""
+            mark = _unused(texts)
+            marked = [self._marked_message(message, mark) for message in messages]
+            return marked, self._marked(tools, mark), mark
+        except RecursionError:
+            raise invalid("messages", "The messages are nested too deeply.") from None
+
+    def named(self, prompt: str, mark: str) -> tuple[str, int]:
+        """A rendered prompt for ``tokenizer``: names in place of the template's special tokens, and no marks; and how
+        many names.
+        """
+        prompt = prompt.replace(_escaped(mark), mark)  # where the template wrote JSON in ASCII
+        for name in sorted(self._present(prompt), key=len, reverse=True):
+            if name in self._words:
+                prompt = self._words[name].sub(self._aliases[name], prompt)
+            elif name in self._aliases:
+                prompt = prompt.replace(name, self._aliases[name])
+        return prompt.replace(mark, ""), prompt.count(self._secret)
+
+    def ids(self, token_ids: Sequence[int], names: int) -> list[int]:
+        """What ``tokenizer`` made of a prompt with so many names, in the first tokenizer's ids. Raises ``QuireError``
+        INVALID where its model takes a text for a special token, or a name for a text.
+        """
+        known = self._ids
+        as_text = not self._forbidden.isdisjoint(token_ids)
+        if as_text or sum(token_id in self._named for token_id in token_ids) != names:
+            raise invalid("messages", "The messages hold a special token of this model, which cannot be told as text.")
+        return [known.get(token_id, token_id) for token_id in token_ids]
+
+    def _encoded(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _sees(self, alias: str) -> bool:
+        return _id_of(self.tokenizer, alias) in self._encoded(f"a {alias} a")
+
+    def _marked_message(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+        kept = _THOUGHTS if message.get("role") == "assistant" else frozenset[str]()
+        marked: dict[str, Any] = self._marked(message, mark, kept)
+        for key in ("content", "reasoning_content"):
+            if isinstance(text := marked.get(key), str) and self._is_inside(text):
+                core = text.rstrip()
+                marked[key] = core + mark + text[len(core) :]
+        return marked
+
+    def _marked(self, value: Any, mark: str, kept: frozenset[str] = frozenset()) -> Any:
+        if isinstance(value, str):
+            return self._bounded(self._broken(value, mark, kept), mark)
+        if isinstance(value, Mapping):
+            return {self._broken(key, mark): self._field(key, each, mark, kept) for key, each in value.items()}
+        return [self._marked(each, mark, kept) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def _field(self, name: str, value: Any, mark: str, kept: frozenset[str]) -> Any:
+        """Templates compare roles and types, which have to be as they are."""
+        is_word = name in _WORDS and isinstance(value, str)
+        return self._broken(value, mark) if is_word else self._marked(value, mark, kept)
+
+    def _broken(self, text: str, mark: str, kept: frozenset[str] = frozenset()) -> str:
+        """The text with a mark in each special token that it holds."""
+        for name in self._present(text):
+            while name not in kept and name in text:  # again where two overlap
+                text = text.replace(name, name[0] + mark + name[1:])
+        return text
+
+    def _bounded(self, text: str, mark: str) -> str:
+        """The text with a mark where another text beside it could make it a special token, inside of the space around
+        it, which templates trim.
+        """
+        core = text.strip()
+        at = text.find(core)
+        before = mark if self._continues(core) else ""
+        after = mark if self._begins(core) else ""
+        return text[:at] + before + core + after + text[at + len(core) :]
+
+    def _touches(self, text: str) -> bool:
+        """Whether a text holds a special token, begins as one ends, or ends as one begins."""
+        if len(text) <= _SHORT:
+            return self._touches_short(text)
+        return self._looks_touched(text)
+
+    def _looks_touched(self, text: str) -> bool:
+        core = text.strip()
+        return self._continues(core) or self._begins(core) or next(self._present(text), None) is not None
+
+    def _continues(self, text: str) -> bool:
+        return any(text[:end] in self._ends for end in range(1, min(self._longest, len(text) + 1)))
+
+    def _begins(self, text: str) -> bool:
+        return any(text[-end:] in self._beginnings for end in range(1, min(self._longest, len(text) + 1)))
+
+    def _is_inside(self, text: str) -> bool:
+        """Whether a template could make a special token of the text by what it writes before and behind it."""
+        core = text.strip()
+        return 0 < len(core) < self._longest and core in self._all
+
+    def _present(self, text: str) -> Iterator[str]:
+        """The special tokens in a text."""
+        for head, names in self._by_head.items():
+            if head in text:
+                yield from (name for name in names if name in text)
+
+
+def _sharing_the_model(tokenizer: Tokenizer) -> Tokenizer:
+    """Another tokenizer that splits texts alike, but has no tokens beside the model's."""
+    other = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor"):
+        if getattr(tokenizer, part) is not None:
+            setattr(other, part, getattr(tokenizer, part))
+    other.encode_special_tokens = True
+    return other
+
+
+def _taught(tokenizer: Tokenizer, added: Mapping[int, AddedToken], aliases: Mapping[str, str]) -> dict[int, int]:
+    """Adds the tokens, and the aliases in the manner of what they stand for. Returns the ids that are others here."""
+    ids: dict[int, int] = {}
+    for token_id, token in added.items():
+        (tokenizer.add_special_tokens if token.special else tokenizer.add_tokens)([token])
+        ids[_id_of(tokenizer, token.content)] = token_id
+    for token_id, token in added.items():
+        if token.content in aliases:
+            alias = _like(token, aliases[token.content])
+            tokenizer.add_tokens([alias])
+            number = _id_of(tokenizer, alias.content)
+            if tokenizer.model.id_to_token(number) is not None:
+                raise ModelTextError(
+                    "The tokenizer's vocabulary has gaps where special tokens cannot be told from text."
+                )
+            ids[number] = token_id
+    return {here: there for here, there in ids.items() if here != there}
+
+
+def _id_of(tokenizer: Tokenizer, content: str) -> int:
+    token_id = tokenizer.token_to_id(content)
+    assert token_id is not None
+    return token_id
+
+
+def _like(token: AddedToken, content: str) -> AddedToken:
+    return AddedToken(
+        content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value of JSON, names of fields, too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(key)
+            yield from _texts(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each)
+
+
+def _contents(message: Mapping[str, Any]) -> Iterator[str]:
+    return (text for key in ("content", "reasoning_content") if isinstance(text := message.get(key), str))
+
+
+def _unused(texts: Sequence[str]) -> str:
+    """A character that none of the texts holds, nor JSON's way to write it."""
+    for mark in _NONCHARACTERS:
+        if not any(mark in text or _escaped(mark) in text for text in texts):
+            return mark
+    raise invalid("messages", "The messages hold special tokens and every noncharacter from U+FDD0 to U+FDEF.")
+
+
+def _escaped(mark: str) -> str:
+    return f"\\u{ord(mark):04x}"
