@@ -127,6 +127,34 @@ async def test_each_choice_of_a_stream_has_its_own_text_and_end(path, build):
             assert [piece["delta"].get("role") for piece in pieces] == ["assistant"] + [None] * (len(pieces) - 1)
 
 
+@pytest.mark.parametrize(("path", "build"), BOTH)
+@pytest.mark.parametrize("more", [{}, {"include_usage": True}, {"include_event_ids": True}])
+@pytest.mark.parametrize("shown", [{}, {"logprobs": True}])
+async def test_each_event_has_the_usage_of_its_choice_so_far_where_that_is_asked_for(path, build, more, shown):
+    shown = {"logprobs": 1} if shown and path != CHAT else shown
+    body = build(n=2, stream=True, stream_options={"continuous_usage_stats": True, **more}, **shown)
+    async with open_stage() as stage:
+        *chunks, usage, done = (await ask(stage.port, "POST", path, body)).events
+
+    assert (done, usage["choices"], usage["usage"]["completion_tokens"]) == ("[DONE]", [], 8)
+    prompt = usage["usage"]["prompt_tokens"]
+    for index in (0, 1):
+        so_far = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        tokens = [each["completion_tokens"] for each in so_far]
+        assert tokens == sorted(tokens)
+        assert (tokens[0], tokens[-1]) == (0 if path == CHAT else 1, 4)
+        assert all(each["prompt_tokens"] == prompt for each in so_far)
+        assert all(each["total_tokens"] == prompt + each["completion_tokens"] for each in so_far)
+
+
+async def test_no_event_has_the_usage_so_far_where_it_was_refused():
+    body = chat(stream=True, stream_options={"continuous_usage_stats": True, "include_usage": False})
+    async with open_stage() as stage:
+        *chunks, _ = (await ask(stage.port, "POST", CHAT, body)).events
+
+    assert all("usage" not in chunk for chunk in chunks)
+
+
 async def test_the_openai_clients_own_accumulator_reads_the_stream():
     async with open_stage() as stage, client(stage) as api:
         messages = [{"role": "user", "content": "hi"}]

@@ -70,7 +70,8 @@ def answers(draw) -> Told:
         Generation(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
         for number in range(prompts)
     )
-    shape = AnswerShape(include_usage=draw(st.booleans()), logprobs=logprobs)
+    with_usage, each_time = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
+    shape = AnswerShape(include_usage=with_usage, continuous_usage=each_time, logprobs=logprobs)
     waiting = [draw(choices(index, logprobs is not None)) for index in range(n * prompts)]
     for index in range(0, n * prompts, n):
         about_prompt = [logprobs_of(each, 2) for each in prompt[1:]] if echo and logprobs else []

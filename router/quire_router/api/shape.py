@@ -24,14 +24,16 @@ class Thoughts(StrEnum):
 
 
 class AnswerShape(BaseModel):
-    """``include_usage`` ends a stream with the usage. ``logprobs`` and ``prompt_logprobs`` are how many most probable
-    tokens are shown beside each token of the output and of the prompt; None shows nothing of them. ``tools`` are the
-    names of those that a chat's model may call, and ``thoughts`` says where it shows what its model thought.
+    """``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
+    ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
+    of the prompt; None shows nothing of them. ``tools`` are the names of those that a chat's model may call, and
+    ``thoughts`` says where it shows what its model thought.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")  # a newer router may know more
 
     include_usage: bool = False
+    continuous_usage: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tools: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class AnswerShape(BaseModel):
         """The shape that a request asks for. An answer that is not streamed always tells its usage."""
         return cls(
             include_usage=request.include_usage or not request.stream,
+            continuous_usage=request.continuous_usage,
             logprobs=request.output_logprobs,
             prompt_logprobs=request.prompt_logprobs,
             tools=_callable(request),

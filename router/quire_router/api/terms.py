@@ -115,7 +115,7 @@ def _digest(first: Generation, admitted: Admitted, request: GenerationRequest) -
     out does not count: defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
-    shape = admitted.shape.model_copy(update={"include_usage": False}).to_json()
+    shape = admitted.shape.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
         params.ClearField("seed")

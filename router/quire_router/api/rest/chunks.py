@@ -15,6 +15,7 @@ from quire_router.generation import Delta, Usage
 from quire_router.mark import Mark
 
 DONE: Final = b"data: [DONE]\n\n"
+_NO_USAGE: Final = b',"usage":null}\n\n'
 
 
 class Chunks:
@@ -28,15 +29,18 @@ class Chunks:
         "_before",
         "_choices",
         "_closed",
+        "_counts",
         "_end",
         "_has_ids",
         "_head",
         "_mark",
+        "_prompts",
         "_readers",
         "_shows",
         "_starts",
         "_style",
         "_usage",
+        "_usage_so_far",
         "shown",
     )
 
@@ -47,6 +51,9 @@ class Chunks:
         self._style = style
         self._mark = mark
         self._has_ids = admitted.event_ids
+        self._usage_so_far = admitted.shape.continuous_usage
+        self._counts = self._has_ids or self._usage_so_far
+        self._prompts = [len(each.prompt_token_ids) for each in admitted.generations for _ in range(each.params.n)]
         self._choices = admitted.choices
         self._head = head(style, style.chunk, admitted.first)
         self._usage: dict[str, Any] = {"usage": None} if admitted.shape.include_usage else {}
@@ -72,10 +79,12 @@ class Chunks:
             data = self._read(self._readers[delta.index].read(delta), delta, logprobs)
         else:
             data = b"" if delta.told else self._told(delta, logprobs)
+        if data and self._usage_so_far:
+            data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
     def _told(self, delta: Delta, logprobs: Lists) -> bytes:
-        line = self._id_after(delta) if self._has_ids else ""
+        line = self._take(delta) if self._counts else ""
         if delta.finish_reason is not None:
             return self._last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before theirs
@@ -90,7 +99,7 @@ class Chunks:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
         if delta.told:
             return b""
-        line = self._id_after(delta) if self._has_ids else ""
+        line = self._take(delta) if self._counts else ""
         if not (said.anything or any(logprobs)):
             return b""
         piece = f"{line}{self._starts[delta.index]}{delta_json(said)}"
@@ -123,16 +132,27 @@ class Chunks:
     def _open(self, index: int) -> bytes:
         self._mark.begin(index)
         choice = {"index": index, **(self._style.opening or {}), "logprobs": None, "finish_reason": None}
-        return self._event({**self._head, "choices": [choice], **self._usage})
+        data = self._event({**self._head, "choices": [choice], **self._usage})
+        return self._with_usage(data, index) if self._usage_so_far else data
+
+    def _with_usage(self, data: bytes, index: int) -> bytes:
+        """An event with what its choice has used so far: as in vLLM, the tokens of its prompt and its own."""
+        prompt, completion = self._prompts[index], self._mark.position(index)
+        tokens = b'"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d' % (
+            prompt,
+            completion,
+            prompt + completion,
+        )
+        return data.removesuffix(_NO_USAGE) + b',"usage":{' + tokens + b"}}\n\n"
 
     def _event(self, chunk: dict[str, Any]) -> bytes:
         line = f"id: {self._mark}\n".encode("ascii") if self._has_ids else b""
         return line + event(chunk)
 
-    def _id_after(self, delta: Delta) -> str:
-        """The line with the id of the event that tells ``delta``."""
+    def _take(self, delta: Delta) -> str:
+        """Counts ``delta`` as told; the line with the id of its event where ids were asked for."""
         self._mark.take(delta)
-        return f"id: {self._mark!s}\n"
+        return f"id: {self._mark!s}\n" if self._has_ids else ""
 
 
 def _unclosed(value: dict[str, Any]) -> str:
