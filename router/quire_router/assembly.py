@@ -14,7 +14,7 @@ from quire_router.admission.redis_meter import RedisMeter
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
-from quire_router.api.running import Running
+from quire_router.api.running import BodyBudget, Running
 from quire_router.autoscale.load import Load, OwnLoad
 from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
@@ -77,7 +77,9 @@ class Parts:
             request_timeout=settings.request_timeout,
             durable=lambda: self.journal.available,
             tenant_limits=limits,
+            bodies=BodyBudget(settings.max_inflight_body_bytes),
         )
+        self.queue.on_waiting = self.frontend.bodies.release
         own = OwnLoad(settings.models, self.lifecycle.load)
         self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
         self._teller = None if redis is None else LoadTeller(redis, own.now)

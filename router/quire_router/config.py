@@ -225,6 +225,9 @@ class Settings(CommandSettings):
     )
     debug_route: bool = Field(default=False, description="Say in x-quire-route where a request runs, and why.")
     max_body_bytes: Count = Field(default=4 * 2**20, description="Largest request body.")
+    max_inflight_body_bytes: Count = Field(
+        default=128 * 2**20, description="Bytes of request bodies that are read and checked at once before 429."
+    )
     max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
     max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")

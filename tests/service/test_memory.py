@@ -1,5 +1,10 @@
 """What the processes hold in memory, and that they give everything back."""
 
+import asyncio
+import json
+import socket
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from openai import OpenAI
@@ -10,6 +15,7 @@ from tests.support.processes import Engine, Router
 POOLS_MIB = 64 + 64
 ENGINE_ALLOWANCE_MIB = 700
 ROUTER_LIMIT_MIB = 250
+BODIES, BODY_BYTES = 500, 4 << 20
 
 
 def load(stack_url: str, requests: int) -> None:
@@ -64,3 +70,67 @@ def test_small_pools_are_what_the_engine_was_told(stack: Stack) -> None:
         device = engine.metric("quire_engine_blocks", tier="device")
         assert device > 0
         assert engine.metric("quire_engine_blocks", tier="host") == device + 1, "equal bytes hold equally many blocks"
+
+
+async def offer(port: int, request: bytes, sent: asyncio.Barrier) -> tuple[int, bytes]:
+    """The answer's status and body to a ``request`` whose last byte is sent when all clients have sent the rest, or
+    have their answers.
+    """
+    loop = asyncio.get_running_loop()
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, ("127.0.0.1", port))
+        reading = asyncio.ensure_future(read_whole(client))
+        sending = asyncio.ensure_future(loop.sock_sendall(client, memoryview(request)[:-1]))
+        await asyncio.wait((reading, sending), return_when=asyncio.FIRST_COMPLETED)
+        await sent.wait()
+        if not reading.done():
+            with suppress(ConnectionError):
+                await sending
+                await loop.sock_sendall(client, request[-1:])
+        sending.cancel()
+        return await reading
+
+
+async def read_whole(client: socket.socket) -> tuple[int, bytes]:
+    loop, data = asyncio.get_running_loop(), b""
+    while b"\r\n\r\n" not in data:
+        part = await loop.sock_recv(client, 1 << 16)
+        assert part, "the connection ended without an answer"
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    while len(body) < int(fields[b"content-length"]):
+        body += await loop.sock_recv(client, 1 << 16)
+    return int(head.split()[1]), body
+
+
+def test_many_large_bodies_at_once_are_refused_in_words_and_kept_out_of_memory(tmp_path: Path) -> None:
+    """The largest bodies that are allowed, all of them held before any is complete."""
+    start, end = f'{{"model":"{MODEL}","prompt":"'.encode(), b'"}'
+    body = start + b"word " * ((BODY_BYTES - len(start) - len(end)) // 5) + end
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def offer_all(port: int) -> list[tuple[int, bytes]]:
+        sent = asyncio.Barrier(BODIES)
+        async with asyncio.timeout(240):
+            return await asyncio.gather(*(offer(port, request, sent) for _ in range(BODIES)))
+
+    engine = Engine(DEMO, tmp_path, *SMALL_POOLS, *FLOAT32)
+    router = Router(DEMO, [engine.address], tmp_path)
+    try:
+        router.wait_ready()
+        answers = asyncio.run(offer_all(router.http_port))
+        status = Path(f"/proc/{router.popen.pid}/status").read_text()
+        (peak,) = (int(line.split()[1]) >> 10 for line in status.splitlines() if line.startswith("VmHWM"))
+        errors = Counter((code, json.loads(text).get("error", {}).get("code")) for code, text in answers)
+        assert {code for code, _ in errors} <= {400, 413, 429}, errors
+        assert errors[429, "body_bytes"] > BODIES // 2, errors
+        assert 400 in {code for code, _ in errors}, "no body was read"
+        assert all(json.loads(text)["error"]["message"] for _, text in answers)
+        assert peak < 1024, f"{peak} MiB"
+        assert router.popen.poll() is None
+    finally:
+        router.stop()
+        engine.stop()

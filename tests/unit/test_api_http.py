@@ -279,7 +279,7 @@ OF_A_CONNECTION = {
     "_unset_keepalive_if_required", "app_state", "connections", "cycle", "headers", "loop", "parser", "pipeline",
     "scope", "transport", "url",
 }  # fmt: skip
-OF_A_CYCLE = {"chunked_encoding", "disconnected", "response_complete", "response_started", "scope", "transport"}
+OF_A_CYCLE = {"body", "chunked_encoding", "disconnected", "response_complete", "response_started", "scope", "transport"}
 OF_A_SERVER = {"capture_signals", "on_tick", "serve", "server_state", "should_exit"}
 
 

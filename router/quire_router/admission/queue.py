@@ -59,7 +59,9 @@ class _Parked:
 
 
 class Queue:
-    """Implements ``Turns``: for each of ``models`` a ``FairQueue``, which moves on when the fleet has room."""
+    """Implements ``Turns``: for each of ``models`` a ``FairQueue``, which moves on when the fleet has room.
+    ``on_waiting`` is called with the id of each request that comes, whether it has to wait or not.
+    """
 
     def __init__(
         self,
@@ -73,6 +75,7 @@ class Queue:
         settings, tenants = settings or QueueSettings(), tenants or Tenants()
         self._lines = {model: _Line(model, rooms, tenants, settings, clock) for model in models}
         self._closed = False
+        self.on_waiting: Callable[[str], None] = lambda _: None
 
     async def turn(self, waiting: Waiting) -> None:
         """See ``Turns``. Await it in the task that dispatches: a turn that is handed over a second time, from task to
@@ -81,6 +84,7 @@ class Queue:
         with counting_refusals():
             if self._closed:
                 raise shutting_down()
+            self.on_waiting(waiting.request_id)  # in the same step of the loop it is counted in the line
             await self._lines[waiting.model].turn(waiting)
 
     def stir(self) -> None:

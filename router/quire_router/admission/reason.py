@@ -11,6 +11,7 @@ class Reason(StrEnum):
     MAX_CONCURRENT = "max_concurrent"
     MAX_QUEUED = "max_queued"
     POLLS_PER_MINUTE = "polls_per_minute"
+    BODY_BYTES = "body_bytes"
     TOKENIZER_FULL = "tokenizer_full"
     QUEUE_FULL = "queue_full"
     QUEUE_BYTES = "queue_bytes"

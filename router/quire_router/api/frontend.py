@@ -24,7 +24,7 @@ from quire_router.api.aside import Aside
 from quire_router.api.backend import FleetView, Runner
 from quire_router.api.earlier import Archive, Earlier
 from quire_router.api.identity import ANYONE, Caller, Keys
-from quire_router.api.running import Running
+from quire_router.api.running import BodyBudget, Running
 from quire_router.api.schemas import GenerationRequest
 from quire_router.api.shape import AnswerShape
 from quire_router.api.strict import in_header
@@ -82,9 +82,11 @@ class Frontend:
         request_timeout: float | None = None,
         durable: Callable[[], bool] = lambda: True,
         tenant_limits: Limits | None = None,
+        bodies: BodyBudget | None = None,
     ) -> None:
         self.keys = keys
         self.running = running
+        self.bodies = bodies or BodyBudget()
         self._models = tuple(texts)
         self._fleet = fleet
         self._runner = Together(runner, running)

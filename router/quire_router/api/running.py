@@ -1,13 +1,17 @@
-"""Requests in progress: how many there may be."""
+"""Requests in progress: how many there may be, and how many bytes of their bodies."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quire_proto.errors import ErrorCode, QuireError
 
+from quire_router.admission.reason import Reason
+from quire_router.admission.refusals import counting_refusals
 from quire_router.admission.stopping import shutting_down
 
 RETRY_BUSY = 1.0  # seconds
+MAX_BODIES = 128 * 2**20  # bytes
 
 
 class Running:
@@ -51,3 +55,109 @@ class Running:
         if self._taken >= self._limit:
             message = f"{self._limit} requests are in progress, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
+
+
+class BodyBudget:
+    """The bytes of request bodies that are held at once, at most ``limit``; where there are keys, one tenant has at
+    most half of them. A body may be several times as large while it is parsed and tokenised.
+    """
+
+    def __init__(self, limit: int = MAX_BODIES) -> None:
+        self._limit = limit
+        self._tenants: Counter[str] = Counter()
+        self._admitted: dict[str, list[ReservedBody]] = {}
+
+    @property
+    def taken(self) -> int:
+        """The bytes that are reserved now."""
+        return self._tenants.total()
+
+    @contextmanager
+    def reserve(self, tenant: str, size: int = 0) -> Iterator["ReservedBody"]:
+        """Room for a body of ``size`` bytes as its sender states it (0 where nothing is stated), until the block ends
+        or the request waits in the queue. Raises ``QuireError`` OVERLOADED.
+        """
+        body = ReservedBody(self, tenant)
+        try:
+            body.reserve(size)
+            yield body
+        finally:
+            body.release()
+
+    def release(self, request_id: str) -> None:
+        """The request waits in the queue, whose own bytes count from now on."""
+        for body in self._admitted.pop(request_id, ()):
+            body.release()
+
+    def note(self, request_id: str, body: "ReservedBody") -> None:
+        """``request_id`` is what the queue will know this body's request by."""
+        self._admitted.setdefault(request_id, []).append(body)
+
+    def forget(self, request_id: str, body: "ReservedBody") -> None:
+        """The request of this body does not come to the queue any more."""
+        others = [each for each in self._admitted.pop(request_id, ()) if each is not body]
+        if others:
+            self._admitted[request_id] = others
+
+    def take(self, tenant: str, size: int, *, beside: int) -> None:
+        """Takes ``size`` bytes more for a body that has ``beside`` already; one that is alone may be of any size.
+        Raises ``QuireError`` OVERLOADED.
+        """
+        others, own = self.taken - beside, self._tenants[tenant] - beside
+        is_half_taken = bool(tenant and own) and own + beside + size > self._limit // 2
+        if is_half_taken or (others and others + beside + size > self._limit):
+            message = "The bodies that are being read here take as much memory as this router gives them."
+            with counting_refusals():
+                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY, reason=Reason.BODY_BYTES)
+        self._tenants[tenant] += size
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """What ``take`` took."""
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+
+class ReservedBody:
+    """One request's body as it comes, and the bytes that are reserved for it."""
+
+    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._reserved = 0
+        self._data = bytearray()
+        self._request_id: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def reserve(self, size: int) -> None:
+        """Makes what is reserved ``size`` bytes, if it is less. Raises ``QuireError`` OVERLOADED."""
+        if size > self._reserved:
+            self._budget.take(self._tenant, size - self._reserved, beside=self._reserved)
+            self._reserved = size
+
+    def add(self, data: bytes) -> None:
+        """Some more of the body. Raises ``QuireError`` OVERLOADED where there is no room for it."""
+        self.reserve(len(self._data) + len(data))
+        self._data += data
+
+    def take(self) -> bytearray:
+        """All of the body, which is not kept here any longer."""
+        data, self._data = self._data, bytearray()
+        return data
+
+    def admitted(self, request_id: str) -> None:
+        """The body has been read and validated, as ``request_id``. What is reserved for it stays so until that waits in
+        the queue.
+        """
+        self._request_id = request_id
+        self._budget.note(request_id, self)
+
+    def release(self) -> None:
+        """Gives back what is reserved."""
+        self._budget.give_back(self._tenant, self._reserved)
+        self._reserved = 0
+        if self._request_id is not None:
+            self._budget.forget(self._request_id, self)
+            self._request_id = None

@@ -45,7 +45,7 @@ class Strict(BaseModel):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
 
     @classmethod
-    def from_json(cls, body: bytes) -> Self:
+    def from_json(cls, body: bytes | bytearray) -> Self:
         """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
         check_weight(body)
         return _supported(_refusing(lambda: cls.model_validate_json(body)))

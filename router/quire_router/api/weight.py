@@ -18,7 +18,7 @@ _MOST = {
 }
 
 
-def check_weight(body: bytes) -> None:
+def check_weight(body: bytes | bytearray) -> None:
     """Raises ``QuireError`` INVALID for JSON with more values or parts than any request needs."""
     if _excess(body) is None:
         return
@@ -28,7 +28,7 @@ def check_weight(body: bytes) -> None:
         raise QuireError(ErrorCode.INVALID, f"The body holds more than {excess}.")
 
 
-def _excess(text: bytes, marks: bytes = b'",:[{') -> str | None:
+def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
     """What ``text`` has too much of, judged by its ``marks``."""
     for mark, (most, name) in _MOST.items():
         if mark in marks and text.count(mark) > most:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Send
 from quire_router.api.patience import Patience
 from quire_router.api.rest.direct import Direct
 from quire_router.api.rest.refusals import body_too_large, body_too_slow
+from quire_router.api.running import ReservedBody
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -34,26 +35,27 @@ class BodyLimits:
     patience: float
 
 
-async def read_body(receive: Receive, limits: BodyLimits) -> bytes:
-    """The body, whatever its length was said to be. Raises ``HttpError`` and ``ClientGoneError``."""
+async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) -> None:
+    """Reads all of ``body``, whatever its length was said to be. Raises ``HttpError``, ``ClientGoneError``, and
+    ``QuireError`` OVERLOADED where more comes than there is room for.
+    """
     try:
         async with asyncio.timeout(limits.patience):
-            return await _read(receive, limits.max_bytes)
+            await _read(receive, limits.max_bytes, body)
     except TimeoutError:
         raise body_too_slow(limits.patience) from None
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
-    body = bytearray()
-    while True:
+async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        body += message.get("body", b"")
-        if len(body) > limit:
+        data, more = message.get("body", b""), message.get("more_body", False)
+        if len(body) + len(data) > limit:
             raise body_too_large(limit)
-        if not message.get("more_body", False):
-            return bytes(body)
+        body.add(data)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

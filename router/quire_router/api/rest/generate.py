@@ -1,5 +1,7 @@
 """``/v1/completions`` and ``/v1/chat/completions``: the same exchange in two styles."""
 
+from functools import partial
+
 from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.admitted import Admitted
@@ -10,6 +12,7 @@ from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.exchange import LAST_EVENT_ID, Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
 from quire_router.api.rest.writing import note_headers, reply_whole, stream
+from quire_router.api.running import ReservedBody
 from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import GenerationRequest
 from quire_router.api.terms import Terms, of_headers
@@ -47,13 +50,18 @@ class Generate:
             if exchange.headers.get(LAST_EVENT_ID):
                 raise _reads_on(keyed_id)
         exchange.request_id = keyed_id or exchange.request_id
-        with self._frontend.exchange(self._name, exchange.request_id, exchange.headers):
-            body = await read_body(exchange.receive, self._limits)
+        with (
+            self._frontend.exchange(self._name, exchange.request_id, exchange.headers),
+            self._frontend.bodies.reserve(exchange.caller.tenant, exchange.body_bytes) as body,
+        ):
+            await read_body(exchange.receive, self._limits, body)
             await while_connected(exchange.receive, self._answer(exchange, body, terms))
 
-    async def _answer(self, exchange: Exchange, body: bytes, terms: Terms) -> None:
+    async def _answer(self, exchange: Exchange, body: ReservedBody, terms: Terms) -> None:
         request_id, caller = exchange.request_id, exchange.caller
-        admitted = await self._frontend.admit(lambda: self._read(body), request_id, caller, terms, size=len(body))
+        read = partial(self._read, body)
+        admitted = await self._frontend.admit(read, request_id, caller, terms, size=len(body))
+        body.admitted(admitted.first.request_id)
         if admitted.first.background:
             await self._start(exchange, admitted)
             return
@@ -71,8 +79,8 @@ class Generate:
         notes = note_headers(self._frontend.notes(admitted, replayed=replayed))
         await exchange.reply.whole(202, to_json(request_object(earlier)), [*JSON, location, *notes])
 
-    def _read(self, body: bytes) -> GenerationRequest:
-        request = self._schema.from_json(body)
+    def _read(self, body: ReservedBody) -> GenerationRequest:
+        request = self._schema.from_json(body.take())
         check_stream(request)
         return request
 

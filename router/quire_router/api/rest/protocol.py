@@ -186,6 +186,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A request is answered, also one whose body is still coming."""
+        if self.cycle.response_complete:
+            self.cycle.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
         super().on_response_complete()
         if not self._answering and not self.transport.is_closing():
             self._wait(self._limits.head if self._head_begun else self._limits.idle)

@@ -1,7 +1,6 @@
 """``/tokenize`` and ``/detokenize``."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from quire_router.api.frontend import Frontend, ignored_note
 from quire_router.api.identity import Caller
@@ -10,6 +9,7 @@ from quire_router.api.rest.connection import JSON, BodyLimits, read_body
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.refusals import body_too_large, not_json
 from quire_router.api.rest.writing import note_headers
+from quire_router.api.running import ReservedBody
 from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest
 
 _PART = 4096  # entries
@@ -32,22 +32,32 @@ class Tokens:
         """The text of tokens."""
         await self._answer(exchange, "POST /detokenize", self._text)
 
-    async def _answer(self, exchange: Exchange, name: str, answer: Callable[[bytes, Caller], Awaitable[Shown]]) -> None:
+    async def _answer(
+        self, exchange: Exchange, name: str, answer: Callable[[ReservedBody, Caller], Awaitable[Shown]]
+    ) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
         if exchange.body_bytes > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
-        with self._frontend.exchange(name, exchange.request_id, exchange.headers):
-            body = await read_body(exchange.receive, self._limits)
+        with (
+            self._frontend.exchange(name, exchange.request_id, exchange.headers),
+            self._frontend.bodies.reserve(exchange.caller.tenant, exchange.body_bytes) as body,
+        ):
+            await read_body(exchange.receive, self._limits, body)
             shown, ignored = await answer(body, exchange.caller)
             await exchange.reply.whole(200, shown, [*JSON, *note_headers(ignored_note(ignored))])
 
-    async def _tokens(self, body: bytes, caller: Caller) -> Shown:
-        return await self._frontend.tokenize(lambda: TokenizeRequest.from_json(body), caller, _written, size=len(body))
+    async def _tokens(self, body: ReservedBody, caller: Caller) -> Shown:
+        size = len(body)
+        return await self._frontend.tokenize(
+            lambda: TokenizeRequest.from_json(body.take()), caller, _written, size=size
+        )
 
-    async def _text(self, body: bytes, caller: Caller) -> Shown:
-        read = partial(DetokenizeRequest.from_json, body)
-        text, ignored = await self._frontend.detokenize(read, caller, size=len(body))
+    async def _text(self, body: ReservedBody, caller: Caller) -> Shown:
+        size = len(body)
+        text, ignored = await self._frontend.detokenize(
+            lambda: DetokenizeRequest.from_json(body.take()), caller, size=size
+        )
         return to_json({"prompt": text}), ignored
 
 

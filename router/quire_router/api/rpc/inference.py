@@ -80,7 +80,10 @@ class Inference(InferenceServicer):
         """The tokens of a text or of a conversation."""
         response = pb.TokenizeResponse()
         async with _told(context) as call:
-            with self._exchange("Tokenize", call):
+            with (
+                self._exchange("Tokenize", call),
+                self._frontend.bodies.reserve(call.caller.tenant, request.ByteSize()),
+            ):
                 response, ignored = await self._frontend.tokenize(
                     partial(tools.tokenize_request, request),
                     call.caller,
@@ -94,7 +97,10 @@ class Inference(InferenceServicer):
         """The text of tokens."""
         response = pb.DetokenizeResponse()
         async with _told(context) as call:
-            with self._exchange("Detokenize", call):
+            with (
+                self._exchange("Detokenize", call),
+                self._frontend.bodies.reserve(call.caller.tenant, request.ByteSize()),
+            ):
                 read = partial(tools.detokenize_request, request)
                 text, _ = await self._frontend.detokenize(read, call.caller, size=request.ByteSize())
                 response = pb.DetokenizeResponse(text=text)
@@ -117,7 +123,8 @@ class Inference(InferenceServicer):
         *,
         size: int,
     ) -> None:
-        with self._exchange(method, call, terms):
+        # The library keeps the message as long as its call.
+        with self._exchange(method, call, terms), self._frontend.bodies.reserve(call.caller.tenant, size):
             admitted = await self._frontend.admit(read, call.request_id, call.caller, terms, size=size)
             await call.begin(self._frontend.notes(admitted))
             if admitted.first.background:

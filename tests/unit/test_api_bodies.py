@@ -1,0 +1,177 @@
+"""Bytes of bodies are reserved before they are read, and given back once their requests wait in the queue or end."""
+
+import asyncio
+import gc
+import json
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import inference_pb2 as pb
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_router.admission.queue import Queue
+from quire_router.admission.turn import Waiting
+from quire_router.api.rest.protocol import LimitedHttpProtocol
+from quire_router.api.running import BodyBudget
+
+from tests.support.api_stage import ANSWER, MODEL, ask, chat, open_stage, read_answer
+from tests.support.waiting import until
+
+CHAT, LIMIT, LONG = "/v1/chat/completions", 8_000, 20
+HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+KEYS = ["the-key-of-one-tenant", "the-key-of-another-one"]
+
+
+async def holding(port: int, size: int, headers: str = "") -> asyncio.StreamWriter:
+    """A client that says its body has ``size`` bytes, and sends none of them."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{HEAD}{headers}content-length: {size}\r\n\r\n".encode())
+    return writer
+
+
+async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_client_leaves():
+    budget = BodyBudget(LIMIT)
+    async with open_stage(bodies=budget) as stage:
+        writer = await holding(stage.port, LIMIT - 100)
+        await until(lambda: budget.taken == LIMIT - 100)
+        refused = await ask(stage.port, "POST", CHAT, chat("x" * 200))
+        writer.close()
+        await until(lambda: budget.taken == 0)
+        again = await ask(stage.port, "POST", CHAT, chat())
+
+    assert (refused.status, refused.error["code"]) == (429, "body_bytes")
+    assert "memory" in refused.error["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    assert again.status == 200
+
+
+async def test_a_body_without_a_stated_length_is_counted_as_it_comes():
+    budget = BodyBudget(LIMIT)
+    async with open_stage(bodies=budget) as stage:
+        writer = await holding(stage.port, LIMIT - 1_000)
+        await until(lambda: budget.taken == LIMIT - 1_000)
+        reader, chunked = await asyncio.open_connection("127.0.0.1", stage.port)
+        chunked.write(f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + b"200\r\n" + b"x" * 512 + b"\r\n")
+        await until(lambda: budget.taken == LIMIT - 488)
+        chunked.write(b"200\r\n" + b"x" * 512 + b"\r\n")
+        answer = await asyncio.wait_for(read_answer(reader), LONG)
+        await until(lambda: budget.taken == LIMIT - 1_000)
+        chunked.close()
+        writer.close()
+
+    assert (answer.status, answer.error["code"]) == (429, "body_bytes")
+
+
+async def test_what_is_reserved_is_given_back_when_the_request_waits_in_the_queue():
+    budget, release = BodyBudget(LIMIT), asyncio.Event()
+    async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
+        body = json.dumps(chat(stream=True)).encode()
+        asking = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body))
+        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        assert budget.taken == len(body)
+        budget.release(stage.runner.generations[0].request_id)
+        assert budget.taken == 0
+        release.set()
+        assert (await asking).status == 200
+        assert budget.taken == 0
+
+
+async def test_the_queue_says_what_waits_in_it():
+    class Full:
+        def has_room(self, _model: str) -> bool:
+            return False
+
+        has_spare_room = has_room
+
+        def ready(self, _model: str) -> int:
+            return 1
+
+    queue, told = Queue([MODEL], Full()), []
+    queue.on_waiting = told.append
+    turn = asyncio.ensure_future(queue.turn(Waiting("r", MODEL, "", tokens=1, bytes=1)))
+    await asyncio.sleep(0)
+    assert told == ["r"]
+    queue.leave("r")
+    await turn
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/detokenize"])
+@pytest.mark.parametrize("body", [{}, chat("x" * 3_000), b"{", chat()], ids=["none", "long", "no JSON", "right"])
+async def test_nothing_stays_reserved_whatever_the_answer_is(path, body):
+    budget = BodyBudget(LIMIT)
+    async with open_stage(bodies=budget) as stage:
+        assert (await ask(stage.port, "POST", path, body)).status in (200, 400)
+        await until(lambda: budget.taken == 0)
+
+
+async def test_one_tenant_leaves_half_to_the_others():
+    budget = BodyBudget(LIMIT)
+    one, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
+    async with open_stage(keys=KEYS, bodies=budget) as stage:
+        writer = await holding(stage.port, LIMIT // 2, f"authorization: Bearer {KEYS[0]}\r\n")
+        await until(lambda: budget.taken == LIMIT // 2)
+        assert (await ask(stage.port, "POST", CHAT, chat(), one)).status == 429
+        assert (await ask(stage.port, "POST", CHAT, chat(), other)).status == 200
+        writer.close()
+
+
+async def test_a_message_over_grpc_is_counted_while_its_call_lasts():
+    budget, release = BodyBudget(LIMIT), asyncio.Event()
+    async with open_stage(["one", release, FinishReason.STOP], bodies=budget) as stage, stage.channel() as channel:
+        request = pb.GenerateRequest(model=MODEL, text="hello")
+        call = InferenceStub(channel).Generate(request)
+        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        assert budget.taken == request.ByteSize()
+        with budget.reserve("", LIMIT - budget.taken):
+            refused = InferenceStub(channel).Generate(request)
+            assert "memory" in (await refused.details())
+        release.set()
+        async for _ in call:
+            pass
+        await until(lambda: budget.taken == 0)
+
+
+async def test_bytes_that_came_with_a_refused_head_do_not_stay_while_its_connection_idles():
+    async with open_stage(max_body_bytes=1_000) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(f"{HEAD}content-length: 50000\r\n\r\n".encode() + b"x" * 50_000)
+        assert (await asyncio.wait_for(read_answer(reader), LONG)).status == 413
+        kept = [
+            len(each.cycle.body) for each in gc.get_objects() if isinstance(each, LimitedHttpProtocol) and each.cycle
+        ]
+        writer.close()
+
+    assert set(kept) == {0}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 60), st.lists(st.integers(1, 30), max_size=3))),
+    st.randoms(use_true_random=False),
+)
+def test_the_budget_is_never_exceeded_but_by_a_body_that_is_alone(bodies, random):
+    budget, open_bodies, refusals = BodyBudget(100), [], set()
+    for tenant, stated, parts in bodies:
+        with ExitStack() as holding:
+            try:
+                body = holding.enter_context(budget.reserve(tenant, stated))
+                for part in parts:
+                    body.add(b"x" * part)
+            except QuireError as error:
+                refusals.add((error.code, error.reason))
+            else:
+                assert budget.taken <= 100 or budget.taken == max(stated, sum(parts))
+                open_bodies.append((holding.pop_all(), body, tenant, max(stated, sum(parts))))
+        if open_bodies and random.random() < 0.4:
+            held, body, _, _ = open_bodies.pop(random.randrange(len(open_bodies)))
+            if random.random() < 0.5:
+                body.admitted("r")
+                budget.release("r")
+            held.close()
+        assert budget.taken == sum(size for *_, size in open_bodies)
+    assert refusals <= {(ErrorCode.OVERLOADED, "body_bytes")}
+    for held, *_ in open_bodies:
+        held.close()
+    assert budget.taken == 0
