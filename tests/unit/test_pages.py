@@ -155,5 +155,6 @@ def busy_engine() -> EngineMetrics:
     statistics.preemptions[next(iter(Preemption)), next(iter(Reason))] += 1
     told = EngineMetrics("m", statistics, lambda: 0.0)
     told.on_grammar(Outcome.COMPILED, 1.0)
+    told.on_restart("session heartbeats")
     told.on_step(StepOutput([], Load(*[0] * 8), [], TRACE, waste=Waste(0, 0, 0)))
     return told
