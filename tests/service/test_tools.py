@@ -86,3 +86,43 @@ def test_a_schema_that_cannot_be_used_is_refused(client: OpenAI) -> None:
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**{**ASKED, "tools": tools}, tool_choice="required")
     assert caught.value.param == "tools"
+    assert "The parameters of the tool bad cannot be used: not is not supported." in caught.value.message
+
+
+REPLY: Any = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "mood",
+        "schema": {
+            "type": "object",
+            "properties": {"mood": {"enum": ["good", "bad"]}, "tags": {"type": "array", "uniqueItems": False}},
+            "required": ["mood"],
+            "additionalProperties": False,
+        },
+    },
+}
+CALLED_BY = ("auto", "required", "none")
+
+
+@pytest.mark.parametrize("choice", CALLED_BY)
+def test_tools_and_a_response_format_go_together(client: OpenAI, choice: Any) -> None:
+    """An answer is calls, where there may be some, or JSON of the schema, where it may be that; never both or else."""
+    bias = [{**ENDINGS, str(encode(mark)[0]): 30} for mark in "<{"]
+    kinds = set()
+    for seed in range(6):
+        asked = {**ASKED, "tool_choice": choice, "response_format": REPLY, "logit_bias": bias[seed % 2], "seed": seed}
+        whole = client.chat.completions.create(**asked)
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            state.handle_chunk(chunk)
+        (chosen,), (streamed,) = whole.choices, state.get_final_completion().choices
+        calls = [(call.function.name, call.function.arguments) for call in chosen.message.tool_calls or ()]
+        assert calls == [(call.function.name, call.function.arguments) for call in streamed.message.tool_calls or ()]
+        assert (chosen.message.content or None) == (streamed.message.content or None)
+        assert bool(calls) != bool(chosen.message.content)
+        kinds.add(bool(calls))
+        if chosen.finish_reason == "stop":
+            jsonschema.validate(json.loads(chosen.message.content or ""), REPLY["json_schema"]["schema"])
+        elif chosen.finish_reason == "tool_calls":
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+    assert kinds == {"auto": {True, False}, "required": {True}, "none": {False}}[choice]

@@ -6,14 +6,17 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from random import Random
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
+from pydantic import Base64Bytes, SecretStr, StringConstraints, TypeAdapter
 from quire_engine.grammar import GrammarError
 from quire_engine.structured import guidance as guidances
 from quire_engine.structured import trial as trials
@@ -21,6 +24,7 @@ from quire_engine.structured.definition import MAX_REASON, define
 from quire_engine.structured.guidance import Guidance, GuidanceMatcher
 from quire_engine.structured.model import ModelGrammars
 from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.json_schema import FORMATS, simplify
 from quire_proto.structured import Structured, StructuredKind, choice
 
 from tests.support.grammars import (
@@ -46,6 +50,10 @@ product: factor (("*" | "/") factor)*
 factor: NUMBER | "-" factor | "(" sum ")"
 NUMBER: /0|[1-9][0-9]{0,5}/
 """
+
+
+class Colour(Enum):
+    RED = "red"
 
 
 def schema(value: object) -> Structured:
@@ -320,15 +328,16 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
     ("structured", "words"),
     [
         (schema({"not": {"type": "null"}}), "not"),
-        (schema({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}), "then"),
+        (schema({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}), "properties.a.if is not supported"),
         (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
         (schema({"type": "array", "contains": {"type": "null"}}), "contains"),
-        (schema({"type": "object", "propertyNames": {"maxLength": 3}}), "propertyNames"),
+        (schema({"type": "object", "propertyNames": {"maxLength": 3, "pattern": "a"}}), "propertyNames"),
+        (schema({"type": "object", "propertyNames": {"enum": ["a"]}, "patternProperties": {"a": {}}}), "propertyNames"),
+        (schema({"$defs": {"a": {"not": {}}}, "items": {"anyOf": [{"$ref": "#/$defs/a"}]}}), "$defs.a.not"),
+        (schema({"properties": {"not": {"not": {}}}}), " properties.not.not is"),
         (schema({"type": "object", "dependentRequired": {"a": ["b"]}}), "dependentRequired"),
         (schema({"unevaluatedProperties": False}), "unevaluatedProperties"),
         (schema({"$dynamicRef": "#node"}), "dynamicRef"),
-        (schema({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}), "oneOf"),
-        (schema({"type": "string", "format": "regex"}), "regex"),
         (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (schema({"type": "string", "pattern": r"(a)\1"}), "backreferences"),
         (schema({"type": "text"}), "text"),
@@ -358,6 +367,7 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (regex("(a?){5000}a{5000}"), "too many"),
         (lark("no rule"), "1(4)"),
         (lark("start: missing"), "missing"),
+        (lark('start: a\na: %json {"not": {}}'), "The grammar cannot be used, line 2: "),
         (lark('start: A\nA: "x" A | "y"'), "circular"),
         (lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
         (lark('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}'), "1(1)"),
@@ -392,6 +402,66 @@ def test_what_only_looks_like_something_unsupported_is_accepted(model: ModelGram
     matcher = model.compile(schema(asked)).matcher()
     matcher.accept(encode(text))
     assert EOS in allowed(matcher)
+
+
+# As pydantic writes them, and those of zod by hand.
+SAYING_NOTHING = [
+    (TypeAdapter(list[bytes]).json_schema(), '["a"]'),
+    (TypeAdapter(Path).json_schema(), '"a/b"'),
+    (TypeAdapter(SecretStr).json_schema(), '"hush"'),
+    (TypeAdapter(Base64Bytes).json_schema(), '"YQ=="'),
+    (TypeAdapter(dict[Literal["a", "b"], int]).json_schema(), '{"b":3}'),
+    (TypeAdapter(dict[Colour, float]).json_schema(), '{"red":1.5}'),
+    (TypeAdapter(dict[Annotated[str, StringConstraints(pattern="^[a-z]+$")], int]).json_schema(), '{"abc":3}'),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, "[1,1]"),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1}, "[1]"),
+    ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}}, '{"a":null}'),
+    ({"type": "object", "propertyNames": {"type": "string", "enum": ["a"]}, "properties": {"b": {}}}, '{"a":1}'),
+    ({"type": "object", "propertyNames": {"type": "string", "format": "ulid", "pattern": "^[A-Z]$"}}, '{"A":1}'),
+    ({"type": "object", "propertyNames": {"minLength": 2, "maxLength": 3}}, '{"ab":1}'),
+    ({"type": "string", "format": "starts_with", "pattern": "^ab.*$"}, '"abc"'),
+    ({"type": "string", "format": "cuid2", "pattern": "^[0-9a-z]+$"}, '"a1"'),
+    *(({"type": "string", "format": name}, '"a"') for name in ("emoji", "nanoid", "jwt", "e164", "base64", "regex")),
+    ({"enum": ["a"], "format": "enum"}, '"a"'),
+    ({"enum": ["a"], "type": "string", "format": "email"}, '"a"'),
+    ({"oneOf": [{"type": "string", "minLength": 2}, {"type": "string"}]}, '"a"'),
+    ({"if": {"type": "null"}, "type": "integer", "minContains": 2, "not": False, "dependentRequired": {}}, "3"),
+    ({"type": "object", "unevaluatedProperties": True, "properties": {"format": {"then": {}}}}, '{"format":1}'),
+]
+
+
+@pytest.mark.parametrize(("asked", "text"), SAYING_NOTHING, ids=lambda each: str(each)[:60])
+def test_words_that_constrain_nothing_are_no_reason_to_refuse(
+    model: ModelGrammars, asked: dict[str, object], text: str
+) -> None:
+    matcher = model.compile(schema(asked)).matcher()
+    matcher.accept(encode(text))
+    assert EOS in allowed(matcher)
+
+
+@given(st.sampled_from([asked for asked, _ in SAYING_NOTHING if "oneOf" not in asked]), SEEDS)
+@settings(SLOW, max_examples=150)
+def test_what_is_drawn_without_those_words_is_valid_under_the_schema_that_has_them(
+    asked: dict[str, object], seed: int
+) -> None:
+    Draft202012Validator(asked).validate(json.loads(decode(draw(grammar_of(schema(asked)), seed))))
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_format_that_the_library_knows_goes_on_constraining(name: str) -> None:
+    grammar_of(schema({"type": "string", "format": name}))
+    assert simplify({"format": name}) == {"format": name}
+    if name != "unknown":
+        matcher = grammar_of(schema({"type": "string", "format": name})).matcher()
+        with pytest.raises(GrammarError):
+            matcher.accept(encode('" "'))
+
+
+@pytest.mark.parametrize("word", ["$ref", "properties"])
+def test_references_from_names_to_many_names_do_not_multiply(word: str) -> None:
+    many = {"$defs": {"a": {"enum": [f"n{number}" for number in range(2000)]}}}
+    asked = {**many, "anyOf": [{"propertyNames": {"$ref": "#/$defs/a"}, word: {}} for _ in range(200)]}
+    assert len(json.dumps(simplify(asked))) <= len(json.dumps(asked))
 
 
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3500)) + '\nr3500: "b"'

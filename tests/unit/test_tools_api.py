@@ -294,6 +294,10 @@ def refused(template=HERMES_TEMPLATE, **fields):
     return caught.value
 
 
+def json_of(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
 LARGE = [tool(f"t{n}", parameters={"enum": ["x" * 50_000]}) for n in range(2)]
 CALLED = "messages[0].tool_calls[0]"
 
@@ -322,7 +326,9 @@ def called(call_id="1", arguments="{}", name="get"):
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "drop"}}}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "tools"),
+        ({"structured_outputs": {"regex": "a+"}}, "tools"),
+        ({"response_format": {**json_of({"minProperties": 2})}}, "response_format"),
+        ({"response_format": json_of({"x-guidance": {}})}, "response_format"),
         ({"tool_choice": "required", "ignore_eos": True}, "tool_choice"),
         ({"parallel_tool_calls": False, "min_tokens": 1}, "tools"),
         ({"tool_choice": "required", "beam_width": 2}, "tool_choice"),
@@ -403,6 +409,46 @@ async def test_both_apis_refuse_tools_alike():
     assert over_rest.status == 400
     assert over_rest.error["param"] == "tools"
     assert "knows no tools" in over_rest.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason", "words", "param"),
+    [
+        ("auto", 'Unimplemented keys: ["not"].', "The parameters of the tool get cannot be used: anyOf.0.not", "tools"),
+        ("required", "look-around is not supported.", "tool get cannot be used: look-around is", "tools"),
+        (
+            "auto",
+            'Unimplemented keys: ["uniqueItems"].',
+            "be used: properties.a.uniqueItems .*twice",
+            "response_format",
+        ),
+    ],
+)
+async def test_a_schema_that_the_engine_refuses_is_told_with_its_tool_and_place(choice, reason, words, param):
+    """The engine says the line of the grammar; the grammar is what the request was given."""
+    tools = [tool("now"), tool("get", parameters={"anyOf": [{"not": {}}]}, strict=True)]
+    reply = json_of({"properties": {"a": {"type": "array", "uniqueItems": True}}})
+    asked = {**ASKED, "tools": tools, "tool_choice": choice, "response_format": reply}
+    given = generation_of(tools=tools, tool_choice=choice, response_format=reply)[0]
+    lines = given.params.structured.text.split("\n")
+    begin = "reply: " if param == "response_format" else "arguments_1: "
+    line = next(number for number, text in enumerate(lines, 1) if text.startswith(begin))
+    message = f"The grammar cannot be used, line {line}: failed to compile JSON schema: {reason}"
+    async with open_stage([QuireError(ErrorCode.INVALID, message, param="grammar")], template=HERMES_TEMPLATE) as stage:
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            await client(stage).create(**asked)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_reply", "has_call"), [("auto", True, True), ("required", False, True), ("none", True, False)]
+)
+def test_tools_and_response_format_go_together(choice, has_reply, has_call):
+    reply = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    structured = generation_of(tool_choice=choice, response_format=json_of(reply))[0].params.structured
+    assert ("mood" in structured.text) is has_reply
+    assert ("get" in structured.text) is has_call
+    assert (structured.kind is StructuredKind.GRAMMAR) is has_call
 
 
 async def test_a_grammar_that_the_engine_refuses_is_told_of_the_tools():

@@ -11,7 +11,7 @@ from quire_proto.structured import Structured, StructuredKind
 from quire_proto.text.pieces import Arguments, CallStart, Content, Reasoning
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools.formats import ToolFormat, open_parser
-from quire_proto.text.tools.grammar import Callable, Thinking, call_grammar
+from quire_proto.text.tools.grammar import Callable, Thinking, call_grammar, schema_at
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.tool_models import with_marks
@@ -83,7 +83,7 @@ def accepts(model, grammar, text):
 
 def read_calls(tool_format, text):
     """The calls in a text that must have nothing else."""
-    parser = open_parser(tool_format, SCHEMAS)
+    parser = open_parser(tool_format, SCHEMAS, exact=True)
     calls = []
     for piece in [*parser.push(text), *parser.finish()]:
         assert not isinstance(piece, Content), text
@@ -172,3 +172,79 @@ def test_strict_tools_leave_text_free_and_hold_calls(model, text, parallel, let_
 def test_strict_tools_of_llama_too(model, text, let_through):
     grammar = compiled(model, tool_format=ToolFormat.LLAMA3, tools=TOOLS, forced=False, parallel=True)
     assert accepts(model, grammar, text) is let_through
+
+
+REPLY = {
+    "type": "object",
+    "properties": {"name": {"enum": ["get", "x"]}, "mood": {"type": "string", "maxLength": 5}},
+    "required": ["mood"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_reply_may_be_thought_about_as_a_call_may(model, opened):
+    how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": False, "parallel": True, "reply": REPLY}
+    grammar = compiled(model, **how, thinking=Thinking(marked=True, opened=opened))
+    reply = '{"mood":"good"}'
+    for answer in (reply, hermes(call("{}", name="now"))):
+        assert accepts(model, grammar, f"{'' if opened else '<think>'}hello\n</think>\n\n{answer}")
+        assert accepts(model, grammar, answer) is not opened
+    assert not accepts(model, grammar, f"{'' if opened else '<think>'}hello\n</think>\n\nhello")
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_format):
+    grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=False, parallel=True, reply=REPLY)
+    seen = set()
+    for seed in range(60):
+        text = walk(model, grammar, Random(seed))
+        if text is None:
+            continue
+        parser = open_parser(tool_format, SCHEMAS, exact=True)
+        pieces = [*parser.push(text), *parser.finish()]
+        kinds = {type(piece) for piece in pieces}
+        seen |= kinds
+        assert kinds in ({CallStart, Arguments}, {Content}), text
+        if kinds == {Content}:
+            content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+            jsonschema.validate(json.loads(content), REPLY)
+        else:
+            names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
+            arguments = [piece.text for piece in pieces if isinstance(piece, Arguments)]
+            for name, each in zip(names, arguments, strict=True):
+                jsonschema.validate(json.loads(each), SCHEMAS[name])
+    assert seen == {CallStart, Arguments, Content}
+
+
+@pytest.mark.parametrize("text", ["hello", "{}", '{"mood":"good"} and more', '{"mood":"toolong"}', ""])
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_an_answer_with_a_schema_is_nothing_else(model, tool_format, text):
+    grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=False, parallel=True, reply=REPLY)
+    assert not accepts(model, grammar, text)
+    assert accepts(model, grammar, '{"mood":"good"}')
+
+
+@pytest.mark.parametrize("cut", [1, 5, 100])
+def test_a_reply_that_has_a_tools_name_is_no_call(cut):
+    text = '{"name":"get","mood":"good"}'
+    parser = open_parser(ToolFormat.LLAMA3, SCHEMAS, exact=True)
+    pieces = [piece for at in range(0, len(text), cut) for piece in parser.push(text[at : at + cut])]
+    pieces += parser.finish()
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+def test_a_forced_call_leaves_no_room_for_a_reply(model, tool_format):
+    grammar = compiled(model, tool_format=tool_format, tools=TOOLS, forced=True, parallel=True, reply=REPLY)
+    assert not accepts(model, grammar, '{"mood":"good"}')
+
+
+def test_the_lines_of_a_grammar_say_whose_schema_they_have():
+    for tool_format in ToolFormat:
+        grammar = call_grammar(tool_format, TOOLS, forced=False, parallel=True, reply=REPLY)
+        lines = range(grammar.count("\n") + 3)
+        found = dict(each for each in (schema_at(grammar, line) for line in lines) if each is not None)
+        assert set(found) == {None, *SCHEMAS}
+        assert found[None]["required"] == REPLY["required"]
+        assert found["get"]["required"] == SCHEMAS["get"]["required"]

@@ -1,16 +1,17 @@
 """Each kind of ``Structured`` in llguidance's words, and refusals in words for a client. Compiles nothing.
 
 Whatever the library would ignore, or would read in its own way, is refused here: its settings inside a schema, a number
-of properties that repeated names could reach, a backslash with nothing behind it.
+of properties that repeated names could reach, a backslash with nothing behind it. A ``oneOf`` whose options overlap is
+read as ``anyOf``, which is all that a grammar can say.
 """
 
 import json
 import re
-from collections.abc import Iterator
 
 from llguidance import LLMatcher
 from quire_proto.errors import QuireError, invalid
-from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
+from quire_proto.json_schema import counts_unnamed, simplify, unsupported
+from quire_proto.structured import Structured, StructuredKind
 
 # One space, or one line break with its indentation: JSON as models write it, and no room for an endless gap.
 WHITESPACE = r"( |\n[ \t]{0,32})"
@@ -22,10 +23,7 @@ _NAMES = {
     StructuredKind.CHOICE: "The choice",
     StructuredKind.GRAMMAR: "The grammar",
 }
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
-# Keywords whose value holds data, not schemas.
-_DATA = {"const", "default", "enum", "examples"}
-_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+_PLACE = re.compile(r"^at (\d+)\(\d+\): ")
 
 
 def define(structured: Structured) -> str:
@@ -37,8 +35,18 @@ def define(structured: Structured) -> str:
 
 
 def refusal(structured: Structured, reason: str) -> QuireError:
-    """INVALID, with the parameter that asked for it and the library's ``reason`` in one bounded sentence."""
-    return invalid(structured.param, f"{_NAMES[structured.kind]} cannot be used: {sentence(reason)}")
+    """INVALID, with the parameter at fault, the library's ``reason`` in one bounded sentence, and its place."""
+    return invalid(structured.param, f"{_NAMES[structured.kind]} cannot be used{_place(structured, reason)}")
+
+
+def _place(structured: Structured, reason: str) -> str:
+    """The library's ``reason`` behind the line of a grammar, or the keyword's path in a schema, that it is about."""
+    said, line = sentence(reason), _PLACE.match(reason)
+    if structured.kind is StructuredKind.GRAMMAR and line is not None:
+        return f", line {line[1]}: {said}"
+    if structured.kind is StructuredKind.JSON_SCHEMA and "Unimplemented" in reason:
+        said = unsupported(json.loads(structured.text), reason) or said
+    return f": {said}"
 
 
 def sentence(reason: str) -> str:
@@ -71,7 +79,9 @@ def _lark(text: str) -> str:
 
 
 def _json(schema: dict[str, object]) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+    )
 
 
 def _check_regex(structured: Structured) -> None:
@@ -84,7 +94,7 @@ def _read_schema(structured: Structured) -> dict[str, object]:
     """The schema as both this module and the library will read it: parsed once, by one parser."""
     try:
         schema = json.loads(structured.text, parse_constant=_refuse_constant)
-        counted = list(_counted(schema))
+        counted, simpler = counts_unnamed(schema), simplify(schema)
     except ValueError as error:
         raise refusal(structured, f"it is no JSON: {error}") from None
     except RecursionError:
@@ -95,29 +105,12 @@ def _read_schema(structured: Structured) -> dict[str, object]:
         raise refusal(structured, "it is not a JSON object")
     if "x-guidance" in schema:
         raise refusal(structured, "x-guidance is not supported")
-    if any(asked > max(1, named) for asked, named in counted):
+    if counted:
         raise refusal(
             structured, "minProperties above 1 is only supported where so many properties are required by name"
         )
-    return schema
+    return dict(simpler)
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-def _counted(schema: object) -> Iterator[tuple[int, int]]:
-    """For each schema within ``schema`` that has ``minProperties``: that, and how many properties it requires by name.
-
-    The library counts a name that comes twice as two properties, and a JSON parser as one.
-    """
-    if isinstance(schema, list):
-        for entry in schema:
-            yield from _counted(entry)
-    elif isinstance(schema, dict):
-        asked, required = schema.get("minProperties"), schema.get("required")
-        if isinstance(asked, int | float):
-            yield int(min(asked, MAX_TEXT)), len(set(map(str, required))) if isinstance(required, list) else 0
-        for keyword, value in schema.items():
-            if keyword not in _DATA:
-                yield from _counted(list(value.values()) if keyword in _MAPS and isinstance(value, dict) else value)

@@ -28,6 +28,8 @@ CREDIT_PER_TOKEN = 0.001
 # Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
 # by tens of MiB a second at worst.
 WEAR = 0.25
+# How the library warns that options of a oneOf overlap, which is documented.
+ONE_OF_AS_ANY_OF = "falling back to anyOf"
 # Tokens taken in between two looks at the clock.
 PIECE = 64
 # Tokens that are tried after compiling: a grammar that is too large shows it at its beginning.
@@ -69,8 +71,9 @@ class Guidance:
             raise RejectedError(str(error)) from None
         if initial.is_error():
             raise RejectedError(initial.get_error())
-        if warnings := initial.get_grammar_warnings():
-            raise RejectedError(warnings[0])
+        for warning in initial.get_grammar_warnings():
+            if ONE_OF_AS_ANY_OF not in warning:
+                raise RejectedError(warning)
         self._probe(initial.deep_copy())
         return CompiledGrammar(initial, frozenset(self._tokenizer.eos_tokens))
 

@@ -116,8 +116,9 @@ def _answer(admitted: Admitted, deltas: AsyncGenerator[Delta], mark: Mark) -> An
     if admitted.first.echo:
         known = begun(mark, admitted.choices)
         deltas = Held(echoed(deltas, admitted.generations, admitted.text, known), deltas.aclose)
-    if admitted.shape.tools and admitted.first.params.structured is not None:
-        deltas = Held(naming_tools(deltas), deltas.aclose)
+    structured = admitted.first.params.structured
+    if admitted.shape.tools and structured is not None:
+        deltas = Held(naming_tools(deltas, structured.text), deltas.aclose)
     return Answer(admitted, deltas, mark)
 
 

@@ -2,15 +2,18 @@
 calls. Raises ``QuireError`` where the model knows nothing of it.
 """
 
+import json
+import re
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
+from quire_proto.json_schema import counts_unnamed, unsupported
 from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.model_text import ModelText
 from quire_proto.text.tools.formats import ToolFormat
-from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, call_grammar
+from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, call_grammar, schema_at
 
 from quire_router.api.schemas import ChatRequest, GenerationRequest, Templated, TemplateOptions
 from quire_router.api.tools import Tool, too_large
@@ -18,35 +21,54 @@ from quire_router.generation import Delta
 
 Request = TypeVar("Request", bound=Templated)
 
+_REFUSED = re.compile(
+    r"The grammar cannot be used, line (\d{1,6}): (?:failed to compile JSON schema: )?(.*)", re.DOTALL
+)
 _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
 def structured_of(request: GenerationRequest, text: ModelText, prompt: Sequence[int]) -> Structured | None:
-    """The grammar that the output is held to: the one that the client asks for, or one that makes the calls that it
-    forces. Raises ``QuireError`` INVALID for both, and for what cannot be held to.
+    """The grammar that the output is held to: the one that the client asks for, one that makes the calls that it
+    forces, or one of both, calls or JSON. Raises ``QuireError`` INVALID for what cannot be held to.
     """
     asked = request.structured
     if not (isinstance(request, ChatRequest) and request.offered):
         return asked
     tool_format = format_of(text)
-    if asked is not None:
-        raise invalid("tools", f"tools and {asked.param} exclude each other.")
-    if not request.is_guided:
+    reply = None if asked is None else _reply(asked)
+    if reply is None and not request.is_guided:
         return None
     _check_guided(request)
-    thinking = Thinking(text.marks_reasoning, text.begins_with_reasoning(prompt))
-    grammar = call_grammar(
-        tool_format,
-        [_callable(tool, request.forced) for tool in request.callable],
-        forced=request.forced,
-        parallel=request.parallel_tool_calls is not False,
-        thinking=thinking,
-        special=text.added_marks,
-    )
+    try:
+        grammar = call_grammar(
+            tool_format,
+            [_callable(tool, request.forced) for tool in request.callable],
+            forced=request.forced,
+            parallel=request.parallel_tool_calls is not False,
+            thinking=Thinking(text.marks_reasoning, text.begins_with_reasoning(prompt)),
+            special=text.added_marks,
+            reply=reply,
+        )
+    except RecursionError:
+        raise invalid("tools", "The schemas of the tools are nested too deeply.") from None
     if len(grammar) > MAX_TEXT:
         raise too_large(len(grammar))
     return Structured(StructuredKind.GRAMMAR, grammar)
+
+
+def _reply(asked: Structured) -> Mapping[str, Any]:
+    """The schema of an answer that is no call. Raises ``QuireError`` for a form that is no JSON."""
+    if asked.kind is StructuredKind.JSON_OBJECT:
+        return ANYTHING
+    if asked.kind is not StructuredKind.JSON_SCHEMA:
+        raise invalid("tools", f"tools and {asked.param} exclude each other; response_format goes with tools.")
+    schema: Mapping[str, Any] = json.loads(asked.text)
+    if "x-guidance" in schema:
+        raise invalid(asked.param, "x-guidance is not supported in a schema.")
+    if counts_unnamed(schema):
+        raise invalid(asked.param, "minProperties above 1 is only supported for properties that are required by name.")
+    return schema
 
 
 def _check_guided(request: ChatRequest) -> None:
@@ -58,14 +80,29 @@ def _check_guided(request: ChatRequest) -> None:
             raise invalid(param, f"{param} and {other} exclude each other.")
 
 
-async def naming_tools(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[Delta]:
-    """The same pieces; where the engine refuses the grammar, it is the tools that are at fault. Closes ``deltas``."""
+async def naming_tools(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
+    """The same pieces; where the engine refuses the ``grammar`` of ``structured_of``, the schema at fault is named.
+    Closes ``deltas``.
+    """
     async with aclosing(deltas):
         try:
             async for delta in deltas:
                 yield delta
         except QuireError as error:
-            raise invalid("tools", error.message) if error.param == StructuredKind.GRAMMAR else error from None
+            raise _at_fault(error.message, grammar) if error.param == StructuredKind.GRAMMAR else error from None
+
+
+def _at_fault(message: str, grammar: str) -> QuireError:
+    """The engine's refusal of ``grammar`` as one of the schema that its ``message`` has the line of."""
+    refused = _REFUSED.fullmatch(message)
+    found = None if refused is None else schema_at(grammar, int(refused[1]))
+    if refused is None or found is None:
+        return invalid("tools", message)
+    tool, schema = found
+    reason = unsupported(schema, refused[2]) or refused[2]
+    if tool is None:
+        return invalid("response_format", f"The JSON schema cannot be used: {reason}")
+    return invalid("tools", f"The parameters of the tool {tool} cannot be used: {reason}")
 
 
 def format_of(text: ModelText) -> ToolFormat:

@@ -126,6 +126,7 @@ def open_readers(admitted: Admitted) -> list[ChoiceReader] | None:
     """A reader for each choice; None where a choice's text is its content, as it comes."""
     first, shape, text = admitted.first, admitted.shape, admitted.text
     tool_format = text.tool_format if shape.tools else None
+    exact = admitted.first.params.structured is not None  # with tools the grammar is always of calls
     thinks = first.operation == "chat" and text.marks_reasoning and shape.thoughts is not Thoughts.INSIDE
     if tool_format is None and not thinks:
         return None
@@ -134,7 +135,7 @@ def open_readers(admitted: Admitted) -> list[ChoiceReader] | None:
         ChoiceReader(
             f"{first.request_id}/{index}",
             ReasoningParser(opened=opened) if thinks else None,
-            open_parser(tool_format, shape.tools) if tool_format is not None else None,
+            open_parser(tool_format, shape.tools, exact=exact) if tool_format is not None else None,
             hides_thoughts=shape.thoughts is Thoughts.HIDDEN,
         )
         for index in range(admitted.choices)

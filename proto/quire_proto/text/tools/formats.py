@@ -29,6 +29,6 @@ def format_of(template: str) -> ToolFormat | None:
     return ToolFormat.LLAMA3 if '"parameters' in template and '"name' in template else None
 
 
-def open_parser(tool_format: ToolFormat, names: Collection[str]) -> ToolParser:
-    """A parser for one output that may call the tools with these names."""
-    return (HermesParser if tool_format is ToolFormat.HERMES else LlamaParser)(names)
+def open_parser(tool_format: ToolFormat, names: Collection[str], *, exact: bool = False) -> ToolParser:
+    """A parser for one output that may call the tools with these names, ``exact`` where a grammar writes its calls."""
+    return (HermesParser if tool_format is ToolFormat.HERMES else LlamaParser)(names, exact=exact)

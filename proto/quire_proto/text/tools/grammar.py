@@ -1,10 +1,12 @@
 """Grammars, in llguidance's dialect of Lark, that make a model write calls which the parsers read without doubt."""
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire_proto.json_schema import simplify
 from quire_proto.text.reasoning import BEGIN as THINK
 from quire_proto.text.reasoning import END as END_OF_THINKING
 from quire_proto.text.tools import hermes
@@ -12,6 +14,8 @@ from quire_proto.text.tools.formats import ToolFormat
 
 ANYTHING: Mapping[str, Any] = {"type": "object"}
 _WHITESPACE = r"( |\n[ \t]{0,32})"  # as in every other JSON: no room for an endless gap
+_SCHEMA = re.compile(r"(?:reply|arguments_(\d+)): %json (.*)")
+_NAME = re.compile(r'"\\"name\\"" ":" " " "\\"([^"\\]*)\\""')
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -39,16 +43,34 @@ def call_grammar(
     parallel: bool,
     thinking: Thinking = Thinking(),
     special: Collection[str] = (),
+    reply: Mapping[str, Any] | None = None,
 ) -> str:
-    """Calls of ``tools`` alone where they are ``forced``, and otherwise text that may end in calls. One call, unless
-    ``parallel``. ``special`` are the marks that the tokenizer has as special tokens, which no text can write.
+    """Calls of ``tools`` alone where they are ``forced``. Otherwise either those or JSON of the schema ``reply``, and
+    without one text that may end in calls. One call, unless ``parallel``. ``special`` are the marks that the tokenizer
+    has as special tokens, which no text can write. Raises ``RecursionError`` for a schema that is nested too deeply.
     """
     marks = _Marks(frozenset(special))
-    rules = _forced(tool_format, parallel) if forced else _free(tool_format, marks, parallel)
+    if forced or reply is not None:
+        rules = _calls_or(tool_format, parallel, None if forced else reply)
+    else:
+        rules = _free(tool_format, marks, parallel)
     # Where text is free it may hold thoughts anyway, unless their mark is no text.
-    apart = forced or thinking.opened or marks.is_token(THINK)
+    apart = forced or reply is not None or thinking.opened or marks.is_token(THINK)
     rules += _thoughts(thinking, marks) if thinking.marked and apart else ["start: answer"]
     return "\n".join(["%llguidance {}", *rules, _TEXT, *_calls(tool_format, tools, marks)])
+
+
+def schema_at(grammar: str, line: int) -> tuple[str | None, Any] | None:
+    """The schema that stands in a ``line``, counted from 1, of what ``call_grammar`` returned, behind the name of its
+    tool, which is None for that of the reply. None where there is no schema.
+    """
+    lines = grammar.split("\n")
+    found = _SCHEMA.match(lines[line - 1]) if 0 < line <= len(lines) else None
+    if found is None:
+        return None
+    head = next((each for each in lines if found[1] and each.startswith(f"tool_{found[1]}: ")), "")
+    named = _NAME.search(head)
+    return None if named is None else named[1], json.loads(found[2])
 
 
 class _Marks:
@@ -69,9 +91,10 @@ class _Marks:
         return f"{rule}{lazy}: TEXT {self.write(mark)}"
 
 
-def _forced(tool_format: ToolFormat, parallel: bool) -> list[str]:
+def _calls_or(tool_format: ToolFormat, parallel: bool, reply: Mapping[str, Any] | None) -> list[str]:
     gap = json.dumps("\n" if tool_format is ToolFormat.HERMES else "; ")
-    return [f"answer: call ({gap} call)*" if parallel else "answer: call"]
+    calls = f"call ({gap} call)*" if parallel else "call"
+    return [f"answer: {calls}"] if reply is None else [f"answer: {calls} | reply", f"reply: %json {_schema(reply)}"]
 
 
 def _free(tool_format: ToolFormat, marks: _Marks, parallel: bool) -> list[str]:
@@ -97,11 +120,14 @@ def _calls(tool_format: ToolFormat, tools: Sequence[Callable], marks: _Marks) ->
     else:
         rules, before, key, after = ["call: body", bodies], "", "parameters", '"}"'
     for number, tool in zip(numbers, tools, strict=True):
-        head = json.dumps(f'{before}{{"name": "{tool.name}", "{key}": ')
+        # A terminal for each of JSON's: a longer one would keep a reply in JSON from beginning as a call does.
+        parts = [before, "{", '"name"', ":", " ", f'"{tool.name}"', ",", " ", f'"{key}"', ":", " "]
+        head = " ".join(json.dumps(part) for part in parts if part)
         rules += [f"tool_{number}: {head} arguments_{number} {after}"]
-        rules += [f"arguments_{number}: %json {_schema(tool.schema)}"]
+        rules += [f"arguments_{number}: %json {_schema({'type': 'object', **tool.schema})}"]
     return rules
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return json.dumps({"type": "object", **schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+    settings = {"whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
+    return json.dumps({**simplify(schema), "x-guidance": settings})

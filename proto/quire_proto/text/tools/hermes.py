@@ -14,8 +14,8 @@ class HermesParser(ToolParser):
 
     mark = BEGIN
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
+    def __init__(self, names: Collection[str], *, exact: bool = False) -> None:
+        super().__init__(names, exact=exact)
         self._end_search = Search(END)
         self._end_mark = Expected(END)
         self._braced = False  # the bracket that ends the call was read

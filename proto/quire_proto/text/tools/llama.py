@@ -14,8 +14,8 @@ class LlamaParser(ToolParser):
 
     mark = MARK
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__(names)
+    def __init__(self, names: Collection[str], *, exact: bool = False) -> None:
+        super().__init__(names, exact=exact)
         self._between = Held()  # what stands before the next call
         self._separated = False  # it has a semicolon
         self._next_mark = Expected(MARK)

@@ -24,8 +24,9 @@ class ToolParser(ABC):
 
     mark: str  # what begins calls anywhere in a text
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, exact: bool = False) -> None:
         self._names = frozenset(names)
+        self._exact = exact
         self._source = Source()
         self._pieces: list[Piece] = []
         self._called = False  # the last that was told is a call
@@ -105,7 +106,7 @@ class ToolParser(ABC):
         if verdict is Verdict.CALL:
             self._pieces.append(CallStart(self._head.name))
             self._called, self._end, self._step = True, ObjectEnd(), self._arguments
-        elif verdict is Verdict.NO_CALL or (verdict is Verdict.WHOLE and self._start < self._refused):
+        elif verdict is Verdict.NO_CALL or (verdict is Verdict.WHOLE and (self._exact or self._start < self._refused)):
             self._refuse(self._head.taken.take())
         elif verdict is Verdict.WHOLE:
             self._source.put_back(self._head.taken.take())
