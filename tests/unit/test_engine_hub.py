@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire_engine.core import Abort, Add, Command, EngineCore
+from quire_engine.core import Abort, Add, Command, EngineCore, StepOutput
 from quire_engine.kv.capacity import KvCapacity
 from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
 from quire_engine.kv.memory import KvMemory
@@ -102,9 +102,102 @@ async def test_two_routers_may_choose_the_same_id_and_each_hears_its_own() -> No
     engine.submit(two, "same")
     engine.step(2)
     mine = [output for batch in await received(one, first, 5) for output in batch.outputs]
-    theirs = [output for batch in await received(two, second, 5) for output in batch.outputs]
+    theirs = [output for batch in await received(two, second, 3) for output in batch.outputs]
     assert [output.position for output in mine] == [0, 1, 2, 3, 4]
     assert [output.position for output in theirs] == [0, 1]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from("ab"), st.integers(0, 3)),
+        st.tuples(st.just("cancel"), st.sampled_from("ab"), st.integers(0, 3)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.just(("time",)),
+    ),
+    max_size=25,
+)
+
+
+@given(OPERATIONS)
+def test_what_is_told_together_is_what_is_told_step_by_step(operations: list[tuple]) -> None:
+    """Every session hears the same tokens, changes of the cache and last load, in the same order and without a gap."""
+    every_step, together = asyncio.run(heard(operations, 0.0)), asyncio.run(heard(operations, 3600.0))
+    happened = every_step.pop("all")
+    assert hashes_of(together.pop("all")) == hashes_of(happened)
+    assert sum(map(len, together.values())) <= sum(map(len, every_step.values()))
+    for name, batches in together.items():
+        whole = every_step[name]
+        assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+        assert outputs_of(batches) == outputs_of(whole)
+        assert hashes_of(batches) == hashes_of(happened)
+        assert [load_of(batch) for batch in batches[-1:]] == [load_of(batch) for batch in whole[-1:]]
+        for batch in batches:  # what a session has in progress it hears of at once
+            if batch.outputs:
+                told = [each for each in batches if each.sequence <= batch.sequence]
+                assert hashes_of(told) == hashes_of([each for each in happened if each.step <= batch.step])
+
+
+async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.StepBatch]]:
+    """The batches of two sessions, where those without requests hear every ``interval`` seconds; ``all`` are the
+    changes of the cache as the core told them.
+    """
+    happened: list[pb.StepBatch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hubs, "QUIET_INTERVAL", interval)
+        publish = SessionHub.publish
+
+        def note(hub: SessionHub, step: StepOutput) -> None:
+            events = messages.events_to_proto(step.kv_events)
+            happened.append(pb.StepBatch(step=step.trace.step, kv_events=events))
+            publish(hub, step)
+
+        patch.setattr(SessionHub, "publish", note)
+        engine = Engine()
+        sessions_of = {name: (await engine.open(name))[0] for name in "ab"}
+        for kind, *rest in operations:
+            if kind == "submit":
+                message = pb.Submit(request_id=f"r{rest[1]}", prompt_token_ids=[rest[1], *range(9)])
+                message.sampling.max_tokens = 3
+                engine.hub.submit(sessions_of[rest[0]], message)
+            elif kind == "cancel":
+                engine.hub.cancel(sessions_of[rest[0]], f"r{rest[1]}")
+            elif kind == "step":
+                engine.step(*rest)
+            else:
+                engine.hub._tell_quiet()
+        engine.hub._tell_quiet()
+        return {"all": happened, **{name: list(session._kept) for name, session in sessions_of.items()}}
+
+
+def load_of(batch: pb.StepBatch) -> tuple[int, ...]:
+    load = batch.load
+    return load.running, load.waiting, load.blocks_free, load.uncomputed_tokens
+
+
+def hashes_of(batches: list[pb.StepBatch]) -> list[tuple[str, int, bytes]]:
+    return [
+        (event.WhichOneof("event"), changed.tier, name)
+        for batch in batches
+        for event in batch.kv_events
+        for changed in (event.stored if event.HasField("stored") else event.removed,)
+        for name in changed.block_hashes
+    ]
+
+
+async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_with_requests_of_each() -> None:
+    engine = Engine()
+    (busy, _, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
+    engine.submit(busy, "r", max_tokens=20)
+    engine.step(10)
+    assert (busy.sequence, idle.sequence) == (10, 1)  # of the first at once
+    await until(lambda: idle.sequence == 2)
+    assert idle._kept[-1].step == busy._kept[-1].step
+    assert idle._kept[-1].load == busy._kept[-1].load
+    await asyncio.sleep(hubs.QUIET_INTERVAL)
+    assert idle.sequence == 2  # nothing is told without news
+    engine.submit(idle, "s", max_tokens=20)
+    engine.step(3)
+    assert idle.sequence == 5
 
 
 async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

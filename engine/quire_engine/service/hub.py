@@ -35,6 +35,10 @@ log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
 HEARTBEAT = 0.5
+QUIET_INTERVAL = 0.1
+"""Seconds from one batch to the next, of a session that has no request here. Its router needs to know how busy the
+engine is and what it has cached, not of every step: otherwise a router would pay for all steps of a fleet.
+"""
 
 
 class SessionHub:
@@ -61,6 +65,9 @@ class SessionHub:
         self._heard: dict[str, int] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._load = pb.Load()
+        self._step = 0
+        self._quiet_due = 0.0
+        self._quiet_timer: asyncio.TimerHandle | None = None
         self._core: EngineCore | None = None
         self.draining = False
 
@@ -158,7 +165,8 @@ class SessionHub:
             self.core.send(Abort(key, indexes))
 
     def publish(self, step: StepOutput) -> None:
-        """Takes in one step's news and hands every session its share."""
+        """Takes in one step's news and hands every session its share: at once where it has requests, else in time."""
+        self._step = step.trace.step
         self._load = load_to_proto(step.load, self._pace.pace)
         shares: dict[str, list[pb.SequenceOutput]] = {}
         for output in step.outputs:
@@ -169,9 +177,33 @@ class SessionHub:
                     self._forget(output.request_id)
         events = events_to_proto(step.kv_events)
         for session in list(self._sessions.values()):
-            self._hand_over(session, step.trace.step, shares.get(session.session_id, []), events)
+            outputs = shares.get(session.session_id, [])
+            if outputs or session.requests:
+                self._hand_over(session, self._step, outputs, events)
+            else:
+                session.defer(events)
+        self._tell_quiet_in_time()
         self._pace.on_step(step.trace)
         self._spans.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
+
+    def _tell_quiet_in_time(self) -> None:
+        """Sessions without requests hear of the first step after a pause at once, and of those that follow together."""
+        loop = asyncio.get_running_loop()
+        if self._quiet_timer is not None:
+            return
+        if loop.time() >= self._quiet_due:
+            self._tell_quiet()
+        else:
+            self._quiet_timer = loop.call_at(self._quiet_due, self._tell_quiet)
+
+    def _tell_quiet(self) -> None:
+        self._quiet_timer, told = None, False
+        for session in list(self._sessions.values()):
+            if session.has_deferred:
+                told = True
+                self._hand_over(session, self._step, [], [])
+        if told:
+            self._quiet_due = asyncio.get_running_loop().time() + QUIET_INTERVAL
 
     def _hand_over(
         self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]

@@ -35,6 +35,12 @@ class Session:
         self._stream = 0
         self._broken = 0
         self._news = asyncio.Event()
+        self._deferred: list[pb.KvEvent] | None = None
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there is news that waits for the next batch."""
+        return self._deferred is not None
 
     @property
     def acknowledged(self) -> int:
@@ -55,6 +61,11 @@ class Session:
         while self._kept and self._kept[0].sequence <= sequence:
             self._kept_bytes -= self._kept.popleft().ByteSize()
 
+    def defer(self, events: Sequence[pb.KvEvent]) -> None:
+        """Notes a step of which the router need not hear at once: its events come first in the next batch."""
+        self._deferred = self._deferred or []
+        self._deferred += events
+
     def publish(
         self, step: int, outputs: Sequence[pb.SequenceOutput], load: pb.Load, events: Sequence[pb.KvEvent]
     ) -> None:
@@ -68,9 +79,10 @@ class Session:
             step=step,
             outputs=outputs,
             load=load,
-            kv_events=events,
+            kv_events=[*(self._deferred or ()), *events],
             draining=self.draining,
         )
+        self._deferred = None
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
             self._keep(whole, size)
         else:

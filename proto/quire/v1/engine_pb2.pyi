@@ -320,7 +320,7 @@ Global___Snapshot: _TypeAlias = Snapshot  # noqa: Y015
 
 @_typing.final
 class StepBatch(_message.Message):
-    """All that one step made for one session. While the session has live requests, an empty one comes at least every second, so that
+    """All that one step made for one session, or that several did of which it has no outputs. While the session has live requests, an empty one comes at least every second, so that
     a router can tell a long step from an engine that is gone.
     """
 
