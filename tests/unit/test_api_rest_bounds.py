@@ -7,7 +7,8 @@ import json
 import pytest
 from quire_router.api.rest.protocol import MAX_PIPELINED, LimitedHttpProtocol
 
-from tests.support.api_stage import chat, open_stage, read_answer
+from tests.support.api_stage import ANSWER, chat, open_stage, read_answer
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 LIVE = b"GET /live HTTP/1.1\r\nhost: test\r\n\r\n"
@@ -52,6 +53,60 @@ async def test_requests_that_wait_on_a_connection_are_bounded():
         writer.close()
     assert b"requests wait on this connection" in said or not said
     assert said.count(b"HTTP/1.1 200") < 20 * 2_000
+
+
+def asking(**fields: object) -> bytes:
+    """A whole chat request."""
+    body = json.dumps(chat(**fields)).encode()
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("leaves", ["closes", "half-closes", "aborts"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("behind", [b"", b"G", LIVE, LIVE * 3], ids=["nothing", "a byte", "a request", "requests"])
+async def test_a_client_that_leaves_is_noticed_whatever_it_sent_behind_its_request(behind, stream, leaves):
+    """Nothing is read while requests wait, and so not the end either."""
+    async with open_stage([asyncio.Event()]) as stage, asyncio.timeout(LONG):
+        _, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(asking(stream=stream))
+        await stage.runner.begun.wait()
+        writer.write(behind)
+        await asyncio.sleep(0.05)
+        if leaves == "half-closes":
+            writer.write_eof()
+        else:
+            (writer.close if leaves == "closes" else writer.transport.abort)()
+        await stage.runner.abandoned.wait()
+        await until(lambda: len(stage.frontend.running) == 0)
+        writer.close()
+
+
+async def test_a_client_that_waits_for_several_answers_gets_them():
+    """Also when it is looked for several times meanwhile."""
+    gate = asyncio.Event()
+    async with open_stage([gate, *ANSWER]) as stage, asyncio.timeout(LONG):
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(asking() + LIVE * 2 + asking())
+        asyncio.get_running_loop().call_later(2.5, gate.set)
+        answers = [await read_answer(reader) for _ in range(4)]
+        writer.close()
+    assert [answer.status for answer in answers] == [200] * 4
+    assert ["choices" in answer.json for answer in (answers[0], answers[3])] == [True, True]
+
+
+async def test_too_many_requests_behind_a_stream_are_not_refused_in_the_midst_of_it():
+    gate = asyncio.Event()
+    async with open_stage(["one", gate, *ANSWER]) as stage:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port)
+        writer.write(asking(stream=True))
+        said = await reader.readuntil(b'"one"')
+        writer.write(LIVE * 3 * MAX_PIPELINED)
+        said += await read_all(reader)
+        writer.close()
+    assert said.count(b"HTTP/1.1 ") == 1
 
 
 @pytest.mark.parametrize("behind", [b"5;a=", b"0\r\nx-a: "], ids=["extension", "trailer"])

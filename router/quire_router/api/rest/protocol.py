@@ -4,6 +4,8 @@ behind one, and how many connections there are. What it refuses is told as the a
 
 import asyncio
 import re
+import select
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from quire_proto.errors import ErrorCode, QuireError
 from uvicorn import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from quire_router.api.frontend import new_request_id
@@ -35,6 +37,8 @@ MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is 
 _OFFERS = (b"connection", b"upgrade", b"http2-settings")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
+_LOOK = 1.0  # seconds between looks for a client from which nothing is read
+_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     and requests that come before the answer to another would wait in any number.
 
     One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
+    While requests wait, nothing is read from the client, and another timer looks whether it is still there.
     """
 
     def __init__(
@@ -71,6 +76,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._limits = config.limits
         self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()
         self._head_bytes = 0
         self._trailer_bytes = 0
         self._head_begun = False
@@ -86,8 +93,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._wait(self._limits.head)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is waited for any more."""
+        """Nobody is waited for any more, and every request on this connection ends: uvicorn knows of the last one."""
         self._stop_waiting()
+        if self._looking is not None:
+            self._looking.cancel()
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unanswered.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -166,6 +179,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_begun, self._head_bytes, self._trailer_bytes, self._in_body = False, 0, 0, True
         self._stop_waiting()
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.flow.read_paused and self._looking is None:
+            self._looking = self.loop.call_later(_LOOK, self._look)
         if len(self.pipeline) > MAX_PIPELINED:
             message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
@@ -186,28 +202,41 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """A request is answered, also one whose body is still coming."""
-        if self.cycle.response_complete:
-            self.cycle.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
+        if self._unanswered:
+            answered = self._unanswered.popleft()
+            answered.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
         super().on_response_complete()
         if not self._answering and not self.transport.is_closing():
             self._wait(self._limits.head if self._head_begun else self._limits.idle)
 
     @property
     def _answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+        return bool(self._unanswered)
 
     def _refuse(self, error: HttpError | QuireError) -> None:
         """Ends the connection, with an answer where one can still begin: not within another one, and not behind the
         one to a request whose body is still coming.
         """
         is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
-        if not (is_answered or (self._answering and self.cycle.response_started)):
+        if not (is_answered or (self._answering and self._unanswered[0].response_started)):
             request_id = new_request_id()
             status, body, headers = error_answer(error, request_id)
             fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
             head = b"".join(b"%s: %s\r\n" % field for field in fields)
             self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (STATUS_LINE[status], head, len(body), body))
         self.transport.close()
+
+    def _look(self) -> None:
+        """Lets go of a client that has left: while nothing is read, its end is not read either."""
+        self._looking = None
+        if not self.flow.read_paused or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._looking = self.loop.call_later(_LOOK, self._look)
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
