@@ -80,6 +80,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench.scheduling
 	$(BIN)/python -m tests.bench.growth
 	$(BIN)/python -m tests.bench.memory
+	$(BIN)/python -m tests.bench.host_cache
 	$(BIN)/python -m tests.bench.sampling
 	$(BIN)/python -m tests.bench.structured
 

@@ -155,10 +155,52 @@ def test_events_tell_exactly_what_can_be_hit() -> None:
     assert isinstance(changes[1], Stored)
 
 
-def test_what_the_device_gives_up_comes_back_from_the_host_by_copy() -> None:
+def filler(start: int = 50, blocks: int = 4) -> list[int]:
+    """A prompt of so many blocks that nothing else begins with."""
+    return [start + token for token in range(blocks * SIZE)]
+
+
+def test_what_was_used_once_is_given_up_without_a_copy() -> None:
+    kv = memory(device=5)
+    for start in range(0, 1000, 20):
+        kv.release(filled(kv, filler(start)))
+    assert kv.take_copies().out == []
+    assert kv.host.stored() == []
+
+
+def test_what_is_computed_again_after_it_was_given_up_is_kept_the_second_time() -> None:
+    kv = memory(device=5)
+    for _ in range(2):
+        kv.release(filled(kv, list(range(13))))
+        kv.take_copies()
+        kv.release(filled(kv, filler()))
+    assert len(kv.take_copies().out) == 3
+    hits = kv.match(BlockTable(b""), list(range(13)))
+    assert [hit.tier for hit in hits] == [Tier.HOST] * 3
+
+
+def test_the_names_of_what_was_given_up_are_bounded() -> None:
+    kv = memory(device=5, host=3)
+    for start in range(0, 4000, 20):
+        kv.release(filled(kv, filler(start)))
+    assert len(kv._given_up) <= 8
+
+
+def test_what_a_block_held_before_says_nothing_about_what_it_holds_now() -> None:
+    kv = memory(device=5)
+    for _ in range(2):
+        kv.release(filled(kv, list(range(13))))
+    kv.release(filled(kv, filler()))
+    assert len(kv.take_copies().out) == 3, "what was used twice"
+    kv.release(filled(kv, filler(100)))
+    assert kv.take_copies().out == []
+
+
+def test_what_the_device_gives_up_after_a_second_use_comes_back_from_the_host_by_copy() -> None:
     kv = memory(device=5)
     tokens = list(range(13))
-    kv.release(filled(kv, tokens))
+    for _ in range(2):
+        kv.release(filled(kv, tokens))
     kv.drain_events()
     evicting = filled(kv, [50 + token for token in range(4 * SIZE)])
     out = kv.take_copies().out
@@ -180,7 +222,8 @@ def test_what_the_device_gives_up_comes_back_from_the_host_by_copy() -> None:
 def test_a_host_block_that_is_to_be_read_is_not_written_in_the_same_plan() -> None:
     kv = memory(device=5, host=3)
     tokens = list(range(13))
-    kv.release(filled(kv, tokens))
+    for _ in range(2):
+        kv.release(filled(kv, tokens))
     kv.release(filled(kv, [50 + token for token in range(4 * SIZE)]))
     kv.take_copies()
     table = BlockTable(b"")
@@ -195,7 +238,8 @@ def test_events_of_both_tiers_tell_what_can_be_hit() -> None:
     kv = memory(device=5, host=3)
     known: set[Stored] = set()
     for start in range(0, 400, 16):
-        kv.release(filled(kv, [start + token for token in range(16)]))
+        for _ in range(2):
+            kv.release(filled(kv, [start + token for token in range(16)]))
         for event in kv.drain_events():
             (known.add if isinstance(event, Stored) else known.discard)(Stored(event.block_hash, event.tier))
         assert known == set(kv.stored())

@@ -10,6 +10,7 @@ the plan has not reached yet give way, so no block that the plan writes is freed
 that is under way while the next one is planned: it is carried out first, copies and all.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +42,11 @@ class SwapCost:
 class KvMemory:
     """Moves blocks between pools and tables. All counts are in blocks, all lengths in tokens.
 
-    With ``host_caching``, named blocks that the device pool gives up stay in the host pool until that needs the room.
+    With ``host_caching``, named blocks that the device pool gives up stay in the host pool until that needs the room,
+    if they were used a second time. What one request computed and no other asked for is forgotten, but its name is
+    remembered, so that it is kept once it was computed again. Most blocks are never used again, and where the device
+    pool is full of them every new block would cost a copy that the step has to wait for. (SGLang's HiCache chooses so
+    with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
     """
 
     def __init__(self, capacity: KvCapacity, *, prefix_caching: bool = True, host_caching: bool = True) -> None:
@@ -52,6 +57,10 @@ class KvMemory:
         self._events: list[KvEvent] = []
         self._copies = BlockCopies()
         self._held: list[int] = []
+        # Device blocks with a second use, and names that were given up after one, the longest ago first.
+        self._reused: set[int] = set()
+        self._given_up: OrderedDict[bytes, None] = OrderedDict()
+        self._most_given_up = capacity.device_blocks + capacity.host_blocks
         emit = self._events.append
         on_evict = self._keep_on_host if self.host_caching else None
         self.device = BlockPool(capacity.device_blocks, Tier.DEVICE, reserved=1, emit=emit, on_evict=on_evict)
@@ -96,6 +105,8 @@ class KvMemory:
         for index, hit in enumerate(hits):
             is_there = hit.tier is Tier.DEVICE
             table.block_ids.append(hit.block_id if is_there else self._load(hit.block_id, table.names[index]))
+        if self.host_caching:
+            self._reused.update(table.block_ids)
         table.named = len(hits)
         return len(hits) * self.block_size
 
@@ -250,15 +261,22 @@ class KvMemory:
         return block_id
 
     def _keep_on_host(self, block_id: int, name: bytes) -> None:
-        """The device pool gives up a named block: its contents stay on the host where that has room."""
+        """The device pool gives up a named block: what was used twice stays on the host where that has room."""
+        is_reused = block_id in self._reused or name in self._given_up
+        self._reused.discard(block_id)
         found = self.host.find(name)
         if found is not None:
             self.host.touch(found)
-        elif self.host.num_free:
+        elif is_reused and self.host.num_free:
+            self._given_up.pop(name, None)
             target = self.host.allocate()
             self.host.name(target, name)
             self.host.release(target)
             self._copies.out.append(BlockCopy(block_id, target))
+        else:
+            self._given_up[name] = None
+            if len(self._given_up) > self._most_given_up:
+                self._given_up.popitem(last=False)
 
     def _ends_shared(self, table: BlockTable, num_computed: int) -> bool:
         """Whether the next token would be written into a block that others hold too."""
