@@ -13,11 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.bench import child as child_module
+from quire_engine.bench import roofline
 from quire_engine.bench.child import Child
 from quire_engine.bench.lengths import Lengths
 from quire_engine.bench.measure import Plan, Readings, System, SystemFailedError, ratio, run_apart, run_in_turn
 from quire_engine.bench.report import Report
-from quire_engine.bench.roofline import Ceilings, Costs, least_seconds
+from quire_engine.bench.roofline import TRIES, Ceiling, Ceilings, Costs, Machine, least_seconds
 from quire_engine.bench.shapes import SHAPES, model_of_shape
 from quire_engine.bench.workload import Workload, random_workload
 from quire_engine.models.errors import ModelError
@@ -179,6 +180,76 @@ def test_the_roofline_takes_the_slower_of_products_and_reads() -> None:
     assert least_seconds(one, costs, Ceilings(1e9, 1.0)) == pytest.approx(sum(size))
 
 
+class Clock:
+    """Time that only kernels take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(roofline.time, "perf_counter", lambda: self.now)
+
+    def kernel(self, calls: list[str], name: str, *seconds: float) -> Callable[[], None]:
+        """One whose calls take so long, the last of these times for ever."""
+        left = list(seconds)
+
+        def work() -> None:
+            calls.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return work
+
+
+def test_a_limit_is_the_best_of_all_kernels_and_of_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = Clock(monkeypatch), list[str]()
+    kernels = [
+        (100.0, clock.kernel(calls, "disturbed", *[10.0] * TRIES, 5.0, 2.0, 4.0)),
+        (300.0, clock.kernel(calls, "steady", 10.0)),
+        (1.0, clock.kernel(calls, "slow", 10.0)),
+    ]
+    ceiling = Ceiling(kernels, torch.device("cpu"))
+    ceiling.measure()
+    assert ceiling.rate == 30.0
+    assert set(calls) == {"disturbed", "steady", "slow"}
+    calls.clear()
+    ceiling.measure()
+    assert ceiling.rate == 50.0
+    assert set(calls) == {"disturbed", "steady"}, "what is far from the limit is not measured again"
+    ceiling.measure()
+    assert ceiling.rate == 50.0, "a limit never falls"
+
+
+def test_limits_of_this_machine_are_found_for_small_and_for_large_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "PRODUCT_SIDES", (256, 512))
+    for weights in (1, 1 << 25):
+        machine = Machine(torch.float32, torch.device("cpu"), weights)
+        machine.measure()
+        first = machine.ceilings
+        machine.measure()
+        assert 1e6 < first.operations <= machine.ceilings.operations
+        assert 1e6 < first.bytes <= machine.ceilings.bytes
+
+
+@pytest.mark.parametrize("run", [run_in_turn, run_apart])
+def test_the_machine_is_measured_before_each_systems_turn(run: Callable[..., dict[str, Readings]]) -> None:
+    journal: list[str] = []
+    systems = {name: (lambda name=name: Steady(journal, name, 0.1, 0.1)) for name in ("a", "b")}
+    run(systems, plan(rounds=3), lambda text: None, lambda: journal.append("measured"))
+    turns = [entry for entry, before in zip(journal[1:], journal, strict=False) if before == "measured"]
+    assert sorted(turns) == ["a"] * 3 + ["b"] * 3
+
+
+@pytest.mark.parametrize(("best", "share"), [(160.0, "quire: 62% of it"), (100.0, None), (80.0, None)])
+def test_a_share_of_the_roofline_is_only_told_where_it_is_one(best: float, share: str | None) -> None:
+    readings = {"quire": Readings({"throughput": [100.0]})}
+    (line,) = (
+        line
+        for line in Report("", readings, {"throughput": best}, None, {}).as_table().splitlines()
+        if "roofline" in line
+    )
+    assert ("%" in line) == (share is not None)
+    assert share is None or share in line
+    assert share is not None or "exceeded" in line
+
+
 def test_a_shape_is_written_once_and_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = model_of_shape(json.dumps(TINY), 0)
@@ -270,6 +341,7 @@ def test_the_command_runs_beside_transformers_and_writes_its_figures(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     assert "times as good" in done.stdout
+    assert done.stdout.count("roofline") == 3
     systems = json.loads(figures.read_text())["systems"]
     for name in ("quire", "quire int8", "transformers"):
         assert systems[name]["failure"] is None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire_engine.bench.quire import Quire
+    from quire_engine.bench.roofline import Ceilings, Costs, Machine
 
 
 def bench(arguments: Sequence[str]) -> None:
@@ -86,12 +87,13 @@ def _measure(config: BenchConfig) -> Report:
         systems[f"{OURS} {name}"] = partial(_start_quire, config.model_copy(update=dict(VARIANTS[name])), [])
     systems |= find_peers(config, lambda: _told(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
-    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say)
+    limits = Limits(config, engine, device)
+    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say, limits.measure)
     dtype = engine[0].executor.dtype_name if engine else config.dtype
     return Report(
         title=_title(config, threads, device, dtype),
         readings=readings,
-        best=_best(config, plan, device, dtype) if engine and config.tensor_parallel_size == 1 else {},
+        best=limits.best(plan),
         steps=engine[0].decode_steps(config.num_prompts) if engine else None,
         settings=config.model_dump(mode="json"),
     )
@@ -134,30 +136,56 @@ def _told(config: BenchConfig, engine: "list[Quire]", device: "torch.device", th
     }
 
 
-def _best(config: BenchConfig, plan: Plan, device: "torch.device", dtype_name: str) -> dict[Figure, float]:
-    """What the roofline allows, for models whose costs are known."""
-    import torch
+class Limits:
+    """What the roofline allows, for models whose costs are known: with code of their own, in one process and without
+    quantization. Nothing before our ``engine`` is there.
+    """
 
+    def __init__(self, config: BenchConfig, engine: "list[Quire]", device: "torch.device") -> None:
+        self._config = config
+        self._engine = engine
+        self._device = device
+        self._found: tuple[Costs, Machine] | None = None
+
+    def measure(self) -> None:
+        """Measures what the machine does at best once more."""
+        if self._found is None and self._engine:
+            self._found = self._find()
+        if self._found is not None:
+            self._found[1].measure()
+
+    def best(self, plan: Plan) -> dict[Figure, float]:
+        """The best that each figure of the plan can be."""
+        if self._found is None:
+            return {}
+        costs, machine = self._found
+        return {figure: _best(figure, make(0), costs, machine.ceilings) for figure, make in plan.workloads.items()}
+
+    def _find(self) -> "tuple[Costs, Machine] | None":
+        import torch
+
+        from quire_engine.bench.roofline import Costs, Machine
+        from quire_engine.models.config import DecoderConfig
+        from quire_engine.models.loading import read_model_config
+
+        model = read_model_config(self._config.model)
+        config = self._config
+        if not isinstance(model, DecoderConfig) or config.quantization is not None or config.tensor_parallel_size > 1:
+            return None
+        dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
+        costs = Costs.of(model, dtype.itemsize)
+        return costs, Machine(dtype, self._device, costs.width * (costs.layers + costs.head))
+
+
+def _best(figure: Figure, workload: Workload, costs: "Costs", ceilings: "Ceilings") -> float:
     from quire_engine.bench.measure import first_tokens
-    from quire_engine.bench.roofline import Costs, least_seconds, measure_ceilings
-    from quire_engine.models.config import DecoderConfig
-    from quire_engine.models.loading import read_model_config
+    from quire_engine.bench.roofline import least_seconds
 
-    model, dtype = read_model_config(config.model), getattr(torch, dtype_name)
-    if not isinstance(model, DecoderConfig) or config.quantization is not None:
-        return {}
-    costs, ceilings = Costs.of(model, dtype.itemsize), measure_ceilings(dtype, device)
-    best: dict[Figure, float] = {}
-    for figure, make in plan.workloads.items():
-        workload = make(0)
-        seconds = least_seconds(workload, costs, ceilings)
-        if figure == "latency":
-            rest = seconds - least_seconds(first_tokens(workload), costs, ceilings)
-            best[figure] = 1e3 * rest / (workload.output_tokens - 1)
-        else:
-            tokens = workload.output_tokens if figure == "throughput" else sum(map(len, workload.prompts))
-            best[figure] = tokens / seconds
-    return best
+    seconds = least_seconds(workload, costs, ceilings)
+    if figure == "latency":
+        rest = seconds - least_seconds(first_tokens(workload), costs, ceilings)
+        return 1e3 * rest / (workload.output_tokens - 1)
+    return (workload.output_tokens if figure == "throughput" else sum(map(len, workload.prompts))) / seconds
 
 
 def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str) -> str:

@@ -51,9 +51,14 @@ class Readings:
 
 
 def run_in_turn(
-    systems: Mapping[str, Callable[[], System]], plan: Plan, report: Callable[[str], None]
+    systems: Mapping[str, Callable[[], System]],
+    plan: Plan,
+    report: Callable[[str], None],
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
-    """All systems are started, then each round runs one after the other."""
+    """All systems are started, then each round runs one after the other. ``between`` is called before each system's
+    turn.
+    """
     readings = {name: Readings() for name in systems}
     with ExitStack() as started:
         running: dict[str, System] = {}
@@ -65,6 +70,7 @@ def run_in_turn(
         for number in range(plan.rounds):
             for name, system in running.items():
                 if readings[name].failure is None:
+                    between()
                     report(f"round {number + 1} of {plan.rounds}: {name}")
                     with _noted(readings[name]):
                         _round(readings[name], system, plan, number)
@@ -72,12 +78,15 @@ def run_in_turn(
 
 
 def run_apart(
-    systems: Mapping[str, Callable[[], System]], plan: Plan, report: Callable[[str], None]
+    systems: Mapping[str, Callable[[], System]],
+    plan: Plan,
+    report: Callable[[str], None],
+    between: Callable[[], None] = lambda: None,
 ) -> dict[str, Readings]:
-    """One system after the other is started, measured in all rounds and ended."""
+    """One system after the other is started, measured in all rounds and ended. ``between`` as in ``run_in_turn``."""
     readings: dict[str, Readings] = {}
     for name, start in systems.items():
-        readings |= run_in_turn({name: start}, plan, report)
+        readings |= run_in_turn({name: start}, plan, report, between)
     return readings
 
 

@@ -6,8 +6,9 @@ rate at which anything here reads memory. What a step does besides counts as fre
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,9 +17,14 @@ from quire_engine.models.config import DecoderConfig
 from quire_engine.models.linear import make_linear
 from quire_engine.models.options import LoadOptions
 
-PRODUCT_ROWS, PRODUCT_SIDE = 2048, 2048
-READ_BYTES = 1 << 28
-TRIES = 7
+PRODUCT_ROWS, PRODUCT_SIDES = 2048, (1024, 2048, 4096)
+READ_SIDES = (1024, 2048)
+# Bytes that are read at once, whatever a model's weights are: more than a processor's caches hold, and little enough to
+# lie beside a model and its KV memory.
+LEAST_READ, MOST_READ = 1 << 24, 1 << 29
+TRIES = 3
+# Of all kernels so many are measured again.
+LEADERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +70,68 @@ class Costs:
         )
 
 
-def measure_ceilings(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Of this device, with as many threads as torch has."""
-    weight = torch.randn(PRODUCT_SIDE, PRODUCT_SIDE).to(device, dtype)
-    product, x = (
-        make_linear(weight, None, LoadOptions(device)),
-        torch.randn(PRODUCT_ROWS, PRODUCT_SIDE).to(device, dtype),
-    )
-    operations = 2 * PRODUCT_ROWS * PRODUCT_SIDE**2 / _best_seconds(lambda: product(x), device)
-    return Ceilings(operations, max(_sum_bytes(device), _row_bytes(dtype, device)))
+class Ceiling:
+    """The highest rate that any of several kernels has reached so far, each given with the amount that one call of it
+    is. 0 before the first measurement.
+    """
+
+    def __init__(self, kernels: Sequence[tuple[float, Callable[[], object]]], device: torch.device) -> None:
+        self._kernels = list(kernels)
+        self._device = device
+        self.rate = 0.0
+
+    def measure(self) -> None:
+        """Measures all kernels the first time, and the fastest of them each further time."""
+        rates = [amount / _best_seconds(work, self._device) for amount, work in self._kernels]
+        self.rate = max(self.rate, *rates)
+        order = sorted(range(len(rates)), key=rates.__getitem__, reverse=True)
+        self._kernels = [self._kernels[place] for place in order[:LEADERS]]
 
 
-def _sum_bytes(device: torch.device) -> float:
-    """Bytes a second that a sum over a large tensor reads."""
-    numbers = torch.ones(READ_BYTES // 4, device=device)
-    return READ_BYTES / _best_seconds(numbers.sum, device)
+class Machine:
+    """What a device does at best, with as many threads as torch has.
+
+    A shared machine is slower at one time than at another, so its limits are measured again and again among the rounds
+    of the systems, and the best of all times counts. Products have several shapes, those of this engine and torch's
+    own. What is read is as large as the ``weights`` of the model, in bytes, as a part of them may lie in a cache.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, weights: int) -> None:
+        size = max(LEAST_READ, min(weights, MOST_READ))
+        self._operations = Ceiling(list(_products(dtype, device)), device)
+        self._bytes = Ceiling(list(_reads(dtype, device, size)), device)
+
+    def measure(self) -> None:
+        """Measures once more."""
+        with torch.inference_mode():
+            self._operations.measure()
+            self._bytes.measure()
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The best until now."""
+        return Ceilings(self._operations.rate, self._bytes.rate)
 
 
-def _row_bytes(dtype: torch.dtype, device: torch.device) -> float:
-    """Bytes a second that the product of a large weight with one row reads."""
-    weight = torch.ones(READ_BYTES // dtype.itemsize // PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype, device=device)
-    product, x = make_linear(weight, None, LoadOptions(device)), torch.ones(1, PRODUCT_SIDE, dtype=dtype, device=device)
-    return READ_BYTES / _best_seconds(lambda: product(x), device)
+def _products(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[float, Callable[[], object]]]:
+    """Products of a matrix with ``PRODUCT_ROWS`` rows, and the operations in each."""
+    for side in PRODUCT_SIDES:
+        weight = torch.randn(side, side).to(device, dtype)
+        x = torch.randn(PRODUCT_ROWS, side).to(device, dtype)
+        operations = 2 * PRODUCT_ROWS * side**2
+        yield operations, partial(make_linear(weight, None, LoadOptions(device)), x)
+        yield operations, partial(torch.mm, x, weight)
+
+
+def _reads(dtype: torch.dtype, device: torch.device, size: int) -> Iterator[tuple[float, Callable[[], object]]]:
+    """A sum over a large tensor, and products of one row with a large weight."""
+    numbers = torch.ones(size // 4, device=device)
+    yield 4 * len(numbers), numbers.sum
+    for side in READ_SIDES:
+        rows = size // dtype.itemsize // side
+        weight = torch.ones(rows, side, dtype=dtype, device=device)
+        x = torch.ones(1, side, dtype=dtype, device=device)
+        yield rows * side * dtype.itemsize, partial(make_linear(weight, None, LoadOptions(device)), x)
 
 
 def least_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> float:
