@@ -15,7 +15,7 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
-from scenarios import CITIES, ENDLESS, FIRST, PARAMETERS, RESULT, SECOND, run
+from scenarios import CITIES, ENDLESS, FIRST, FORCED, PARAMETERS, RESULT, SECOND, run
 
 QUIET = RunConfig(tracing_disabled=True)
 
@@ -48,7 +48,13 @@ async def _second_turn(url: str) -> object:
 
 
 async def _tool_loop(url: str) -> object:
-    caller = agent(url, tools=True, tool_choice="required", parallel_tool_calls=False)
+    caller = agent(
+        url,
+        tools=True,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        extra_body={"logit_bias": FORCED["logit_bias"]},
+    )
     result = await Runner.run(caller, CITIES[0]["content"], run_config=QUIET)
     calls = [item.raw_item.arguments for item in result.new_items if item.type == "tool_call_item"]
     return {"arguments": calls[0], "text": result.final_output}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import litellm
 from openai import OpenAI
-from scenarios import CITIES, ENDLESS, FIRST, PARAMETERS, SECOND, TOOL, run, with_result
+from scenarios import CITIES, ENDLESS, FIRST, FORCED, PARAMETERS, SECOND, TOOL, run, with_result
 
 litellm.suppress_debug_info = True
 litellm.drop_params = False
@@ -14,7 +14,7 @@ litellm.drop_params = False
 def sdk(prefix: str, url: str) -> Callable[..., object]:
     def complete(**fields: object) -> object:
         return litellm.completion(
-            model=f"{prefix}/tools", api_base=f"{url}/v1", api_key="none", num_retries=0, **PARAMETERS, **fields
+            model=f"{prefix}/tools", api_base=f"{url}/v1", api_key="none", num_retries=0, **{**PARAMETERS, **fields}
         )
 
     return complete
@@ -24,7 +24,7 @@ def proxied(prefix: str, url: str, key: str) -> Callable[..., object]:
     client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
     def complete(**fields: object) -> object:
-        return client.chat.completions.create(model=f"{prefix}-tools", **PARAMETERS, **fields)
+        return client.chat.completions.create(model=f"{prefix}-tools", **{**PARAMETERS, **fields})
 
     return complete
 
@@ -44,11 +44,7 @@ def scenarios(complete: Callable[..., object], slow: Callable[..., object]) -> d
         return {"text": answer.choices[0].message.content}
 
     def tool_loop() -> object:
-        message = (
-            complete(messages=CITIES, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
-            .choices[0]
-            .message
-        )
+        message = complete(messages=CITIES, tools=[TOOL], **FORCED).choices[0].message
         answer = complete(messages=with_result(message.model_dump(), message.tool_calls[0].id), tools=[TOOL])
         return {"arguments": message.tool_calls[0].function.arguments, "text": answer.choices[0].message.content}
 

@@ -33,7 +33,7 @@ const openaiScenarios = {
   },
   async tool_loop() {
     const answer = await client.chat.completions.parse({
-      ...asked, messages: given.cities, tools: [given.tool], tool_choice: "required", parallel_tool_calls: false,
+      ...asked, messages: given.cities, tools: [given.tool], ...given.forced,
     });
     const message = answer.choices[0].message;
     const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: given.result };
@@ -78,7 +78,9 @@ const agentScenarios = {
     return { text: again.finalOutput };
   },
   async tool_loop() {
-    const caller = agent(client, { toolChoice: "required", parallelToolCalls: false }, { tools: [weather] });
+    const caller = agent(client, {
+      toolChoice: "required", parallelToolCalls: false, providerData: { logit_bias: given.forced.logit_bias },
+    }, { tools: [weather] });
     const result = await agents.run(caller, given.cities[0].content);
     const calls = result.newItems.filter((item) => item.type === "tool_call_item");
     return { arguments: calls[0].rawItem.arguments, text: result.finalOutput };

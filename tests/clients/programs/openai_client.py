@@ -6,7 +6,7 @@ from typing import Literal
 
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel
-from scenarios import CITIES, ENDLESS, FIRST, PARAMETERS, SECOND, TOOL, run, with_result
+from scenarios import CITIES, ENDLESS, FIRST, FORCED, PARAMETERS, SECOND, TOOL, run, with_result
 
 
 class weather(BaseModel):  # noqa: N801 (the class's name is the tool's)
@@ -49,8 +49,7 @@ def scenarios(client: OpenAI, slow: OpenAI) -> dict[str, Callable[[], object]]:
             **asked,
             messages=CITIES,
             tools=[pydantic_function_tool(weather)],
-            tool_choice="required",
-            parallel_tool_calls=False,
+            **FORCED,
         )
         message = answer.choices[0].message
         final = client.chat.completions.create(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 _GIVEN = json.loads((Path(__file__).parent / "scenarios.json").read_text())
 FIRST, SECOND, CITIES, TOOL = (_GIVEN[name] for name in ("first", "second", "cities", "tool"))
-PARAMETERS, ENDLESS, RESULT = (_GIVEN[name] for name in ("parameters", "endless", "result"))
+PARAMETERS, ENDLESS, FORCED, RESULT = (_GIVEN[name] for name in ("parameters", "endless", "forced", "result"))
 
 
 def with_result(message: Mapping[str, object], call_id: str) -> list[object]:

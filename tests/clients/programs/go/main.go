@@ -16,8 +16,11 @@ type scenarios struct {
 	First, Cities []openai.ChatCompletionMessage
 	Second        openai.ChatCompletionMessage
 	Result        string
-	Tool          openai.Tool
-	Endless       struct {
+	Forced        struct {
+		LogitBias map[string]int `json:"logit_bias"`
+	}
+	Tool    openai.Tool
+	Endless struct {
 		LogitBias map[string]int `json:"logit_bias"`
 		MaxTokens int            `json:"max_tokens"`
 	}
@@ -40,7 +43,7 @@ func client(url string) *openai.Client {
 
 // request asks greedily: the smallest temperature that the package does not leave out.
 func request(messages []openai.ChatCompletionMessage) openai.ChatCompletionRequest {
-	return openai.ChatCompletionRequest{Model: "tools", Temperature: 1e-9, MaxTokens: 48, Messages: messages}
+	return openai.ChatCompletionRequest{Model: "tools", Temperature: 1e-9, MaxTokens: 128, Messages: messages}
 }
 
 func read(c *openai.Client, r openai.ChatCompletionRequest) (message openai.ChatCompletionMessage, usage []int, err error) {
@@ -102,6 +105,7 @@ func secondTurn(c *openai.Client) (seen, error) {
 func toolLoop(c *openai.Client) (seen, error) {
 	r := request(given.Cities)
 	r.Tools, r.ToolChoice, r.ParallelToolCalls = []openai.Tool{given.Tool}, "required", false
+	r.LogitBias = given.Forced.LogitBias
 	message, _, err := read(c, r)
 	if err != nil {
 		return seen{}, err
