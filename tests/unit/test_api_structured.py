@@ -41,6 +41,10 @@ SAYINGS = [
     ({"guided_choice": ["yes", "no"]}, CHOICE),
     ({"guided_grammar": 'start: "a"'}, GRAMMAR),
     ({"guided_regex": "a+", "response_format": {"type": "text"}}, REGEX),
+    ({"guided_regex": "a+", "guided_decoding_backend": "xgrammar"}, REGEX),
+    ({"structured_outputs": {"regex": "a+", "disable_fallback": True, "structural_tag": None}}, REGEX),
+    ({"regex": "a+"}, REGEX),
+    ({"ebnf": 'root ::= "a"'}, Structured(StructuredKind.GRAMMAR, 'root ::= "a"')),
 ]
 OBJECTS = st.dictionaries(
     st.text(max_size=5),
@@ -64,6 +68,7 @@ def test_every_way_to_say_it_means_the_same(fields, meaning):
     assert asked(fields) == meaning
 
 
+NO_FORM = ({"type": "text"}, "xgrammar")
 OTHERS = [{"guided_choice": ["x"]}, {"guided_grammar": "x"}, {"structured_outputs": {"regex": "x"}}]
 PAIRS = [(first, other) for first, meaning in SAYINGS if meaning for other in OTHERS if not first.keys() & other.keys()]
 
@@ -72,7 +77,7 @@ PAIRS = [(first, other) for first, meaning in SAYINGS if meaning for other in OT
 def test_two_at_once_are_named_together(first, second):
     with pytest.raises(QuireError, match="exclude each other") as refusal:
         asked(first | second)
-    assert all(name in refusal.value.message for name in (*first, *second) if first.get(name) != {"type": "text"})
+    assert all(name in refusal.value.message for name in (*first, *second) if first.get(name) not in NO_FORM)
 
 
 @given(OBJECTS)
@@ -108,6 +113,9 @@ def test_a_model_of_pydantic_is_a_schema():
         ({"structured_outputs": {"regex": "x" * 65_537}}, "structured_outputs.regex"),
         ({"structured_outputs": {"json": {"x": "y" * 65_536}}}, "structured_outputs.json"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"regex": ""}, "regex"),
+        ({"ebnf": ""}, "ebnf"),
+        ({"ebnf": "x" * 65_537}, "ebnf"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),

@@ -21,6 +21,7 @@ from quire_engine.grammar import GrammarError
 from quire_engine.structured import guidance as guidances
 from quire_engine.structured import trial as trials
 from quire_engine.structured.definition import MAX_REASON, define
+from quire_engine.structured.ebnf import is_ebnf
 from quire_engine.structured.guidance import Guidance, GuidanceMatcher
 from quire_engine.structured.model import ModelGrammars
 from quire_proto.errors import ErrorCode, QuireError
@@ -38,6 +39,7 @@ from tests.support.grammars import (
     draw,
     encode,
     grammar_of,
+    guidance,
     schemas,
 )
 
@@ -157,6 +159,48 @@ def bytes_to_tokens() -> dict[int, int]:
 @settings(SLOW, max_examples=50)
 def test_what_is_drawn_under_a_grammar_can_be_parsed_by_another_parser(seed: int) -> None:
     ast.parse(decode(draw(grammar_of(lark(ARITHMETIC)), seed)), mode="eval")
+
+
+@pytest.mark.parametrize(
+    ("rules", "texts", "others"),
+    [
+        (r'root ::= "\u0041\x42\U0001F600"', ["AB😀"], ["A", "AB"]),
+        (r'root ::= "[\[\]] \"\\ \t\n/"', ['[[]] "\\ \t\n/'], ["[]"]),
+        ('root ::= "a\nb"', ["a\nb"], ["ab"]),
+        (r"root ::= [a&&b~~c]", ["a", "&", "b", "~", "c"], ["d"]),
+        (r"root ::= [+--]", ["+", ",", "-"], [".", "*"]),
+        (r"root ::= [--/]", ["-", ".", "/"], [",", "0"]),
+        (r"root ::= [a-]", ["a", "-"], ["b"]),
+        (r"root ::= [\]\\^]", ["]", "\\", "^"], ["[", "a"]),
+        (r'root ::= [^"\\\x7F\x00-\x1F]', ["é", "a", " "], ['"', "\n", "\\"]),
+        (r"root ::= [\u0061-\u0063é]", ["b", "é"], ["d", "e"]),
+        ("root ::= .", ["x", "\n", "é"], ["xy"]),
+        ("root ::= item{2,3}\nitem ::= [0-9]" + "\n" * 60_000, ["12", "123"], ["1", "1234"]),
+        ('# "c" |\nroot ::= "a" # the first, or "c" |\n\n  # "c"\n  | "b"\n', ["a", "b"], ["c"]),
+        ('root ::= ("yes" | "no")? "." "*"*', ["yes.", "no.**", "."], ["yes", "yes*"]),
+        ('root ::= "(" root ")" | other-rule\nother-rule ::= "x"', ["x", "((x))"], ["(x"]),
+        ('  root  ::= word "!"\n  word ::= "hello" | "good " day\n  day ::= "night" | "day"', ["good day!"], ["day!"]),
+    ],
+)  # fmt: skip
+def test_a_grammar_in_ebnf_means_what_it_means_elsewhere(
+    model: ModelGrammars, rules: str, texts: list[str], others: list[str]
+) -> None:
+    def is_complete(text: str) -> bool:
+        matcher = model.compile(lark(rules)).matcher()
+        try:
+            matcher.accept(encode_bytes(text))
+        except GrammarError:
+            return False
+        return EOS in allowed(matcher)
+
+    assert [text for text in texts if not is_complete(text)] == []
+    assert [text for text in others if is_complete(text)] == []
+
+
+@pytest.mark.parametrize("rules", ['start: "::="', "start: A\n// root ::= A\nA: /a ::= b/", 'start: "a"\n'])
+def test_a_grammar_in_larks_notation_is_not_taken_for_ebnf(rules: str) -> None:
+    assert not is_ebnf(rules)
+    assert guidance().compile(define(lark(rules)))
 
 
 # Places in a grammar
@@ -375,6 +419,14 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         (lark("start: s\ns: " + " | ".join("s " * i + '"a"' for i in range(1, 40)) + ' | ""'), "items"),
         (lark("start: start"), "nothing can follow"),
         (lark('start: A\nA: "a" & "b"'), "nothing can follow"),
+        (lark('root ::= "a" missing'), "'missing' not found"),
+        (lark('other ::= "a"'), "no 'root' rule"),
+        (lark('root ::= "a'), "unexpected end"),
+        (lark('root ::= "\\q"'), "\\q is no escape"),
+        (lark('root ::= "\\U99999999"'), "chr()"),
+        (lark('root ::= "\\ud800"'), "hex escape"),
+        (lark("root ::= " + "(" * 5000 + '"a"' + ")" * 5000), "nested too deeply"),
+        (lark("root ::= root"), "nothing can follow"),
     ],
 )  # fmt: skip
 def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, structured: Structured, words: str) -> None:
@@ -465,6 +517,7 @@ def test_references_from_names_to_many_names_do_not_multiply(word: str) -> None:
 
 
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(3500)) + '\nr3500: "b"'
+EBNF_CHAIN = "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3500)) + '\nr3500 ::= "b"'
 LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxyz"]
 
 
@@ -472,6 +525,7 @@ LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxy
     "structured",
     [
         pytest.param(lark(CHAIN), id="more rules than the stack holds"),
+        pytest.param(lark(EBNF_CHAIN), id="rules that take long to be told apart"),
         pytest.param(schema({"type": "string", "allOf": LETTERS}), id="more time than there is"),
         pytest.param(regex("a*b*" * 15000), id="more memory than is given"),
         pytest.param(regex(".?" * 30000), id="more of both"),

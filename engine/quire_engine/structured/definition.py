@@ -13,9 +13,13 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.json_schema import counts_unnamed, simplify, unsupported
 from quire_proto.structured import Structured, StructuredKind
 
+from quire_engine.structured.ebnf import is_ebnf
+
 # One space, or one line break with its indentation: JSON as models write it, and no room for an endless gap.
 WHITESPACE = r"( |\n[ \t]{0,32})"
 MAX_REASON = 200
+EBNF = "ebnf:"
+"""Begins the definition of a grammar in EBNF, which is written in Lark's notation where it is tried."""
 _NAMES = {
     StructuredKind.JSON_OBJECT: "json_object",
     StructuredKind.JSON_SCHEMA: "The JSON schema",
@@ -27,7 +31,7 @@ _PLACE = re.compile(r"^at (\d+)\(\d+\): ")
 
 
 def define(structured: Structured) -> str:
-    """What llguidance compiles for ``structured``. Raises ``QuireError`` INVALID."""
+    """What llguidance compiles for ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
     try:
         return _define(structured)
     except ValueError as error:  # such as half of a surrogate pair, or too many brackets
@@ -68,12 +72,13 @@ def _define(structured: Structured) -> str:
             return LLMatcher.grammar_from_regex(structured.text)
         case StructuredKind.CHOICE:
             options = " | ".join(json.dumps(option) for option in structured.options)
-            return _lark(f"start: OPTION\nOPTION: {options}")
+            return lark(f"start: OPTION\nOPTION: {options}")
         case StructuredKind.GRAMMAR:
-            return _lark(structured.text)
+            return lark(structured.text) if not is_ebnf(structured.text) else EBNF + structured.text
 
 
-def _lark(text: str) -> str:
+def lark(text: str) -> str:
+    """The definition of a grammar in Lark's notation."""
     # Wrapped, because a text that begins with a brace would be read as the library's own format.
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 

@@ -43,7 +43,7 @@ class ModelGrammars:
         definition = define(structured)
         try:
             guidance = self._loaded(structured)
-            num_bytes = self._try(definition)
+            num_bytes, definition = self._try(definition)
             grammar = guidance.compile(definition)
         except RejectedError as error:
             raise refusal(structured, str(error)) from None
@@ -62,8 +62,8 @@ class ModelGrammars:
         for trial in self._trials:
             trial.close()
 
-    def _try(self, definition: str) -> int:
-        """Bytes that the grammar takes. Once more when the trial was lost; then it is to be asked for again later."""
+    def _try(self, definition: str) -> tuple[int, str]:
+        """See ``Trial.check``. Once more when the trial was lost; then it is to be asked for again later."""
         trial = self._idle.get()
         try:
             for _ in range(ATTEMPTS):

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from quire_engine.structured.definition import EBNF, lark
+from quire_engine.structured.ebnf import to_lark
 from quire_engine.structured.guidance import Guidance, RejectedError
 
 # Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
@@ -50,10 +52,10 @@ class Trial:
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
-    def check(self, definition: str) -> int:
-        """The bytes that ``definition`` takes when it is compiled. Raises ``RejectedError`` when it cannot be compiled
-        within the limits, ``TrialLostError`` when that was not to be found out, and ``OSError`` when there is no
-        process to try it in.
+    def check(self, definition: str) -> tuple[int, str]:
+        """The bytes that ``definition`` takes when it is compiled, and what is to be compiled for it. Raises
+        ``RejectedError`` when it cannot be compiled within the limits, ``TrialLostError`` when that was not to be found
+        out, and ``OSError`` when there is no process to try it in.
         """
         with self._lock:
             process = self._started()
@@ -64,7 +66,7 @@ class Trial:
                 raise self._verdict(process)
         if answer["reason"] is not None:
             raise RejectedError(answer["reason"])
-        return int(answer["bytes"])
+        return int(answer["bytes"]), str(answer["definition"] or definition)
 
     def close(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -138,21 +140,24 @@ def _serve(guidance: Guidance) -> None:
         _allow(CPU_SECONDS)
         before = _resident()
         try:
-            grammar = guidance.compile(json.loads(line))
-        except RejectedError as error:
+            definition, written = json.loads(line), None
+            if definition.startswith(EBNF):
+                definition = written = lark(to_lark(definition.removeprefix(EBNF)))
+            grammar = guidance.compile(definition)
+        except (RejectedError, ValueError) as error:
             _say(str(error))
         except MemoryError:
             _say(_TOO_LARGE)
         else:
             size = max(0, _resident() - before)
-            _say(_TOO_LARGE if size > MAX_BYTES else None, size)
+            _say(_TOO_LARGE if size > MAX_BYTES else None, size, written)
             del grammar
         # What was free but not given back would make the next grammar look small.
         libc.malloc_trim(0)
 
 
-def _say(reason: str | None, num_bytes: int = 0) -> None:
-    sys.stdout.write(json.dumps({"reason": reason, "bytes": num_bytes}) + "\n")
+def _say(reason: str | None, num_bytes: int = 0, definition: str | None = None) -> None:
+    sys.stdout.write(json.dumps({"reason": reason, "bytes": num_bytes, "definition": definition}) + "\n")
     sys.stdout.flush()
 
 
