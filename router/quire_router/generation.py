@@ -29,7 +29,8 @@ class Generation:
     reads. ``parts`` are the ids of all prompts' generations where a request has several, in the first one. ``digest``
     tells apart requests that came with one ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
     request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
-    ``deadline`` is when the answer must have ended, in seconds since 1970.
+    ``deadline`` is when the answer must have ended, in seconds since 1970. ``retention`` is for how many seconds its
+    record is kept after its end, 0 for no longer than who follows it needs; None for as long as the router keeps all.
     """
 
     request_id: str
@@ -52,6 +53,7 @@ class Generation:
     background: bool = False
     session: str = ""
     deadline: float | None = None
+    retention: float | None = None
 
     @property
     def most_tokens(self) -> int:

@@ -146,6 +146,12 @@ class Lifecycle:
         self._here.on_cancelled(request_id)
         return True
 
+    async def delete(self, request_id: str) -> bool:
+        """Forgets what has ended, and ends what has not for that; False when nothing is remembered of it."""
+        here = request_id in self._here
+        self._here.on_cancelled(request_id)
+        return await self._journal.delete(request_id) or here
+
     # The router's life
 
     async def adopt(self) -> int:

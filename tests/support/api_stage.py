@@ -143,6 +143,12 @@ class ScriptedRunner:
         self.deadlines.append(deadline)
         return self._resume(self.lives[record.generation.request_id], mark)
 
+    async def delete(self, request_id: str) -> bool:
+        running = await self.cancel(request_id)
+        if not running:
+            self.lives.pop(request_id, None)
+        return True
+
     async def cancel(self, request_id: str) -> bool:
         await asyncio.sleep(0)
         abort = self.aborts.get(request_id)

@@ -77,6 +77,15 @@ async def test_log_probabilities_count_towards_the_tokens_of_a_minute():
     assert refused.json["error"]["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize(("store", "retention"), [(None, 30.0), (True, 30.0), (False, 0)])
+async def test_what_a_tenant_asks_is_kept_for_as_long_as_its_own_retention_says(store, retention):
+    async with tenant_stage(retention=30.0) as stage:
+        await post(stage, body=chat(store=store))
+        await call(stage)
+        rest, over_grpc = stage.runner.generations
+    assert (rest.retention, over_grpc.retention) == (retention, 30.0)
+
+
 async def test_a_model_that_a_key_does_not_open_is_forbidden_in_both_apis_and_not_listed():
     async with tenant_stage(models=frozenset({"big"})) as stage:
         rest, (code, metadata) = await post(stage), await call(stage)

@@ -273,10 +273,36 @@ async def test_a_request_can_be_cancelled(how):
             assert (await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")).status == 200
         answer = await asking
         told = await ask(stage.port, "GET", f"/v1/requests/{request_id}")
-        again = await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")
+        again = await ask(stage.port, "POST", f"/v1/requests/{request_id}/cancel")
 
     assert answer.json["choices"][0]["finish_reason"] == "abort"
     assert told.json["status"] == again.json["status"] == "cancelled"
+
+
+async def test_what_is_deleted_after_its_end_is_unknown():
+    async with open_stage() as stage:
+        request_id = (await ask(stage.port, "POST", CHAT, chat())).headers["x-request-id"]
+        deleted = await ask(stage.port, "DELETE", f"/v1/requests/{request_id}")
+        gone = [await ask(stage.port, method, f"/v1/requests/{request_id}") for method in ("GET", "DELETE")]
+
+    assert (deleted.status, deleted.json["status"], deleted.json["deleted"]) == (200, "completed", True)
+    assert [answer.status for answer in gone] == [404, 404]
+
+
+@pytest.mark.parametrize(("store", "retention"), [(False, 0), (True, None), (None, None)])
+async def test_what_is_not_to_be_stored_is_not_kept_after_its_end(store, retention):
+    fields = {} if store is None else {"store": store}
+    async with open_stage() as stage:
+        await ask(stage.port, "POST", COMPLETIONS, completion(prompt=["one", "two"], **fields))
+
+    assert [each.retention for each in stage.runner.generations] == [retention] * 2
+
+
+async def test_a_background_request_is_stored_until_it_is_asked_for():
+    async with open_stage() as stage:
+        answer = await ask(stage.port, "POST", COMPLETIONS, completion(background=True, store=False))
+
+    assert (answer.status, answer.error["param"]) == (400, "store")
 
 
 # Who may ask, and for what

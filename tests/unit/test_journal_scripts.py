@@ -112,7 +112,7 @@ class Scripts(RuleBasedStateMachine):
             row = before.row if epoch == before.epoch else b""
             self.model = replace(before.held_by(owner, epoch), row=row)
         seal = crc32(request)
-        assert self.run_script(scripts.OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal) == expected
+        assert self.run_script(scripts.OPEN, owner, epoch, LEASE, RUNNING, request, b"p", seal, "") == expected
 
     @rule(owner=anybody, age=ages, back=st.integers(-1, 4), packed=rows)
     def append(self, owner: str, age: int, back: int, packed: bytes) -> None:
@@ -279,7 +279,7 @@ def arguments(script: Script) -> tuple[str | int | bytes, ...]:
     """What the holder of a record, whose row is ``told``, asks a script."""
     holder = "me", 2
     return {
-        scripts.OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0),
+        scripts.OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
         scripts.APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0),
         scripts.FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
         scripts.RELEASE: (*holder, RELEASED, RETENTION),
@@ -297,7 +297,7 @@ def test_what_redis_refuses_for_want_of_memory_has_changed_nothing(
         for script in (scripts.OPEN, scripts.APPEND, scripts.FINISH, scripts.RELEASE, scripts.CLAIM, scripts.CANCEL):
             client.flushall()
             if state != "a stray row":
-                client.eval(scripts.OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0)
+                client.eval(scripts.OPEN.source, 2, RECORD, TOKENS, "me", 2, LEASE, RUNNING, b"A", b"p", 0, "")
             client.set(TOKENS, b"told", ex=RUNNING)
             if state == "released":
                 client.eval(scripts.RELEASE.source, 2, RECORD, TOKENS, "me", 2, RELEASED, RETENTION)

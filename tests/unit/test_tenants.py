@@ -31,6 +31,7 @@ max_queued = 16
 [[tenants]]
 name = "shop"
 key_files = ["shop.key"]
+retention = 0
 """
 
 
@@ -54,6 +55,7 @@ def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     assert (research.requests_per_minute, research.tokens_per_minute) == (600, 100_000)
     assert (research.max_concurrent, research.max_queued) == (8, 16)
     assert (research.may_use("big"), research.may_use("small")) == (True, False)
+    assert (research.retention, shop.retention) == (None, 0)
     assert shop.may_use("small")
     assert not shop.limited
     assert file.tenants.of("anyone").requests_per_minute == 60
@@ -71,7 +73,7 @@ def test_json_says_the_same_as_toml(tmp_path):
                 "allow_priority": True, "requests_per_minute": 600, "tokens_per_minute": 100_000, "max_concurrent": 8,
                 "max_queued": 16,
             },
-            {"name": "shop", "key_files": ["shop.key"]},
+            {"name": "shop", "key_files": ["shop.key"], "retention": 0},
         ],
     }  # fmt: skip
     one, other = read_tenants(write(tmp_path, TOML)), read_tenants(write(tmp_path, content, "tenants.json"))
@@ -97,6 +99,8 @@ def test_json_says_the_same_as_toml(tmp_path):
         ({"tenants": [entry(tokens_per_minute=1.5)]}, "tenants[0].tokens_per_minute: "),
         ({"tenants": [entry(max_concurrent=True)]}, "tenants[0].max_concurrent: "),
         ({"tenants": [entry(max_queued=-1)]}, "tenants[0].max_queued: "),
+        ({"tenants": [entry(retention=-1)]}, "tenants[0].retention: "),
+        ({"tenants": [entry(retention=float("inf"))]}, "tenants[0].retention: "),
         ({"tenants": [entry(priority=2**30)]}, "tenants[0].priority: "),
         ({"tenants": [entry(models="big")]}, "tenants[0].models: "),
         ({"tenants": [entry(models=["big", 3])]}, "tenants[0].models[1]: "),

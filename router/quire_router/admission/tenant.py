@@ -12,7 +12,8 @@ class Tenant:
     queue is its ``weight`` among those who wait. ``priority`` is that of its requests, smaller first; with
     ``allow_priority`` they may add their own to it. Limits are None where there is none: those a minute hold for the
     whole fleet, as does ``max_concurrent``, which counts what waits and what runs; ``max_queued`` is what may wait for
-    one model at one router.
+    one model at one router. ``retention`` is for how many seconds what was asked is remembered after its end; None for
+    as long as the router says.
     """
 
     id: str = ""
@@ -24,6 +25,7 @@ class Tenant:
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
     max_queued: int | None = None
+    retention: float | None = None
 
     @property
     def limited(self) -> bool:

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
 _MOST_BYTES = 4 * 2**20
 _POLICY = {"models", "weight", "priority", "allow_priority", "requests_per_minute", "tokens_per_minute"}
-_POLICY |= {"max_concurrent", "max_queued"}
+_POLICY |= {"max_concurrent", "max_queued", "retention"}
 
 
 class TenantsFileError(ValueError):
@@ -62,6 +62,7 @@ class _Policy(BaseModel):
     tokens_per_minute: Count | None = None
     max_concurrent: Count | None = None
     max_queued: Count | None = None
+    retention: Annotated[float, Field(ge=0, le=31_536_000)] | None = None
 
     def tenant(self, tenant_id: str) -> Tenant:
         fields = self.model_dump(include=_POLICY) | {"models": frozenset(self.models)}

@@ -69,6 +69,12 @@ class Runner(Protocol):
         """
         ...
 
+    async def delete(self, request_id: str) -> bool:
+        """Forgets a request that has ended, and one that has not soon after the end that it is given, as by ``cancel``;
+        False when nothing is remembered of it. Raises ``QuireError``.
+        """
+        ...
+
     async def cancel(self, request_id: str) -> bool:
         """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
         that has not ended. Raises ``QuireError``.

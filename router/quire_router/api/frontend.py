@@ -168,6 +168,15 @@ class Frontend:
         await self._runner.cancel(earlier.request_ids)
         return earlier
 
+    async def delete(self, request_id: str, caller: Caller) -> Earlier:
+        """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as
+        ``find``.
+        """
+        self._check_polls(caller)
+        earlier = await self._archive.find(request_id, caller)
+        await self._runner.delete(earlier.request_ids)
+        return earlier
+
     async def tokenize(
         self,
         read: Callable[[], TokenizeRequest],

@@ -91,6 +91,10 @@ def on_terms(
     several = len(admitted.generations) > 1
     if request.background and several:
         raise invalid("background", "background takes one prompt, not a list of them.")
+    if request.background and request.store is False:
+        raise invalid(
+            "store", "The answer of a background request is kept until it is asked for: store cannot be false."
+        )
     seconds = min((each for each in (terms.seconds, timeout) if each is not None), default=math.inf)
     session = terms.session or request.prompt_cache_key or ""
     first = replace(
@@ -100,6 +104,7 @@ def on_terms(
         background=bool(request.background),
         session=_named("session", caller, session) if session else "",
         deadline=admitted.first.created + seconds if math.isfinite(seconds) else None,
+        retention=0 if request.store is False else caller.policy.retention,
     )
     if terms.key:
         first = replace(first, digest=_digest(first, admitted, request))
@@ -138,7 +143,13 @@ def _written(token_ids: Sequence[int]) -> str:
 def _alike(first: Generation, other: Generation) -> Generation:
     """Another prompt of the same request."""
     return replace(
-        other, shape=first.shape, digest=first.digest, session=first.session, deadline=first.deadline, parts=()
+        other,
+        shape=first.shape,
+        digest=first.digest,
+        session=first.session,
+        deadline=first.deadline,
+        retention=first.retention,
+        parts=(),
     )
 
 

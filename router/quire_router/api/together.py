@@ -115,6 +115,11 @@ class Together:
         """Ends what has not ended of these; False when there is nothing."""
         return any([await self._runner.cancel(request_id) for request_id in request_ids])
 
+    async def delete(self, request_ids: Sequence[str]) -> None:
+        """As ``Runner.delete``, each of these."""
+        for request_id in request_ids:
+            await self._runner.delete(request_id)
+
     @contextmanager
     def _places(self, prompts: int) -> Iterator[ExitStack]:
         """Places for all prompts but the first, which has one already."""

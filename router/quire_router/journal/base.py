@@ -182,6 +182,12 @@ class Journal(Protocol):
         """
         ...
 
+    async def delete(self, request_id: str) -> bool:
+        """Deletes a record that has ended. What has not is cancelled, and its record goes soon after its end. False
+        when there is none.
+        """
+        ...
+
     async def orphans(self) -> list[str]:
         """Background requests that have not ended and that nobody holds: at most 16 of them, and with the next call
         those that follow, so that one that nobody takes up holds up no other. Raises as ``Follower.look``.

@@ -3,7 +3,7 @@
 import json
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, fields
+from dataclasses import asdict, astuple, fields, replace
 from sys import byteorder
 from zlib import crc32
 
@@ -98,6 +98,7 @@ def decode_record(request_id: str, fields: Mapping[bytes, bytes], length: int, c
             raise DamagedRecordError("the request is not the one that was written")
         check_sum(fields, length, checksum)
         generation = decode_request(json.loads(request), unpack_tokens(prompt))
+        generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
         if generation.request_id != request_id:
             raise DamagedRecordError("the record is another request's")
         end = decode_end(fields, now)
@@ -140,6 +141,13 @@ def decode_end(fields: Mapping[bytes, bytes], now: int) -> Tail:
         )
     except (TypeError, ValueError) as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_retention(text: bytes) -> float | None:
+    """The request's own retention, where it has one. It is beside what is sealed: routers may come and go that know
+    nothing of it, and nothing of an answer hangs on it.
+    """
+    return float(text) if text.isdigit() and len(text) < 10 else None
 
 
 def encode_usage(usage: Usage) -> str:

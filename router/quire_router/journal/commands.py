@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from quire_router.generation import Generation
 from quire_router.journal import scripts
 from quire_router.journal.codec import TOKEN_BYTES, encode_opening, encode_usage
 from quire_router.journal.keys import BACKGROUND, keys
@@ -17,8 +18,7 @@ class Commands:
 
     def __init__(self, settings: JournalSettings) -> None:
         self.by_source = False
-        self._terms = settings.lease_ms, settings.running_s
-        self._retention = settings.retention_s
+        self._settings = settings
 
     def of(self, write: Write) -> list[bytes]:
         """The commands. A background request that goes on is noted in the index by the first, before it is opened, and
@@ -35,29 +35,31 @@ class Commands:
         return made
 
     def _open(self, entry: Entry) -> bytes:
-        return self._evaluate(scripts.OPEN, entry, *self._terms, *encode_opening(entry.generation))
+        return self._evaluate(scripts.OPEN, entry, *opening(entry.generation, self._settings))
 
     def _append(self, write: Write) -> bytes:
         grown = write.start * TOKEN_BYTES, write.packed, write.checksum
-        return self._evaluate(scripts.APPEND, write.entry, *self._terms, *grown)
+        terms = self._settings.lease_ms, self._settings.running_of(write.entry.generation)
+        return self._evaluate(scripts.APPEND, write.entry, *terms, *grown)
 
     def _finish(self, write: Write, end: End) -> bytes:
         text = end.error.encode("utf-8", "surrogatepass")
-        terms = self._retention, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
+        kept = self._settings.retention_of(write.entry.generation)
+        terms = kept, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
         return self._evaluate(scripts.FINISH, write.entry, *terms)
 
     def _release(self, entry: Entry) -> bytes:
-        _, running = self._terms
-        kept = running if entry.generation.background else self._retention
-        return self._evaluate(scripts.RELEASE, entry, kept, self._retention)
+        retention = self._settings.retention_of(entry.generation)
+        kept = self._settings.running_s if entry.generation.background else retention
+        return self._evaluate(scripts.RELEASE, entry, kept, retention)
 
     def _index(self, write: Write) -> bytes:
         """Notes a background request in the index. It is in a slot of its own, so it can be behind or wrong:
         ``orphans`` looks at each record.
         """
-        request_id, (lease, ttl) = write.entry.lease.request_id, self._terms
-        until = 0 if write.releases else lease
-        return pack(*self._named(scripts.INDEX), 1, BACKGROUND, request_id, until, ttl)
+        until = 0 if write.releases else self._settings.lease_ms
+        terms = write.entry.lease.request_id, until, self._settings.running_s
+        return pack(*self._named(scripts.INDEX), 1, BACKGROUND, *terms)
 
     def _evaluate(self, script: scripts.Script, entry: Entry, *arguments: str | int | bytes) -> bytes:
         lease = entry.lease
@@ -65,6 +67,12 @@ class Commands:
 
     def _named(self, script: scripts.Script) -> tuple[str, str]:
         return ("EVAL", script.source) if self.by_source else ("EVALSHA", script.sha)
+
+
+def opening(generation: Generation, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
+    """What ``open.lua`` takes after owner and epoch."""
+    retention = "" if generation.retention is None else settings.retention_of(generation)
+    return settings.lease_ms, settings.running_of(generation), *encode_opening(generation), retention
 
 
 def is_listed(write: Write) -> bool:

@@ -1,6 +1,6 @@
 -- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
 -- lease_expires (ms); 'sum', the checksum of the row of tokens; claim, the name of the last one; cancelled; and of one
--- that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- that has ended reason, error and usage; retention (s), where it is this request's own. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
 -- Each begins its writing with a command that Redis refuses when it is out of memory, and then changes nothing at all: a
 -- DEL or a ZREM it carries out. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
@@ -15,7 +15,7 @@ local function now() -- ms, by the only clock that leases know
 end
 
 local function stored() -- nil when there is no record
-  local values = redis.call('HMGET', RECORD, 'epoch', 'owner', 'reason', 'lease_expires', 'cancelled')
+  local values = redis.call('HMGET', RECORD, 'epoch', 'owner', 'reason', 'lease_expires', 'cancelled', 'retention')
   if not values[1] then
     return nil
   end
@@ -30,6 +30,7 @@ local function stored() -- nil when there is no record
     held = remains > 0,
     overdue = remains > MAX_LEASE,
     cancelled = values[5],
+    retention = values[6] and #values[6] < 10 and string.find(values[6], '^%d+$') and values[6],
   }
 end
 
@@ -52,14 +53,14 @@ local function hold(owner, epoch, lease, seconds)
   keep(seconds)
 end
 
-local function finish(reason, message, usage, retention)
+local function finish(record, reason, message, usage, retention) -- the record's own retention comes first
   redis.call('HSET', RECORD, 'reason', reason, 'error', message, 'usage', usage)
   redis.call('HDEL', RECORD, 'lease_expires')
-  keep(retention)
+  keep(record.retention or retention)
 end
 
 local function abort(record, retention) -- with a new epoch, so that whoever held it learns that it has ended
   redis.call('HSET', RECORD, 'owner', '', 'epoch', string.format('%.0f', record.epoch + 1))
-  finish('abort', '', '', retention)
+  finish(record, 'abort', '', '', retention)
 end
 

@@ -12,8 +12,8 @@ if length >= 0 and redis.call('STRLEN', TOKENS) ~= length then
   return LOST
 end
 if record.cancelled then -- who asked for that was told that it would be
-  finish('abort', '', ARGV[6], ARGV[3])
+  finish(record, 'abort', '', ARGV[6], ARGV[3])
 else
-  finish(ARGV[4], ARGV[5], ARGV[6], ARGV[3])
+  finish(record, ARGV[4], ARGV[5], ARGV[6], ARGV[3])
 end
 return DONE

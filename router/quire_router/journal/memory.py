@@ -2,18 +2,20 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
+from quire_router.admission.lazy_heap import LazyHeap
 from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import REFUSED_EPOCH, Lease, Owners, Piece, Record, Tail, Told, part_of_more
 from quire_router.journal.bounds import MAX_ORPHANS, is_bounded, size
 from quire_router.journal.deliveries import Deliveries, RowReader
 from quire_router.journal.pending import End
 from quire_router.journal.reading import read_part, read_row
+from quire_router.journal.settings import SHORTEST_RETENTION
 
 
 @dataclass(slots=True)
@@ -84,7 +86,8 @@ class MemoryJournal:
         self._tokens = 0
         self._clock = clock
         self._records: dict[str, _Kept] = {}
-        self._resting: OrderedDict[str, float] = OrderedDict()  # what nobody holds, and until when it is kept
+        self._resting: OrderedDict[str, None] = OrderedDict()  # what nobody holds, in the order in which it was left
+        self._kept_until: LazyHeap[str] = LazyHeap()  # the same
         self._named = 0  # orphans, in this round
         metrics.JOURNAL_AVAILABLE.set(1)
 
@@ -143,7 +146,7 @@ class MemoryJournal:
         record = self._records.get(request_id)
         if record is None or record.held or record.end is not None:
             return None
-        del self._resting[request_id]
+        self._wake(request_id)
         record.held = True
         record.lease = Lease(request_id, self._owner, record.lease.epoch + 1)
         try:
@@ -171,7 +174,7 @@ class MemoryJournal:
         if record is None or record.end is not None:
             return False
         if not record.held:
-            del self._resting[request_id]
+            self._wake(request_id)
             record.lease = Lease(request_id, "", record.lease.epoch + 1)
             self._end(record, End(FinishReason.ABORT))
         elif not record.cancelled:
@@ -179,6 +182,16 @@ class MemoryJournal:
             if self._owners is not None:
                 self._owners.on_cancelled(request_id)
         return True
+
+    async def delete(self, request_id: str) -> bool:
+        """See ``Journal``."""
+        record = self._find(request_id)
+        if record is not None and record.held:
+            record.generation = replace(record.generation, retention=0)
+            await self.cancel(request_id)
+        elif record is not None:
+            self._forget(request_id)
+        return record is not None
 
     async def orphans(self) -> list[str]:
         """See ``Journal``."""
@@ -217,24 +230,32 @@ class MemoryJournal:
     def _rest(self, record: _Kept) -> None:
         """From now on the record may be forgotten."""
         record.held = False
-        self._resting[record.lease.request_id] = self._clock() + self._retention
+        own, request_id = record.generation.retention, record.lease.request_id
+        retention = self._retention if own is None else max(SHORTEST_RETENTION, own)
+        self._resting[request_id] = None
+        self._kept_until.put(request_id, self._clock() + retention)
         self._make_room(0, 0)
+
+    def _wake(self, request_id: str) -> None:
+        """Somebody holds the record again, or it is forgotten."""
+        del self._resting[request_id]
+        self._kept_until.discard(request_id)
 
     def _make_room(self, records: int, tokens: int) -> bool:
         """Forgets records that nobody holds until so many more have room; False when too much is running."""
         while self._is_full(records, tokens) and self._resting:
-            self._forget_oldest()
+            self._forget(next(iter(self._resting)))
         return not self._is_full(records, tokens)
 
     def _is_full(self, records: int, tokens: int) -> bool:
         return len(self._records) + records > self._max_records or self._tokens + tokens > self._max_tokens
 
     def _forget_old(self) -> None:
-        while self._resting and next(iter(self._resting.values())) <= self._clock():
-            self._forget_oldest()
+        while self._kept_until and self._kept_until.key(oldest := self._kept_until.first()) <= self._clock():
+            self._forget(oldest)
 
-    def _forget_oldest(self) -> None:
-        request_id, _ = self._resting.popitem(last=False)
+    def _forget(self, request_id: str) -> None:
+        self._wake(request_id)
         self._tokens -= self._records.pop(request_id).tokens
 
 

@@ -1,5 +1,6 @@
 -- Begins a record, or renews it when the same request was opened before.
--- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal.
+-- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal, retention of
+-- its own (s; empty: none).
 local record, epoch = stored(), tonumber(ARGV[2])
 if record then
   local same = epoch == record.epoch and ARGV[1] == record.owner
@@ -17,5 +18,8 @@ elseif epoch > record.epoch or ARGV[1] ~= record.owner then
   redis.call('HDEL', RECORD, 'sum')
 end
 redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[7])
+if ARGV[8] ~= '' then
+  redis.call('HSET', RECORD, 'retention', ARGV[8])
+end
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
 return DONE

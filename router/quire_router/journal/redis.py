@@ -181,6 +181,15 @@ class RedisJournal:
         entry.cancelled = True
         return True
 
+    async def delete(self, request_id: str) -> bool:
+        """See ``Journal``."""
+        entry = self._pending.get(request_id)
+        if entry is not None:  # it may not be there yet, or have to be written again
+            entry.generation = replace(entry.generation, retention=0)
+            await self.cancel(request_id)
+        deleted = await self._store.ask(request_id, lambda: self._store.delete(request_id))
+        return deleted or entry is not None
+
     async def orphans(self) -> list[str]:
         """See ``Journal``. None just after Redis was away."""
         if await self._may_come_back("of the background"):

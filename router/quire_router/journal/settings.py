@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+from quire_router.generation import Generation
 from quire_router.journal.codec import MAX_LEASE
+
+SHORTEST_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
+SHORTEST_RUNNING = 60  # seconds in which a client may come back to what a router that died was at
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,22 @@ class JournalSettings:
 
     @property
     def retention_s(self) -> int:
-        """As Redis takes it."""
+        """As Redis takes it, of requests that say nothing else."""
         return max(1, round(self.retention))
+
+    def retention_of(self, generation: Generation) -> int:
+        """Seconds for which the record of this request is kept after its end, or after it was released."""
+        return (
+            self.retention_s if generation.retention is None else max(SHORTEST_RETENTION, round(generation.retention))
+        )
+
+    def running_of(self, generation: Generation) -> int:
+        """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
+        for long where its router dies either, unless another one is going to end it.
+        """
+        if generation.retention is None or generation.background:
+            return self.running_s
+        return min(self.running_s, max(SHORTEST_RUNNING, self.retention_of(generation)))
 
     @property
     def running_s(self) -> int:

@@ -13,13 +13,14 @@ from redis.exceptions import NoScriptError, RedisError
 from quire_router.generation import Generation
 from quire_router.journal import scripts
 from quire_router.journal.base import Lease
-from quire_router.journal.codec import DamagedRecordError, encode_opening
+from quire_router.journal.codec import DamagedRecordError
+from quire_router.journal.commands import opening
 from quire_router.journal.failure import write_failure
 from quire_router.journal.follower import Glance
 from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.scripts import Answer
 from quire_router.journal.server import milliseconds
-from quire_router.journal.settings import JournalSettings
+from quire_router.journal.settings import SHORTEST_RETENTION, JournalSettings
 from quire_router.journal.troubles import damaged, is_damage, unavailable
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,10 @@ class RedisStore:
         """Whether the record has begun with this lease: not when there is one of another request or owner. A background
         request is in the index before: whatever becomes of this router then, others find it.
         """
-        terms = lease.owner, lease.epoch, self._settings.lease_ms, self._settings.running_s
+        terms = lease.owner, lease.epoch, *opening(generation, self._settings)
         if generation.background:
             await self._index(lease.request_id)
-        answer = await self._run(scripts.OPEN, lease.request_id, *terms, *encode_opening(generation))
+        answer = await self._run(scripts.OPEN, lease.request_id, *terms)
         return bool(answer == Answer.DONE)
 
     async def claim(self, request_id: str, owner: str, name: str) -> Taken | None:
@@ -87,6 +88,10 @@ class RedisStore:
     async def cancel(self, request_id: str) -> bool:
         """Ends the record, or notes in it that it is to end; False when there is none that has not."""
         return bool(await self._run(scripts.CANCEL, request_id, self._settings.retention_s))
+
+    async def delete(self, request_id: str) -> bool:
+        """Deletes the record, at once or soon after the end that it asks for; False when there is none."""
+        return bool(await self._run(scripts.DELETE, request_id, SHORTEST_RETENTION))
 
     async def read(self, request_id: str) -> Stored | None:
         """The record as it is; None when there is none."""

@@ -103,7 +103,7 @@ def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, keepa
     routes = [
         generate("/v1/completions", CompletionRequest, COMPLETION),
         generate("/v1/chat/completions", ChatRequest, CHAT),
-        _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_cancel),
+        _route("/v1/requests/{id}", ("GET", "DELETE"), requests.show_or_delete),
         _route("/v1/requests/{id}/cancel", "POST", requests.cancel),
         _route("/v1/requests/{id}/events", "GET", requests.events),
         _route("/tokenize", "POST", tokens.tokenize),

@@ -24,10 +24,10 @@ class Requests:
         self._frontend = frontend
         self._keepalive = keepalive
 
-    async def show_or_cancel(self, exchange: Exchange) -> None:
-        """How far the request has come, with its answer once that is complete; or its end, for ``DELETE``."""
+    async def show_or_delete(self, exchange: Exchange) -> None:
+        """How far the request has come, with its answer once that is complete; or what is forgotten, for ``DELETE``."""
         if exchange.scope["method"] == "DELETE":
-            await self.cancel(exchange)
+            await self._delete(exchange)
             return
         with self._frontend.exchange(f"GET {_PATH}", exchange.request_id, exchange.headers):
             await while_connected(exchange.receive, self._show(exchange))
@@ -37,6 +37,12 @@ class Requests:
         with self._frontend.exchange(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
             earlier = await self._frontend.cancel(_id(exchange), exchange.caller)
             await exchange.reply.whole(200, to_json(request_object(earlier)))
+
+    async def _delete(self, exchange: Exchange) -> None:
+        """Forgets the request, and ends it for that; tells how it was with it just before."""
+        with self._frontend.exchange(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
+            earlier = await self._frontend.delete(_id(exchange), exchange.caller)
+            await exchange.reply.whole(200, to_json({**request_object(earlier), "deleted": True}))
 
     async def events(self, exchange: Exchange) -> None:
         """The answer as a stream, from where the reader stands; its events have ids."""
