@@ -71,7 +71,6 @@ class Progress:
         self._mark = reader.mark
         self._bill = bill
         self._shortcut = reader.shortcut
-        self._taken: list[Delta] = []
         self.restored = record is not None
         self._outputs: OutputStream | None = None
         self._told = [0] * generation.params.n
@@ -208,9 +207,8 @@ class Progress:
         """
         if output.error is not None:
             raise _for_client(output.error)
-        if self._taken:
-            deltas, self._taken = self._taken, []
-            return deltas
+        if output.deltas is not None:
+            return output.deltas
         if self.cached_tokens is None:
             self.cached_tokens = min(output.cached_tokens, len(self.generation.prompt_token_ids))
         if output.prompt_logprobs:
@@ -223,14 +221,15 @@ class Progress:
 
     def pass_on(self, output: Output) -> bool:
         """Takes an output by the shortcut: its pieces are written at once. False where it has to be given to ``take``,
-        and to be told by whoever waits for it: there is no writer, or a choice ends.
+        and to be told by whoever waits for it: there is no writer, or a choice ends. Where that was found only in the
+        text, the output has its pieces already.
         """
         writer = self._shortcut.writer
         if writer is None or not writer.is_open or output.finish_reason is not None:
             return False
         deltas = self.take(output)
         if self._choices[output.index].finish_reason is not None:
-            self._taken = deltas  # a stop string; ``take`` is given the same output next
+            output.deltas = deltas  # a stop string
             return False
         for delta in deltas:
             writer.write(delta)

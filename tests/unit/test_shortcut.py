@@ -13,8 +13,11 @@ from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
+from quire_router.progress import Progress
+from quire_router.reader import Reader
 from quire_router.shortcut import Live
 
+from tests.support.letters import TEXT
 from tests.unit.test_lifecycle_properties import (
     CALM,
     PROMPT,
@@ -76,6 +79,22 @@ def test_the_answer_is_the_same_whichever_way_its_pieces_take(
         assert (client.text(index), client.token_ids(index)) == (text, tokens(whole))
         assert [delta.finish_reason for delta in client.of(index) if delta.finish_reason] == [reason]
     assert [delta.usage is not None for delta in client.deltas].index(True) == len(client.deltas) - 1
+
+
+def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
+    """A stop string ends a choice, so that its pieces go the long way; whatever is told before them."""
+
+    async def scenario() -> None:
+        generation = Generation("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
+        journal, client = MemoryJournal(), Shortened()
+        progress = Progress(generation, TEXT, journal, journal.open(generation), Reader())
+        progress._shortcut.writer = client
+        ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
+        assert not progress.pass_on(ends)
+        assert [(delta.index, delta.text) for delta in progress.take(goes_on)] == [(1, "xy")]
+        assert [(delta.index, delta.text) for delta in progress.take(ends)] == [(0, "a")]
+
+    asyncio.run(scenario())
 
 
 async def open_stream() -> OutputStream:

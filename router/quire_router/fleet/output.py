@@ -6,6 +6,8 @@ from quire_proto.errors import QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
+from quire_router.generation import Delta
+
 
 class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an error of the request
     """The engine cannot go on with a request; it can be submitted again elsewhere, with the tokens delivered so far."""
@@ -42,7 +44,8 @@ class Output:
     ``error`` is set with ``FinishReason.ERROR``, which ends the request, whatever ``index`` says. ``cached_tokens`` of
     the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token where they were asked for.
     ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine tells them piece by
-    piece; a reader gets all of them with its first piece. ``score`` is a beam's, with its end.
+    piece; a reader gets all of them with its first piece. ``score`` is a beam's, with its end. ``deltas`` are what was
+    made of it before it was queued, where that ended its choice: what comes behind is not wanted.
     """
 
     token_ids: list[int]
@@ -55,6 +58,7 @@ class Output:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_position: int = 0
     score: float | None = None
+    deltas: list[Delta] | None = None
 
     def drop(self, count: int) -> None:
         """Leaves out the first tokens: they came before."""
