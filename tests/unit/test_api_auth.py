@@ -32,7 +32,10 @@ WRONG = [
     {"authorization": f"Basic {KEY}"},
     {"authorization": f"Bearer {KEY},{OTHER}"},
     {"authorization": "Bearer \xff\xfe"},
-    {"x-api-key": KEY},
+    {"x-api-key": f"{KEY}x"},
+    {"x-api-key": KEY, "api-key": KEY},
+    {"x-api-key": KEY, "authorization": "Bearer wrong"},
+    {"api-key": f"Bearer {KEY}"},
 ]
 
 
@@ -67,6 +70,16 @@ async def test_each_right_key_opens(authorization):
         answer = await ask(stage.port, "POST", "/v1/chat/completions", chat(), {"authorization": authorization})
 
     assert answer.status == 200
+
+
+@pytest.mark.parametrize("header", ["api-key", "x-api-key", "X-Api-Key"])
+async def test_the_headers_of_clients_that_send_their_key_bare_open_too(header):
+    async with open_stage(keys=[KEY, OTHER]) as stage:
+        answer = await ask(stage.port, "POST", "/v1/chat/completions", chat(), {header: OTHER})
+        health = await ask(stage.port, "GET", "/health", None, {header: OTHER})
+
+    assert answer.status == 200
+    assert "ready_engines" in health.json
 
 
 @pytest.mark.parametrize("host", ["x/?", "x/#", "x/health?", "x/metrics#", "/health", "a@b/live", "", "\xff"])

@@ -79,7 +79,7 @@ class RestApp:
         if exchange.path in self._open_paths:
             return
         with counting_rejections():
-            exchange.caller = self._frontend.keys.caller(*exchange.values("authorization"))
+            exchange.caller = self._frontend.keys.caller(*exchange.authorizations)
         exchange.reply.standing = lambda: (*note_headers(self._frontend.standing(exchange.caller)), *self._parting())
 
     def _parting(self) -> Sequence[Header]:

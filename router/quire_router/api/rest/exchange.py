@@ -10,6 +10,7 @@ from quire_router.api.identity import ANYONE, Caller
 from quire_router.api.rest.connection import Reply
 
 LAST_EVENT_ID = "last-event-id"
+KEY_HEADERS = ("api-key", "x-api-key")  # those of Azure's and Anthropic's clients
 _STATE = "quire.exchange"
 
 
@@ -61,6 +62,11 @@ class Exchange:
     def values(self, name: str) -> list[str]:
         """Every value of a header."""
         return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()]
+
+    @property
+    def authorizations(self) -> list[str]:
+        """Every ``authorization``; where there is none, the keys in the headers of clients that send them bare."""
+        return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
 
     @property
     def body_bytes(self) -> int:

@@ -39,7 +39,7 @@ class Pages:
         where none is configured, is also told how many engines each of its models has. Raises ``QuireError``
         UNAUTHENTICATED for a wrong key.
         """
-        keys, given = self._frontend.keys, exchange.values("authorization")
+        keys, given = self._frontend.keys, exchange.authorizations
         if keys.required and not given:
             await self._health(exchange, {})
         else:
