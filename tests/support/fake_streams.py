@@ -86,8 +86,10 @@ class FakeDevice(TorchFunctionMode):
     @contextmanager
     def switched(self, stream: FakeStream) -> Iterator[None]:
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def launch(self, work: Work) -> None:
         """Queues work on the current stream."""

@@ -2,12 +2,14 @@
 each of the two waits is needed for that.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.kv_cache import KvCache
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.executor.torch.streams import InOrder, SideStream, Wait, copy_order, mark
@@ -139,3 +141,17 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
 def test_on_the_cpu_nothing_is_ordered() -> None:
     assert isinstance(copy_order(CPU), InOrder)
     mark(CPU).wait()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_computed_after_copies_that_failed_waits_for_those_that_were_launched(seed: int) -> None:
+    fake, done = FakeDevice(seed), []
+    with pytest.MonkeyPatch.context() as patch, fake:
+        fake.install(patch)
+        order = SideStream(CPU)
+        with suppress(CopyError), order.copying():
+            fake.launch(lambda: done.append("copied"))
+            raise CopyError("no such block")
+        fake.launch(lambda: done.append("computed"))
+        fake.run()
+    assert done == ["copied", "computed"]

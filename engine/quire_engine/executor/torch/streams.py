@@ -78,10 +78,12 @@ class SideStream:
         compute = torch.cuda.current_stream(self._device)
         if self._left_out is not Wait.COPIES_FOR_COMPUTE:
             self._stream.wait_event(self._computed)
-        with torch.cuda.stream(self._stream):
-            yield
-        if self._left_out is not Wait.COMPUTE_FOR_COPIES:
-            compute.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # after a failure too: what was launched before it still reads and writes blocks
+            if self._left_out is not Wait.COMPUTE_FOR_COPIES:
+                compute.wait_stream(self._stream)
 
 
 class _Passed:
