@@ -230,6 +230,9 @@ class Settings(CommandSettings):
     )
     max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
     max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
+    max_peer_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5, description="Part of a full port's connections up to which an address takes idle ones of others."
+    )
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
     sse_keepalive_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(

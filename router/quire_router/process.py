@@ -111,7 +111,8 @@ class Router:
     def _http_doors(self) -> list[HttpServer]:
         """The API's, and the one for metrics, which workers leave to their supervisor."""
         settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
-        limits = ConnectionLimits(connections=settings.max_connections, head=patience)
+        share = settings.max_peer_share
+        limits = ConnectionLimits(connections=settings.max_connections, head=patience, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
         api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
         if self._place is not None:

@@ -375,8 +375,15 @@ async def test_an_answer_that_takes_longer_than_a_head_may_is_not_cut_off():
 
 
 async def test_more_connections_than_allowed_are_told_so():
-    async with open_stage(limits=ConnectionLimits(connections=2)) as stage:
+    release, body = asyncio.Event(), json.dumps(chat()).encode()
+    sent = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    async with open_stage(["one", release], limits=ConnectionLimits(connections=2)) as stage:
         held = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(2)]
+        for number, (_, each) in enumerate(held, 1):
+            each.write(sent.encode() + body)
+            async with asyncio.timeout(10):
+                while len(stage.runner.generations) < number:  # noqa: ASYNC110 - there is no event
+                    await asyncio.sleep(0.01)
         refused, writer = await asyncio.open_connection("127.0.0.1", stage.port)
         answer = await read_answer(refused)
         assert await refused.read() == b""

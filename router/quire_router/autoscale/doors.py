@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import listen
@@ -41,7 +42,12 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
     certificates = Certificates(settings.scaling_identity, lambda: proxy.authorities)
     namespace = settings.scaling_namespace or own_namespace()
     app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
-    server = TlsServer(app, listen(settings.host, settings.scaling_port), certificates, _LIMITS)
+    server = TlsServer(
+        app,
+        listen(settings.host, settings.scaling_port),
+        certificates,
+        replace(_LIMITS, peer_share=settings.max_peer_share),
+    )
     server.start()
     ending.push_async_callback(server.stop)
     for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):

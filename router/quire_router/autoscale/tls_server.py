@@ -11,6 +11,7 @@ from quire_proto.tls import TlsError
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from quire_router.api.connection_shares import peer_of
 from quire_router.api.rest.protocol import ConnectionLimits, LimitedConfig, LimitedHttpProtocol
 from quire_router.api.rest.server import http_config
 from quire_router.autoscale.certificates import Certificates
@@ -43,7 +44,7 @@ class TlsServer:
         self._limits = limits
         self._handshake = handshake
         self._state = ServerState()
-        self._greeting: set[asyncio.Task[None]] = set()
+        self._greeting: dict[asyncio.Task[None], str] = {}
         self._accepting: SupervisedTask | None = None
         self.port: int = listener.getsockname()[1]
 
@@ -71,17 +72,24 @@ class TlsServer:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, address = await loop.sock_accept(self._listener)
             except OSError as error:  # it left again, or too many files are open
                 log.debug("a connection cannot be taken: %s", type(error).__name__)
                 await asyncio.sleep(_PAUSE)
                 continue
-            if len(self._greeting) + len(self._state.connections) >= self._limits.connections:
+            peer = peer_of(address[0])
+            if not self._has_place(peer):
                 connection.close()
                 continue
             task = loop.create_task(self._greet(connection), name="TLS handshake")
-            self._greeting.add(task)
-            task.add_done_callback(self._greeting.discard)
+            self._greeting[task] = peer
+            task.add_done_callback(self._greeting.pop)
+
+    def _has_place(self, peer: str) -> bool:
+        """Whether a peer may begin a handshake, of which it may have its share at once."""
+        own = sum(each == peer for each in self._greeting.values())
+        is_within_share = own < max(1, self._limits.connections * self._limits.peer_share)
+        return is_within_share and self._config.shares.make_room(peer, beside=len(self._greeting))
 
     async def _greet(self, connection: socket.socket) -> None:
         try:

@@ -16,6 +16,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from quire_router.api.connection_shares import ConnectionShares, peer_of
 from quire_router.api.frontend import new_request_id
 from quire_router.api.rest.answers import error_answer
 from quire_router.api.rest.direct import DIRECT, EXTENSION, Direct
@@ -43,19 +44,22 @@ _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is a
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """At most ``connections`` at once on one port. A request's head arrives within ``head`` seconds, and a connection
-    may wait ``idle`` seconds for its next request: longer than load balancers keep one that they may still use.
+    """At most ``connections`` at once on one port, shared between peers' addresses as ``ConnectionShares`` says. A
+    request's head arrives within ``head`` seconds, and a connection may wait ``idle`` seconds for its next request:
+    longer than load balancers keep one that they may still use.
     """
 
     connections: int = 4096
     head: float = 30.0
     idle: float = 75.0
+    peer_share: float = 0.5
 
 
 class LimitedConfig(Config):
-    """uvicorn's configuration, which its protocols are given, with our limits in it."""
+    """uvicorn's configuration, which its protocols are given, with our limits in it and who has a place."""
 
     limits: ConnectionLimits
+    shares: ConnectionShares
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -74,7 +78,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._limits = config.limits
+        self._limits, self._shares = config.limits, config.shares
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -84,17 +88,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes the connection, unless there are too many."""
+        """Takes the connection, unless there are too many and none of them is idle."""
         super().connection_made(transport)
-        if len(self.connections) > self._limits.connections:
+        if self._shares.open(self, peer_of(self.client[0] if self.client else "")):
+            self._wait(self._limits.head)
+        else:
             message = f"{self._limits.connections} connections are open, which is the most that this router takes."
             self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY))
-        else:
-            self._wait(self._limits.head)
+
+    def evict(self) -> None:
+        """Gives its place to another connection; only while nothing is answered on it."""
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is waited for any more, and every request on this connection ends: uvicorn knows of the last one."""
         self._stop_waiting()
+        self._shares.close(self)
         if self._looking is not None:
             self._looking.cancel()
         for cycle in self._unanswered:
@@ -239,13 +248,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._looking = self.loop.call_later(_LOOK, self._look)
 
     def _wait(self, seconds: float) -> None:
-        self._stop_waiting()
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = self.loop.call_later(seconds, self._waited)
+        self._shares.idle(self)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._shares.busy(self)
 
     def _waited(self) -> None:
         if self._head_begun:

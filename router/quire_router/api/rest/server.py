@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire_router.api.connection_shares import ConnectionShares
 from quire_router.api.rest.protocol import ConnectionLimits, LimitedConfig, LimitedHttpProtocol
 
 
@@ -44,6 +45,7 @@ def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
         timeout_graceful_shutdown=5,
     )
     config.limits = limits
+    config.shares = ConnectionShares(limits.connections, limits.peer_share)
     config.timeout_keep_alive = math.ceil(limits.idle)
     return config
 

@@ -1,0 +1,104 @@
+"""Who keeps a place on a port whose connections are all taken: idle connections make room for new ones, and no peer's
+address can take the places of others with connections that it leaves idle.
+"""
+
+from collections import Counter
+from ipaddress import IPv6Address
+from typing import Protocol
+
+from quire_router.admission.lazy_heap import LazyHeap
+
+
+class Evictable(Protocol):
+    """A connection that can be closed while nothing is answered on it."""
+
+    def evict(self) -> None:
+        """Closes it."""
+        ...
+
+
+class ConnectionShares:
+    """At most ``limit`` connections. When all places are taken, a newcomer gets that of the connection which is idle
+    for the longest time, of the peer that has most idle ones. A peer that has ``peer_share`` of the places (0 to 1)
+    takes none from others: its newcomers get the places of its own idle connections.
+    """
+
+    def __init__(self, limit: int, peer_share: float = 0.5) -> None:
+        self._limit = limit
+        self._most_of_a_peer = max(1, int(limit * peer_share))
+        self._peers: dict[Evictable, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._idle: dict[str, dict[Evictable, None]] = {}  # of each peer, the idlest first
+        self._most_idle: LazyHeap[str] = LazyHeap()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def open(self, connection: Evictable, peer: str) -> bool:
+        """Takes a place for a connection of ``peer`` (see ``peer_of``); False when there is none."""
+        if not self.make_room(peer):
+            return False
+        self._peers[connection] = peer
+        self._counts[peer] += 1
+        return True
+
+    def make_room(self, peer: str, beside: int = 0) -> bool:
+        """Evicts where it must, so that there is a place for one more connection of ``peer``, with ``beside`` that are
+        not counted here yet; False when there is none.
+        """
+        if len(self._peers) + beside < self._limit:
+            return True
+        if self._counts[peer] < self._most_of_a_peer and self._most_idle:
+            peer = self._most_idle.first()
+        victim = next(iter(self._idle.get(peer, ())), None)
+        if victim is None:
+            return False
+        self.close(victim)
+        victim.evict()
+        return True
+
+    def idle(self, connection: Evictable) -> None:
+        """Nothing is answered on the connection from now on; it may be so already."""
+        peer = self._peers.get(connection)
+        if peer is None:
+            return
+        idle = self._idle.setdefault(peer, {})
+        idle.pop(connection, None)
+        idle[connection] = None
+        self._rank(peer)
+
+    def busy(self, connection: Evictable) -> None:
+        """The connection cannot be evicted until it is idle again."""
+        peer = self._peers.get(connection)
+        if peer is not None and self._idle.get(peer, {}).pop(connection, self) is None:
+            self._rank(peer)
+
+    def close(self, connection: Evictable) -> None:
+        """The connection has ended, if it had a place."""
+        self.busy(connection)
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            self._counts[peer] -= 1
+            if not self._counts[peer]:
+                del self._counts[peer]
+
+    def _rank(self, peer: str) -> None:
+        idle = self._idle[peer]
+        if not idle:
+            del self._idle[peer]
+            self._most_idle.discard(peer)
+        elif peer not in self._most_idle or self._most_idle.key(peer) != -len(idle):
+            self._most_idle.put(peer, -len(idle))
+
+
+def peer_of(host: str) -> str:
+    """What counts as one peer: an IPv4 address, or the network of 64 bits that an IPv6 address is in, of which one
+    machine has as many as it likes.
+    """
+    if ":" not in host:
+        return host
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or int(address) >> 64)
