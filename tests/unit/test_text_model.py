@@ -1,9 +1,10 @@
 """Model folders: tokens and chat prompts, against transformers' own."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from threading import Thread
-from time import sleep
+from time import sleep, thread_time
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +190,96 @@ def test_a_template_that_fails_or_reaches_outside_is_a_refusal_without_internals
     assert refusal.value.code == ErrorCode.INVALID
     assert "class" not in refusal.value.message
     assert "root" not in refusal.value.message
+
+
+DOUBLE = "{% set ns = namespace(s='a' * 1000, n=1) %}{% for _ in range(60) %}"
+NEST = "{% set ns = namespace(s=[1]) %}{% for _ in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+EXCESSES = {
+    "power": "{{ (10**6)**(10**6) }}",
+    "product": "{{ 'a' * 2000000000 }}",
+    "product of lists": "{{ ([1] * 2000000000) | length }}",
+    "centred text": "{{ 'a'.center(3000000000) }}",
+    "filter that centres": "{{ 'a' | center(3000000000) }}",
+    "centred bytes": "{{ 'a'.encode().center(3000000000) }}",
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "recursive loops": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) if loop.depth0 < 100 }}{% endfor %}",
+    "recursive macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(90) }}",
+    "sums": DOUBLE + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "joined": DOUBLE + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "blocks": DOUBLE + "{% set ns.s %}{{ ns.s }}{{ ns.s }}{% endset %}{% endfor %}",
+    "macros": "{% macro d(s) %}{{ s }}{{ s }}{% endmacro %}" + DOUBLE + "{% set ns.s = d(ns.s) %}{% endfor %}",
+    "output": "{% set s = 'a' * 1000000 %}{% for _ in range(9999) %}{{ s }}{% endfor %}",
+    "products of numbers": DOUBLE + "{% set ns.n = (ns.n + 1) * (ns.n + 1) %}{% endfor %}",
+    "replaced": "{% set s = 'a' * 100000 %}{{ s.replace('a', s) }}",
+    "filter that replaces": "{% set s = 'a' * 100000 %}{{ s | replace('a', s) }}",
+    "separator": "{% set s = 'a' * 100000 %}{{ s.join(s) }}",
+    "filter that joins": "{% set s = 'a' * 100000 %}{{ s | join(s) }}",
+    "mapped": "{% set s = 'a' * 100000 %}{{ [s] | map('replace', 'a', s) | list | length }}",
+    "indented": "{{ ('\n' * 100000) | indent(9999) | length }}",
+    "tabs": "{{ ('\t' * 100000).expandtabs(9999) | length }}",
+    "translated": "{% set s = 'a' * 100000 %}{{ s.translate({97: s}) }}",
+    "format": "{{ '{:>3000000000}'.format('a') }}",
+    "format with a width beside it": "{{ '{:>{}}'.format('a', 3000000000) }}",
+    "format of many": "{% set s = 'a' * 100000 %}{{ ('{0}' * 100000).format(s) }}",
+    "percent": "{{ '%3000000000d' % 1 }}",
+    "percent with a width beside it": "{{ '%*d' % (3000000000, 1) }}",
+    "filter that formats": "{{ '%3000000000d' | format(1) }}",
+    "lists in lists": NEST + "{{ ns.s }}",
+    "JSON of lists in lists": NEST + "{{ ns.s | tojson }}",
+    "values of dictionaries": NEST + "{{ {'a': ns.s}.values() }}",
+    "JSON in a longer text": NEST + "{{ 'a' ~ {'a': ns.s}.items() }}",
+    "indented JSON": "{{ [1] | tojson(indent=3000000000) }}",
+    "summed lists": "{{ [[1] * 100000] * 100000 | sum(start=[]) }}",
+    "rounded": "{{ 1.5 | round(999999999, 'ceil') }}",
+    "bytes of a number": "{{ (5).to_bytes(3000000000, 'big') }}",
+    "a refusal": NEST + "{{ raise_exception(ns.s) }}",
+}
+
+
+@pytest.mark.parametrize("source", EXCESSES.values(), ids=EXCESSES.keys())
+def test_a_template_that_takes_too_much_time_or_memory_is_a_refusal(source):
+    template = ChatTemplate("{% if messages | length > 1 %}" + source + "{% endif %}", {}, "the test")
+    assert not template.is_slow
+    begun = thread_time()
+    tracemalloc.start()
+    try:
+        with pytest.raises(QuireError, match="too much time or memory") as refusal:
+            template.render([USER] * 2)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert refusal.value.code == ErrorCode.INVALID
+    assert peak < 50e6
+    assert thread_time() - begun < 10
+
+
+def test_a_template_that_is_slow_is_known_to_be_before_anybody_asks():
+    assert ChatTemplate(EXCESSES["nested loops"], {}, "the test").is_slow
+    assert not ChatTemplate(CHAT_TEMPLATE, {}, "the test").is_slow
+
+
+def test_a_namespace_is_written_without_what_it_holds():
+    assert ChatTemplate(NEST + "{{ ns }}", {}, "the test").render([USER]) == "<Namespace>"
+
+
+def test_memory_that_cannot_be_had_is_a_refusal(monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr(json, "dumps", fail)
+    with pytest.raises(QuireError) as refusal:
+        ChatTemplate("{{ messages | tojson }}", {}, "the test").render([USER])
+    assert refusal.value.code == ErrorCode.INVALID
+
+
+@pytest.mark.parametrize("count", [1, 4096])
+def test_long_conversations_are_rendered_within_the_bounds(count):
+    messages = [{"role": "user", "content": "<b>" * (10**6 // count)}] * count
+    source = "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}" + (
+        "{{ m.content.replace('<b>', '').replace('x', 'yy') | trim | indent(2) ~ '\n' }}{{ m | tojson }}{% endfor %}"
+    )
+    assert len(ChatTemplate(source, {}, "the test").render(messages)) > 2 * 10**6
 
 
 @pytest.mark.parametrize(

@@ -1,33 +1,45 @@
 """A model's chat template: messages in, prompt text out. Knows no tokens, and takes templates from model folders only.
 
-Templates are programs, so they run in Jinja's immutable sandbox, with the helpers that Hugging Face templates expect.
+Templates are programs, so they run in a sandbox (``quire_proto.text.sandbox``), with the helpers that Hugging Face
+templates expect.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from time import thread_time
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, meta, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.reasoning import END as END_OF_REASONING
+from quire_proto.text.sandbox import ExcessError, Sandbox, bounded, checked, size_of
 from quire_proto.text.tools.formats import ToolFormat, format_of
 
-_RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+_RENDER_ERRORS = (
+    TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
+)  # fmt: skip
+
+# What one rendering may take, of processor time and of characters: far more than published templates do.
+_SECONDS, _SECONDS_A_MESSAGE, _SECONDS_A_CHARACTER = 0.5, 0.002, 1e-6
+_SLOW = 0.02  # seconds from which short conversations hold up the streams of others
+_CHARACTERS, _TIMES = 2**20, 16
+_MOST = 2**26  # characters of a conversation that count
 
 
 class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
     ``variables`` are the names that it asks for. ``tool_format`` is how calls are written in it, None where it knows no
-    tools or another format. ``marks_reasoning`` says that its model thinks between marks before it answers.
+    tools or another format. ``marks_reasoning`` says that its model thinks between marks before it answers, and
+    ``is_slow`` that even short conversations took long.
 
     Raises ``ModelTextError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
@@ -36,12 +48,15 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         environment = _environment()
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(environment.counted(source))
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
             raise ModelTextError(f"{origin}: the chat template is not valid: {error}.") from error
         self.tool_format: ToolFormat | None = format_of(source) if "tools" in self.variables else None
         self.marks_reasoning = END_OF_REASONING in source
+        self.is_slow = False
+        with suppress(QuireError):
+            self.render([{"role": "user", "content": "Hello"}])
 
     def render(
         self,
@@ -53,21 +68,35 @@ class ChatTemplate:
     ) -> str:
         """The prompt that asks the assistant to answer ``messages``, for which it may use ``tools``, in the shape of
         the OpenAI API with arguments as objects. ``options`` are further variables. Raises ``QuireError`` INVALID with
-        the template's own words where it refuses them.
+        the template's own words where it refuses them, and where it takes too much time or memory for them.
         """
+        begun = thread_time()
+        size, number = size_of(tools, _MOST) + sum(map(_size, messages)), len(messages) + len(tools)
+        seconds = _SECONDS + _SECONDS_A_MESSAGE * number + _SECONDS_A_CHARACTER * size
         try:
-            return self._template.render(
-                **options,
-                messages=[dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            with bounded(seconds, _CHARACTERS + _TIMES * size):
+                return self._template.render(
+                    **options,
+                    messages=[dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                )
+        except ExcessError as error:
+            raise invalid("messages", "The model's chat template takes too much time or memory.") from error
         except _RefusalError as refusal:
             raise invalid("messages", f"The model's chat template refuses these messages: {refusal}") from refusal
         except _RENDER_ERRORS as error:
             raise _unrenderable() from error
+        finally:
+            expected = _SLOW + _SECONDS_A_MESSAGE * number + _SECONDS_A_CHARACTER * size
+            self.is_slow = self.is_slow or thread_time() - begun > expected
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters of a message, about."""
+    return sum(len(each) if isinstance(each, str) else size_of(each, _MOST) for each in message.values())
 
 
 def _unrenderable() -> QuireError:
@@ -102,6 +131,9 @@ class _PlainNamespace(Namespace):
         _refuse_private(name)
         super().__setitem__(name, value)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what it holds could be lists in lists in lists
+
 
 def _refuse_private(name: str) -> None:
     if name.startswith("_"):
@@ -113,7 +145,7 @@ def _plain_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
 
 
 def _raise_exception(message: object) -> NoReturn:
-    raise _RefusalError(str(message))
+    raise _RefusalError(str(checked(message)))
 
 
 def _strftime_now(pattern: str) -> str:
@@ -138,10 +170,9 @@ _GLOBALS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _environment() -> Environment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals.update(_GLOBALS)
+    environment.bound_filters()
     return environment

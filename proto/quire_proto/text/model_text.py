@@ -109,6 +109,11 @@ class ModelText:
         return frozenset() if self._template is None else self._template.variables
 
     @property
+    def renders_slowly(self) -> bool:
+        """Whether the chat template takes long even for short conversations."""
+        return self._template is not None and self._template.is_slow
+
+    @property
     def tool_format(self) -> ToolFormat | None:
         """How the model calls tools; None where its chat template says nothing that is known here."""
         return None if self._template is None else self._template.tool_format

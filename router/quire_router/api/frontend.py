@@ -253,7 +253,7 @@ class Frontend:
         if size > _LONG_BODY:
             return await self._aside.run(caller.tenant, size, lambda: make(checked()))
         request = checked()
-        if request.size <= _LONG_TEXT:
+        if request.size <= _LONG_TEXT and not self._validator.text(request.model).renders_slowly:
             return make(request)
         return await self._aside.run(caller.tenant, request.size, lambda: make(request))
 
