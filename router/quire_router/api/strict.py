@@ -64,23 +64,15 @@ class Lenient(Strict):
     model_config = ConfigDict(extra="ignore")
 
 
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """A parameter that changed nothing. ``param`` is where it stands; it ``is_known`` where only its value is not
-    followed.
+def ignored_parameters(request: Strict) -> Iterator[tuple[str, bool]]:
+    """What a request says beyond its schema, in its order: where it stands, and whether it is known so that only its
+    value is not followed. Null says nothing.
     """
-
-    param: str
-    is_known: bool
-
-
-def ignored_parameters(request: Strict) -> Iterator[Ignored]:
-    """What a request says beyond its schema, in its order; null says nothing."""
     for owner, prefix in _objects(request):
+        known = owner.unsupported
         for name, value in (owner.model_extra or {}).items():
-            known = owner.unsupported.get(name)
-            if value is not None and not (known is not None and known.is_neutral(value)):
-                yield Ignored(prefix + name, known is not None)
+            if value is not None and not (name in known and known[name].is_neutral(value)):
+                yield prefix + name, name in known
 
 
 def in_header(params: Sequence[str]) -> str:
@@ -98,11 +90,11 @@ def unknown(param: str) -> QuireError:
 
 def _supported(request: Model) -> Model:
     for owner, prefix in _objects(request):
-        for name, value in (owner.model_extra or {}).items():
-            known = owner.unsupported.get(name)
-            if known is None or known.instead is None or value is None or known.is_neutral(value):
-                continue
-            raise invalid(prefix + name, f"{prefix}{name} is not supported here: {known.instead}.")
+        extra = owner.model_extra or {}
+        for name in filter(owner.unsupported.__contains__, extra):
+            known, value = owner.unsupported[name], extra[name]
+            if known.instead is not None and value is not None and not known.is_neutral(value):
+                raise invalid(prefix + name, f"{prefix}{name} is not supported here: {known.instead}.")
     return request
 
 

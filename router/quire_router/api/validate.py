@@ -54,10 +54,10 @@ class Validator:
         ignored, each once. Raises ``QuireError`` NOT_FOUND for the model, and INVALID for what may not be ignored.
         """
         ignored = []
-        for each in ignored_parameters(request):
-            if self._refuse_unknown and not each.is_known:
-                raise unknown(each.param)
-            ignored.append(each.param)
+        for param, is_known in ignored_parameters(request):
+            if self._refuse_unknown and not is_known:
+                raise unknown(param)
+            ignored.append(param)
         text = self.text(model)
         if isinstance(request, Templated):
             request, more = for_template(request, text)
