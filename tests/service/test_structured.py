@@ -76,6 +76,23 @@ def test_regex_choice_and_grammar_hold(stack: Stack, asked: dict[str, Any], patt
 
 
 @pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"ebnf": 'root ::= city " is " city\ncity ::= "Rome"\n  | "Oslo"'}, "(Rome|Oslo) is (Rome|Oslo)"),
+        ({"guided_grammar": "root ::= [a-c]{2,4}"}, "[a-c]{2,4}"),
+        ({"guided_regex": "[0-9]{3}", "guided_decoding_backend": "xgrammar"}, "[0-9]{3}"),
+    ],
+)
+def test_the_words_of_other_servers_mean_here_what_they_mean_there(
+    stack: Stack, asked: dict[str, Any], pattern: str
+) -> None:
+    answers = [ask(stack, seed=seed, extra_body=asked) for seed in range(3)]
+    texts = [answer.choices[0].message.content or "" for answer in answers]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"response_format": json_of({"not": {"type": "null"}})}, "not"),
