@@ -22,7 +22,7 @@ from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.assembly import Parts
 from quire_router.autoscale.doors import open_to_autoscalers
-from quire_router.cautions import warn_of
+from quire_router.cautions import connections_within, raise_descriptor_limit, warn_of
 from quire_router.config import Settings
 from quire_router.supervise import failing_tasks, supervise
 from quire_router.workers.place import Place
@@ -96,7 +96,7 @@ class Router:
             max_message_bytes=settings.max_body_bytes,
             patience=patience,
             shared=self._place is not None,
-            limits=CallLimits(settings.max_concurrent_requests, connections=settings.max_connections),
+            limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
         )
         if self._place is None:  # of workers, their supervisor tells autoscalers
             await open_to_autoscalers(settings, self._parts.load, ending)
@@ -112,7 +112,7 @@ class Router:
         """The API's, and the one for metrics, which workers leave to their supervisor."""
         settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
         share = settings.max_peer_share
-        limits = ConnectionLimits(connections=settings.max_connections, head=patience, peer_share=share)
+        limits = ConnectionLimits(connections=connections_within(settings), head=patience, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
         api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
         if self._place is not None:
@@ -133,6 +133,7 @@ def run(arguments: Sequence[str]) -> None:
     form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=settings.log_level.upper(), format=form)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
+    raise_descriptor_limit()
     setup_tracing("quire-router")
     try:
         uvloop.run(_serve(settings, arguments, place))
