@@ -1,7 +1,7 @@
 """The story of one request: route, dispatch, stream, recover, finish. Knows every room's door and none's inside."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, aclosing
 from dataclasses import replace
 
@@ -131,6 +131,14 @@ class Lifecycle:
     async def record(self, request_id: str) -> Record | None:
         """What is remembered of a request."""
         return await self._journal.read(request_id, brief=True)
+
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        """How it is with each; see ``Runner.statuses``."""
+        records = await self._journal.statuses(request_ids, surely=surely)
+        for record in records:
+            if record is not None and record.generation.background:
+                await self._resumption.adopt_left(record)
+        return records
 
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, with what is before ``mark`` as told; see ``Runner.resume``."""

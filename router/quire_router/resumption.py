@@ -5,7 +5,7 @@ and takes it up when nobody does. Makes no tokens itself.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
@@ -118,6 +118,15 @@ class Resumption:
         if claimed is not None:
             self._background.run(self._go_on(*claimed, Reader()))
         return claimed is not None
+
+    async def adopt_left(self, record: Record) -> None:
+        """Takes up a background request that whoever asks for it sees left, whether or not the index of them names it.
+        Never raises ``QuireError``: nobody who asks how it is hears of what becomes of that.
+        """
+        left = not record.held and record.finish_reason is None
+        if left and self._background.wants_more and not self._here.draining:
+            with suppress(QuireError):
+                await self.adopt_one(record.generation.request_id)
 
     async def _can_adopt(self, request_id: str) -> bool:
         """Whether a record's request is left, and can run here; routers of other models may share the journal. One that

@@ -139,6 +139,9 @@ class ScriptedRunner:
         life = self.lives.get(request_id)
         return None if life is None else life.record()
 
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        return [await self.record(request_id) for request_id in request_ids]
+
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         self.deadlines.append(deadline)
         return self._resume(self.lives[record.generation.request_id], mark)

@@ -131,6 +131,29 @@ async def test_a_request_is_opened_once(journal: AnyJournal) -> None:
     assert (await read(journal, generation)).generation == generation
 
 
+async def test_a_status_is_what_the_whole_record_says_without_its_pieces(journal: AnyJournal) -> None:
+    names = [uuid4().hex for _ in range(3)]
+    for number, name in enumerate(names):
+        lease = journal.open(replace(request(), request_id=name))
+        tell(journal, lease, 0, [5, 6], 1)
+        tell(journal, lease, 0, [7] * number, 0, STOP)
+        await journal.flush()
+        if number == 1:
+            journal.release(lease)
+        if number == 2:
+            journal.finish(lease, FinishReason.ERROR, "Why.", Usage(2, 9, 1))
+    await journal.flush()
+    told = await journal.statuses([*names, "unknown"])
+    assert told.pop() is None
+    for number, (name, status) in enumerate(zip(names, told, strict=True)):
+        record = await journal.read(name)
+        assert record is not None
+        assert status is not None
+        usage = Usage(2, 9, 1) if number == 2 else Usage(2, 2 + number)
+        without = replace(record.generation, prompt_token_ids=status.generation.prompt_token_ids)
+        assert status == replace(record, generation=without, pieces=[], usage=usage)
+
+
 # Cancelling
 
 

@@ -18,6 +18,7 @@ from quire_router.generation import Delta, Generation, Usage
 from quire_router.in_flight import InFlight
 from quire_router.journal.base import Journal, Record, Told
 from quire_router.journal.deliveries import RowReader
+from quire_router.journal.keys import keys
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.pieces import Pieces
 from quire_router.journal.reading import MAX_AT_ONCE, PART, read_part
@@ -27,8 +28,8 @@ from quire_router.resumption import Resumption
 
 from tests.support.any_records import deliver, pieces, possible
 from tests.support.api_stage import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
-from tests.support.journals import by_choice
-from tests.support.redis_journals import flushed, journal_at
+from tests.support.journals import by_choice, tell
+from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
 from tests.support.redis_server import RedisServer, redis_server
 
 T = TypeVar("T")
@@ -156,6 +157,32 @@ class Archive(ScriptedRunner):
 
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         return self._resumption.resume(record.generation, Reader(None, mark=mark), mark)
+
+
+async def test_asking_how_it_is_with_requests_reads_no_answer_and_is_one_exchange() -> None:
+    with redis_server() as server:
+        async with journal_at(server) as journal, redis_at(server) as redis:
+            names = [f"r-{number}" for number in range(30)]
+            for name in names:
+                tell(journal, journal.open(small_request(name)), 0, [1] * 1000)
+            await flushed(journal)
+            await redis.config_resetstat()
+            told = await journal.statuses(names)
+            assert [each.usage.completion_tokens for each in told if each is not None] == [1000] * 30
+            calls = {name.removeprefix("cmdstat_") for name in await redis.info("commandstats")}
+            assert {"hmget", "hstrlen"} <= calls
+            assert not {"hgetall", "get", "getrange"} & calls
+
+
+async def test_a_record_of_an_older_version_is_counted_by_its_row() -> None:
+    with redis_server() as server:
+        async with journal_at(server) as journal, redis_at(server) as redis:
+            tell(journal, journal.open(small_request()), 0, [1] * 10)
+            await flushed(journal)
+            await redis.hdel(keys("r")[0], "told")
+            (status,) = await journal.statuses(["r"])
+            assert status is not None
+            assert status.choices[0].token_ids == [1] * 10
 
 
 @pytest.mark.parametrize("path", ["", "/events"])

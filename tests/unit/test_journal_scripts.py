@@ -127,7 +127,7 @@ class Scripts(RuleBasedStateMachine):
                 row = self.model.row[:offset] + packed
                 answer = CANCELLED if self.model.cancelled else DONE
                 self.model = replace(self.model.held_by(owner, epoch), row=row)
-        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(row)
+        terms = owner, epoch, LEASE, RUNNING, offset, packed, crc32(row), ""
         assert self.run_script(scripts.APPEND, *terms) == (DONE if answer is None else answer)
 
     @rule(
@@ -280,7 +280,7 @@ def arguments(script: Script) -> tuple[str | int | bytes, ...]:
     holder = "me", 2
     return {
         scripts.OPEN: (*holder, LEASE, RUNNING, b"A", b"p", 0, ""),
-        scripts.APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0),
+        scripts.APPEND: (*holder, LEASE, RUNNING, 2, b"x", 0, ""),
         scripts.FINISH: (*holder, RETENTION, "stop", "", "1 2 3", -1),
         scripts.RELEASE: (*holder, RELEASED, RETENTION),
         scripts.CLAIM: ("you", "claim", LEASE, RUNNING, RETENTION),

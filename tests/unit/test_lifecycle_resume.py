@@ -293,6 +293,25 @@ async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_it
             await other.left_nothing("r", FinishReason.STOP, "abc")
 
 
+async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_how_it_is() -> None:
+    class Unlisted(MemoryJournal):
+        async def orphans(self) -> list[str]:
+            return []
+
+    async with house(journal=Unlisted()) as place:
+        for name, background in (("left", True), ("waits", False)):
+            generation = streamed(request_id=name, background=background, stream=not background)
+            place.journal.release(place.journal.open(generation))
+        assert await place.lifecycle.adopt() == 0
+        told = await place.lifecycle.statuses(["left", "waits", "unknown"])
+        assert [record and record.finish_reason for record in told] == [None] * 3
+        assert (await place.engine.submit()).request_id.startswith("left")
+        assert place.lifecycle.in_flight == 1
+        await place.lifecycle.statuses(["left"])
+        assert place.lifecycle.in_flight == 1
+        await place.lifecycle.drain(0.01)
+
+
 async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
     async with house() as place:
         task, _ = await started(place, place.lifecycle.run(streamed()))

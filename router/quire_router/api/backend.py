@@ -1,6 +1,6 @@
 """What the API needs of the rooms behind it, as protocols: the fleet it asks, and the lifecycle that runs requests."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from quire_router.generation import Delta, Generation
@@ -59,6 +59,12 @@ class Runner(Protocol):
 
     async def record(self, request_id: str) -> Record | None:
         """What is remembered of a request, running anywhere or ended; None when nothing is. Raises ``QuireError``."""
+        ...
+
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        """How it is with each of several requests, without prompts and pieces; see ``Journal.statuses``. One that runs
+        in the background and that nobody is at is taken up. Raises ``QuireError``.
+        """
         ...
 
     def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:

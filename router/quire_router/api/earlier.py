@@ -25,6 +25,7 @@ _MARK_CHARACTERS = 11  # of one choice
 # A client may be here before the router that it comes from has written its request down. Requests of others take as
 # long as those that never were.
 _UNTIL_WRITTEN = (0.05, 0.1, 0.0)
+_AT_ONCE = 16  # records of one request's prompts that are read side by side
 _LOOKS, _PAUSE = 20, 0.05  # seconds between looks for what is just being written
 
 
@@ -95,13 +96,25 @@ class Archive:
         """The request of this id, also in the form in which REST shows it. Raises ``QuireError``, NOT_FOUND among
         others.
         """
-        match = _ID.fullmatch(request_id[:128])
+        name = _name_of(request_id)
         for pause in _UNTIL_WRITTEN:
-            record = await self._runner.record(match[1]) if match else None
+            record = await self._runner.record(name)
             if record is not None and record.generation.tenant == caller.tenant:
                 return await self._complete(record)
             await asyncio.sleep(pause)
-        raise QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
+        raise _unknown()
+
+    async def status(self, request_id: str, caller: Caller) -> Earlier:
+        """As ``find``, but only how it is with the request: its records have neither prompts nor pieces."""
+        name = _name_of(request_id)
+        for pause in _UNTIL_WRITTEN:
+            (record,) = await self._runner.statuses([name], surely=not pause)
+            if record is not None and record.generation.tenant == caller.tenant:
+                parts = record.generation.parts[1:]
+                others = await self._runner.statuses(parts, surely=False) if parts else []
+                return Earlier((record, *(other for other in others if other is not None)))
+            await asyncio.sleep(pause)
+        raise _unknown()
 
     async def look(self, request_id: str) -> Earlier | None:
         """The request of this very id, if there is one. Raises ``QuireError``."""
@@ -138,8 +151,22 @@ class Archive:
         return Admitted(generations, AnswerShape.kept(earlier.first), text, event_ids=True)
 
     async def _complete(self, record: Record) -> Earlier:
-        others = [await self._runner.record(part) for part in record.generation.parts[1:]]
+        parts, others = record.generation.parts[1:], list[Record | None]()
+        for start in range(0, len(parts), _AT_ONCE):
+            others += await asyncio.gather(*map(self._runner.record, parts[start : start + _AT_ONCE]))
         return Earlier((record, *(other for other in others if other is not None)))
+
+
+def _name_of(request_id: str) -> str:
+    """The id without what REST shows before it. Raises ``QuireError`` NOT_FOUND for what is none."""
+    match = _ID.fullmatch(request_id[:128])
+    if match is None:
+        raise _unknown()
+    return match[1]
+
+
+def _unknown() -> QuireError:
+    return QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
 
 
 def read_mark(text: str, earlier: Earlier, choices: int) -> Mark:

@@ -151,10 +151,20 @@ class Frontend:
         """See ``Answers.start``."""
         return await self._answers.start(admitted)
 
+    async def status(self, request_id: str, caller: Caller) -> Earlier:
+        """See ``Archive.status``. Raises as ``find``."""
+        self._check_polls(caller)
+        return await self._archive.status(request_id, caller)
+
     async def find(self, request_id: str, caller: Caller) -> Earlier:
         """See ``Archive.find``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
         self._check_polls(caller)
         return await self._archive.find(request_id, caller)
+
+    async def retell(self, earlier: Earlier, caller: Caller) -> Answer:
+        """The whole answer to a request whose status is known. Raises as ``find``."""
+        whole = await self._archive.find(earlier.first.request_id, caller)
+        return await self._answers.resume(whole, "", caller)
 
     async def resume(self, earlier: Earlier, after: str, caller: Caller, terms: Terms = NO_TERMS) -> Answer:
         """See ``Answers.resume``. Of the terms only the time counts."""
@@ -163,8 +173,7 @@ class Frontend:
 
     async def cancel(self, request_id: str, caller: Caller) -> Earlier:
         """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
-        self._check_polls(caller)
-        earlier = await self._archive.find(request_id, caller)
+        earlier = await self.status(request_id, caller)
         await self._runner.cancel(earlier.request_ids)
         return earlier
 
@@ -172,8 +181,7 @@ class Frontend:
         """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as
         ``find``.
         """
-        self._check_polls(caller)
-        earlier = await self._archive.find(request_id, caller)
+        earlier = await self.status(request_id, caller)
         await self._runner.delete(earlier.request_ids)
         return earlier
 

@@ -62,6 +62,10 @@ class Together:
         """As ``Runner.record``."""
         return await self._runner.record(request_id)
 
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        """As ``Runner.statuses``."""
+        return await self._runner.statuses(request_ids, surely=surely)
+
     def resume(self, records: Sequence[Record], mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
         n, siblings = records[0].generation.params.n, Siblings()

@@ -1,6 +1,6 @@
 -- Writes deliveries (tokens and marks) at a place in their row, which ends with them, and renews the lease; without any
 -- it only renews. ARGV: owner, epoch, lease (ms), time to live (s), offset in bytes, packed deliveries, the checksum of
--- the row with them.
+-- the row with them, and how many tokens it has (empty: not known).
 local record = stored()
 local refused = refusal(record, ARGV[1], tonumber(ARGV[2]))
 if refused then
@@ -19,5 +19,8 @@ elseif #ARGV[6] > 0 then
   redis.call('SETRANGE', TOKENS, offset, ARGV[6])
 end
 redis.call('HSET', RECORD, 'sum', ARGV[7])
+if ARGV[8] ~= '' then
+  redis.call('HSET', RECORD, 'told', ARGV[8])
+end
 hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
 return record.cancelled and CANCELLED or DONE

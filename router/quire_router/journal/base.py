@@ -1,5 +1,6 @@
 """The ``Journal`` protocol: the fleet's memory of requests. Knows nothing of engines or clients."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -169,6 +170,13 @@ class Journal(Protocol):
     async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
         """The record as it is stored; None when unknown or forgotten. Of a ``brief`` one the pieces are without
         log-probabilities and scores. Raises as ``Follower.look``.
+        """
+        ...
+
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        """How it is with each of several requests: its record without prompt and pieces, and with the usage so far.
+        Takes as long for a long answer as for a short one. One that is not there counts as unknown without a second
+        look unless it has to be ``surely`` so. Raises as ``Follower.look``.
         """
         ...
 

@@ -17,6 +17,7 @@ from quire_router.journal.request import decode_params, decode_request
 TOKEN_BYTES = 4
 MAX_EPOCH_DIGITS = 15
 MAX_LEASE = 10_000  # ms; see ``common.lua``
+STATUS_FIELDS = ("request", "owner", "epoch", "reason", "error", "usage", "lease_expires", "told")
 _PARAMS = tuple(each.name for each in fields(SamplingParams))
 # What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
 _DAMAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
@@ -110,6 +111,34 @@ def decode_record(request_id: str, fields: Mapping[bytes, bytes], length: int, c
             finish_reason=end.finish_reason,
             error=end.error,
             usage=end.usage,
+            held=end.held,
+        )
+    except _DAMAGE as error:
+        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, now: int) -> Record | None:
+    """The record without prompt, which has so many bytes, and pieces, from ``STATUS_FIELDS`` of it. None where they do
+    not say how many tokens it has, as those of an older version. Raises ``DamagedRecordError``.
+    """
+    try:
+        generation = decode_request(json.loads(fields[b"request"]), array("i"))
+        end = decode_end(fields, now)
+        if generation.request_id != request_id:
+            raise DamagedRecordError("the record is another request's")
+        usage = end.usage
+        if usage == NO_USAGE:
+            if b"told" not in fields:
+                return None
+            usage = Usage(prompt // TOKEN_BYTES, int(fields[b"told"]))
+        return Record(
+            generation=generation,
+            owner=fields[b"owner"].decode(),
+            epoch=decode_epoch(fields[b"epoch"]),
+            pieces=[],
+            finish_reason=end.finish_reason,
+            error=end.error,
+            usage=usage,
             held=end.held,
         )
     except _DAMAGE as error:

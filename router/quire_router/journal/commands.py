@@ -38,7 +38,7 @@ class Commands:
         return self._evaluate(scripts.OPEN, entry, *opening(entry.generation, self._settings))
 
     def _append(self, write: Write) -> bytes:
-        grown = write.start * TOKEN_BYTES, write.packed, write.checksum
+        grown = write.start * TOKEN_BYTES, write.packed, write.checksum, "" if write.told is None else write.told
         terms = self._settings.lease_ms, self._settings.running_of(write.entry.generation)
         return self._evaluate(scripts.APPEND, write.entry, *terms, *grown)
 

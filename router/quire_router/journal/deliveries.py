@@ -31,6 +31,11 @@ class Deliveries:
         self._prompted = False
         self._current = 0
 
+    @property
+    def told(self) -> int:
+        """Tokens of all choices."""
+        return sum(self._lengths)
+
     @classmethod
     def restore(cls, values: "array[int]", reader: "RowReader") -> Self:
         """A row that was stored, without what was cut off at its end, and that ``reader`` has read."""

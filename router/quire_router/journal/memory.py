@@ -1,7 +1,7 @@
 """Request state in this process, for one router without a database. It does not survive the process."""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
@@ -53,6 +53,21 @@ class _Kept:
         reader = RowReader(self.generation.params.n, brief=brief)
         record.pieces, _ = await read_row(reader, self.deliveries.values)
         return record
+
+    def status(self) -> Record:
+        """The record without its pieces."""
+        state, generation = self.state([]), self.generation
+        told = Usage(len(generation.prompt_token_ids), self.deliveries.told)
+        return Record(
+            generation=generation,
+            owner=self.lease.owner,
+            epoch=self.lease.epoch,
+            pieces=[],
+            finish_reason=state.finish_reason,
+            error=state.error,
+            usage=told if state.usage == NO_USAGE else state.usage,
+            held=state.held,
+        )
 
     def state(self, pieces: list[Told]) -> Tail:
         """How it is with it now, and what is new to a reader."""
@@ -163,6 +178,10 @@ class MemoryJournal:
         """See ``Journal``."""
         record = self._find(request_id)
         return None if record is None else await record.unpack(brief=brief)
+
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:  # noqa: ARG002 - it is
+        """See ``Journal``."""
+        return [None if each is None else each.status() for each in map(self._find, request_ids)]
 
     def follow(self, request_id: str) -> "MemoryFollower":
         """See ``Journal``."""

@@ -68,7 +68,8 @@ class Entry:
 @dataclass(slots=True)  # a frozen one takes longer to make, and there is one for each flush and stream
 class Write:
     """What one flush writes of an entry, fixed at its start: the entry may grow while the database works. ``packed`` is
-    its row from ``start`` to ``stop``, with which all of it has that ``checksum``.
+    its row from ``start`` to ``stop``, with which all of it has that ``checksum``, and as many tokens as ``told`` says
+    where that is all there is.
     """
 
     entry: Entry
@@ -77,6 +78,7 @@ class Write:
     stop: int
     packed: bytes
     checksum: int
+    told: int | None
     end: End | None
     releases: bool
 
@@ -199,4 +201,5 @@ def _write(entry: Entry) -> Write:
     packed = pack_tokens(entry.deliveries.values[entry.stored : stop])
     checksum = crc32(packed, entry.checksum)
     releases = whole and entry.released and end is None
-    return Write(entry, not entry.opened, entry.stored, stop, packed, checksum, end, releases)
+    told = entry.deliveries.told if whole else None
+    return Write(entry, not entry.opened, entry.stored, stop, packed, checksum, told, end, releases)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from uuid import uuid4
@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 from quire_router import metrics
 from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import REFUSED_EPOCH, Follower, Lease, Owners, Piece, Record, Tail
-from quire_router.journal.codec import TOKEN_BYTES, DamagedRecordError, decode_epoch, unpack_tokens
+from quire_router.journal.codec import TOKEN_BYTES, DamagedRecordError, decode_epoch, decode_status, unpack_tokens
 from quire_router.journal.deliveries import Deliveries
 from quire_router.journal.follower import Glance, RedisFollower
 from quire_router.journal.orphans import Orphans
@@ -23,7 +23,7 @@ from quire_router.journal.reading import checksum, read_record
 from quire_router.journal.server import PATIENCE, RedisServer
 from quire_router.journal.settings import JournalSettings
 from quire_router.journal.store import RedisStore
-from quire_router.journal.troubles import is_damage, unavailable
+from quire_router.journal.troubles import damaged, is_damage, unavailable
 from quire_router.journal.wire import Wire
 from quire_router.journal.writer import RedisWriter
 from quire_router.redis_access import RedisAccess
@@ -160,6 +160,26 @@ class RedisJournal:
         if await self._may_come_back(request_id):
             raise unavailable()
         return None
+
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+        """See ``Journal``."""
+        first = request_ids[0]
+        with self._server.exchange():
+            stored = await self._store.ask(first, lambda: self._store.statuses(request_ids))
+        records = [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
+        if surely and None in records and await self._may_come_back(first):
+            raise unavailable()
+        return records
+
+    async def _status(self, request_id: str, stored: tuple[dict[bytes, bytes], int, int]) -> Record | None:
+        fields, prompt, now = stored
+        if b"request" not in fields and b"epoch" not in fields:
+            return None
+        try:
+            record = decode_status(request_id, fields, prompt, now)
+        except DamagedRecordError:
+            raise damaged(request_id) from None
+        return record or await self.read(request_id, brief=True)
 
     def follow(self, request_id: str) -> Follower:
         """See ``Journal``."""

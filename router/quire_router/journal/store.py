@@ -1,7 +1,7 @@
 """What a journal asks of Redis and waits for. Knows nothing of what is still to be written."""
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from quire_proto.errors import internal
@@ -13,7 +13,7 @@ from redis.exceptions import NoScriptError, RedisError
 from quire_router.generation import Generation
 from quire_router.journal import scripts
 from quire_router.journal.base import Lease
-from quire_router.journal.codec import DamagedRecordError
+from quire_router.journal.codec import STATUS_FIELDS, DamagedRecordError
 from quire_router.journal.commands import opening
 from quire_router.journal.failure import write_failure
 from quire_router.journal.follower import Glance
@@ -103,6 +103,18 @@ class RedisStore:
         fields, row, time = await pipeline.execute()
         return (fields, row or b"", milliseconds(time)) if fields else None
 
+    async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
+        """Of each record the fields that say how it is with it, the bytes of its prompt, and Redis' time in ms."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.time()
+        for record, _ in map(keys, request_ids):
+            pipeline.hmget(record, STATUS_FIELDS)
+            pipeline.hstrlen(record, "prompt")
+        time, *answers = await pipeline.execute()
+        now = milliseconds(time)
+        found = [_named(STATUS_FIELDS, values) for values in answers[::2]]
+        return [(fields, length, now) for fields, length in zip(found, answers[1::2], strict=True)]
+
     async def glance(self, request_id: str, names: tuple[str, ...], offset: int) -> Glance:
         """What is new in the record."""
         record, tokens = keys(request_id)
@@ -112,8 +124,7 @@ class RedisStore:
         pipeline.getrange(tokens, offset, -1)
         pipeline.time()
         values, length, row, time = await pipeline.execute()
-        fields = {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}
-        return Glance(fields, length, row, milliseconds(time))
+        return Glance(_named(names, values), length, row, milliseconds(time))
 
     async def _index(self, request_id: str) -> None:
         terms = self._settings.lease_ms, self._settings.running_s
@@ -127,3 +138,8 @@ class RedisStore:
             return await self._client.evalsha(script.sha, number_of_keys, *arguments)
         except NoScriptError:
             return await self._client.eval(script.source, number_of_keys, *arguments)
+
+
+def _named(names: Sequence[str], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+    """The fields that are there."""
+    return {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}

@@ -50,14 +50,14 @@ class Requests:
             await while_connected(exchange.receive, self._events(exchange))
 
     async def _show(self, exchange: Exchange) -> None:
-        earlier = await self._frontend.find(_id(exchange), exchange.caller)
+        earlier = await self._frontend.status(_id(exchange), exchange.caller)
         shown = to_json(request_object(earlier))
         if earlier.status is RequestStatus.COMPLETED:
             shown = shown[:-1] + b',"response":' + await self._whole(earlier, exchange) + b"}"
         await exchange.reply.whole(200, shown)
 
     async def _whole(self, earlier: Earlier, exchange: Exchange) -> bytes:
-        answer = await self._frontend.resume(earlier, "", exchange.caller)
+        answer = await self._frontend.retell(earlier, exchange.caller)
         body, _ = await collect(answer, style_of(earlier.first))
         return body
 

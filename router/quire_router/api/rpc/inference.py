@@ -66,7 +66,7 @@ class Inference(InferenceServicer):
         response = pb.GetRequestResponse()
         async with _told(context) as call:
             with self._exchange("GetRequest", call):
-                response = messages.request_response(await self._frontend.find(request.request_id, call.caller))
+                response = messages.request_response(await self._frontend.status(request.request_id, call.caller))
         return response
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:  # noqa: N802
