@@ -158,6 +158,28 @@ async def test_one_that_was_cancelled_and_has_not_run_since_is_passed_over():
     other.cancel()
 
 
+@pytest.mark.parametrize("given", [True, False])
+async def test_a_turn_that_was_not_taken_costs_its_tenant_nothing(given):
+    fleet, order = Fleet(room=1), []
+    open_queue(fleet)
+    fleet.dispatch("first")
+    one = asyncio.create_task(run(fleet, waiting("one", tokens=100_000)))
+    await settle()
+    if given:
+        fleet.end("first")
+        one.cancel()
+    else:
+        one.cancel()
+        fleet.end("first")
+    fleet.dispatch("second")
+    others = [asyncio.create_task(run(fleet, waiting(tenant, tenant), order)) for tenant in ("t", "u")]
+    await settle()
+    fleet.end("second")
+    await asyncio.gather(*others)
+
+    assert order == ["t", "u"]
+
+
 async def test_nobody_overtakes_those_who_wait_though_there_is_room_for_a_moment():
     fleet, order = Fleet(room=1), []
     open_queue(fleet)

@@ -4,6 +4,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from time import time
 
 import pytest
 from quire_proto.logprobs import TokenLogprobs
@@ -252,3 +253,22 @@ async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer
         await flushed(mine)
         assert heard == Heard([], ["r"])
         assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [Delivered([1, 2, 3])])
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 0.0, 3600.0])
+async def test_who_takes_a_request_up_gives_it_the_time_it_has_left_whatever_its_routers_clock_said(
+    skew: float,
+) -> None:
+    with redis_server() as server:
+        async with journal_at(server) as former, journal_at(server, "you") as journal, redis_at(server) as redis:
+            created = time() + skew
+            generation = replace(small_request(), created=created, deadline=created + 600)
+            former.release(former.open(generation))
+            await flushed(former)
+            await redis.hincrby(keys("r")[0], "opened", -100_000)  # a hundred seconds are over
+            record, _ = await taken(journal, "r")
+            assert record.generation.deadline is not None
+            assert 400 < record.generation.deadline - time() <= 500.5
+            former_again = await former.read("r")
+            assert former_again is not None
+            assert former_again.generation == generation

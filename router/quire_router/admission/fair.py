@@ -122,6 +122,15 @@ class FairQueue:
         self._last_turns.pop(name, None)
         self._last_turns[name] = now
 
+    def take_back(self, waiting: Waiting) -> None:
+        """The request that was given its turn did not take it: its tenant does not pay for it."""
+        name = waiting.tenant
+        if name in self._finishes:
+            finish = self._finishes.key(name) - waiting.tokens / self._tenants.of(name).weight
+            self._finishes.put(name, finish)
+            if name in self._starts:
+                self._starts.put(name, finish)
+
     def is_ahead(self, tenant_id: str, now: float) -> bool:
         """Whether a tenant has had more for its weight than another one that had a turn lately, by more than the credit
         that this one has when it comes back.

@@ -130,7 +130,12 @@ class _Line:
             return
         with self._park(waiting) as parked:
             self.move()  # there may be room, and only a turn under way before this one
-            await parked.turn
+            try:
+                await parked.turn
+            except asyncio.CancelledError:
+                if self._given is parked:
+                    self._queue.take_back(waiting)
+                raise
 
     def move(self) -> None:
         """Gives the next turn if there is room for it."""
@@ -138,8 +143,11 @@ class _Line:
             if not self._has_room_for(self._queue.first().tenant):
                 self._note_readiness()
                 return
-            parked = self._parked[self._queue.next(self._clock()).request_id]
-            if not parked.turn.done():  # its task may have been cancelled and not have run since
+            waiting = self._queue.next(self._clock())
+            parked = self._parked[waiting.request_id]
+            if parked.turn.done():  # its task was cancelled and has not run since
+                self._queue.take_back(waiting)
+            else:
                 self._given = parked
                 parked.turn.set_result(None)
 

@@ -1,6 +1,6 @@
 -- Takes over a record that nobody holds, with the next epoch.
 -- ARGV: owner, the claim's own name, lease (ms), time to live (s), retention (s).
--- Returns the record's fields and its row as they are then, or nothing when it is held, has ended or is not there.
+-- Returns the record's fields and its row as they are then, and Redis' time (ms), or nothing when it is held, has ended or is not there.
 local record = stored()
 if not record or record.ended then
   return false
@@ -22,4 +22,4 @@ local row = redis.pcall('GET', TOKENS)
 if type(row) == 'table' then
   row = 'damaged' -- the key is something else's; seven bytes are no row
 end
-return { redis.call('HGETALL', RECORD), row or '' }
+return { redis.call('HGETALL', RECORD), row or '', string.format('%.0f', now()) }

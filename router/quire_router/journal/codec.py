@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, fields, replace
 from sys import byteorder
+from time import time
 from zlib import crc32
 
 from quire_proto.errors import QuireError
@@ -143,6 +144,17 @@ def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, n
         )
     except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def decode_deadline(generation: Generation, fields: Mapping[bytes, bytes], now: int) -> float | None:
+    """When the answer must have ended, by this machine's clock. What it wrote down is by another's, of which only how
+    long the request might take is believed; how much of that is over, the database's clock says (``now`` in ms).
+    """
+    opened = fields.get(b"opened", b"")
+    if generation.deadline is None or not opened.isdigit() or len(opened) > MAX_EPOCH_DIGITS:
+        return generation.deadline
+    over = max(0, now - int(opened)) / 1000
+    return time() + generation.deadline - generation.created - over
 
 
 def decode_epoch(text: bytes) -> int:

@@ -1,6 +1,7 @@
 -- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
 -- lease_expires (ms); 'sum', the checksum of the row of tokens, and told, how many there are; claim, the name of the last one; cancelled; and of one
--- that has ended reason, error and usage; retention (s), where it is this request's own. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- that has ended reason, error and usage; opened (ms), when it began by this clock; retention (s), where
+-- it is this request's own. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
 -- Each begins its writing with a command that Redis refuses when it is out of memory, and then changes nothing at all: a
 -- DEL or a ZREM it carries out. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST

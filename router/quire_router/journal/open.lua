@@ -18,6 +18,7 @@ elseif epoch > record.epoch or ARGV[1] ~= record.owner then
   redis.call('HDEL', RECORD, 'sum')
 end
 redis.call('HSET', RECORD, 'request', ARGV[5], 'prompt', ARGV[6], 'seal', ARGV[7])
+redis.call('HSETNX', RECORD, 'opened', string.format('%.0f', now()))
 if ARGV[8] ~= '' then
   redis.call('HSET', RECORD, 'retention', ARGV[8])
 end

@@ -14,7 +14,14 @@ from redis.exceptions import RedisError
 from quire_router import metrics
 from quire_router.generation import NO_USAGE, Generation, Usage
 from quire_router.journal.base import REFUSED_EPOCH, Follower, Lease, Owners, Piece, Record, Tail
-from quire_router.journal.codec import TOKEN_BYTES, DamagedRecordError, decode_epoch, decode_status, unpack_tokens
+from quire_router.journal.codec import (
+    TOKEN_BYTES,
+    DamagedRecordError,
+    decode_deadline,
+    decode_epoch,
+    decode_status,
+    unpack_tokens,
+)
 from quire_router.journal.deliveries import Deliveries
 from quire_router.journal.follower import Glance, RedisFollower
 from quire_router.journal.orphans import Orphans
@@ -275,7 +282,9 @@ class RedisJournal:
             log.warning("the state of %d requests was not written to Redis", len(self._pending))
         await task.stop()
 
-    async def _take_over(self, request_id: str, fields: dict[bytes, bytes], row: bytes) -> tuple[Record, Lease] | None:
+    async def _take_over(
+        self, request_id: str, fields: dict[bytes, bytes], row: bytes, now: int
+    ) -> tuple[Record, Lease] | None:
         """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""
         lease = Lease(request_id, self._owner, decode_epoch(fields[b"epoch"]))
         try:
@@ -292,7 +301,8 @@ class RedisJournal:
         if entry.cancelled or not self._pending.has(entry):
             self.release(lease)  # cancelled or lost while it was read
             return None
-        return replace(record, held=True), lease
+        generation = replace(record.generation, deadline=decode_deadline(record.generation, fields, now))
+        return replace(record, generation=generation, held=True), lease
 
     async def _restore(self, lease: Lease, fields: dict[bytes, bytes], row: bytes) -> Entry:
         record, reader, taken = await read_record(lease.request_id, fields, row, brief=True)

@@ -25,10 +25,8 @@ from quire_router.journal.troubles import damaged, is_damage, unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Taken = tuple[dict[bytes, bytes], bytes]
-"""A record's fields and its row."""
 Stored = tuple[dict[bytes, bytes], bytes, int]
-"""The same, and Redis' time in ms."""
+"""A record's fields, its row, and Redis' time in ms."""
 
 
 class RedisStore:
@@ -68,14 +66,14 @@ class RedisStore:
         answer = await self._run(scripts.OPEN, lease.request_id, *terms)
         return bool(answer == Answer.DONE)
 
-    async def claim(self, request_id: str, owner: str, name: str) -> Taken | None:
+    async def claim(self, request_id: str, owner: str, name: str) -> Stored | None:
         """Takes over a record that nobody holds. ``name`` is the claim's own: repeating it changes nothing."""
         terms = self._settings.lease_ms, self._settings.running_s, self._settings.retention_s
         answer = await self._run(scripts.CLAIM, request_id, owner, name, *terms)
         if answer is None:
             return None
         pairs = iter(answer[0])
-        return dict(zip(pairs, pairs, strict=True)), answer[1]
+        return dict(zip(pairs, pairs, strict=True)), answer[1], int(answer[2])
 
     async def condemn(self, lease: Lease) -> None:
         """Ends a record that cannot be read."""
