@@ -10,7 +10,7 @@ from quire_router.config import Settings
 log = logging.getLogger("quire.router")
 _MOST_DESCRIPTORS = 2**20  # more are not asked for, whatever the hard limit is
 _KEPT = 256  # descriptors for engines, Redis and files
-_OF_AN_AUTOSCALER = 512  # for one of its ports: a connection may need two
+_OF_AN_AUTOSCALER = 768  # for one of its ports: a connection that is relayed needs three
 _FEWEST = 16  # connections of a port
 
 

@@ -30,7 +30,7 @@ class Stage:
 async def serving(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     monkeypatch.setattr(keda, "_PERIOD", 0.01)
     load = KnownLoad(**dict.fromkeys(MODELS, 0))
-    server = KedaServer(Scaler(load, labels_of(MODELS)), "127.0.0.1:0")
+    server = KedaServer(Scaler(load, labels_of(MODELS)), "127.0.0.1", 0)
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Stage(load, server, ExternalScalerStub(channel), channel)
@@ -209,3 +209,21 @@ async def test_another_metric_and_another_call_are_refused(monkeypatch: pytest.M
             "/externalscaler.ExternalScaler/StreamMetricSpec", lambda m: m.SerializeToString()
         )
         assert await status(call(trigger()).read()) is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("address", ["127.0.0.2", "127.0.0.1"], ids=["another's", "the same"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"], ids=["nothing", "HTTP/2"]
+)
+async def test_connections_that_are_left_idle_do_not_keep_keda_out(
+    address: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(monkeypatch) as stage:
+        idle = []
+        for _ in range(300):
+            idle.append((await asyncio.open_connection("127.0.0.1", stage.server.port, local_addr=(address, 0)))[1])
+            idle[-1].write(sent)
+        for _ in range(3):
+            assert not (await stage.stub.IsActive(trigger(), timeout=20, wait_for_ready=True)).result
+        for writer in idle:
+            writer.close()

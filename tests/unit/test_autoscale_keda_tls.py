@@ -38,7 +38,7 @@ def server(authority: Authority) -> ServerTls:
 @asynccontextmanager
 async def serving(tls: ServerTls, load: KnownLoad | None = None) -> AsyncIterator[int]:
     """The port of a router that tells ``load``, or 7."""
-    server = KedaServer(Scaler(load or KnownLoad(llama=7), {"llama": "llama"}), "127.0.0.1:0", tls)
+    server = KedaServer(Scaler(load or KnownLoad(llama=7), {"llama": "llama"}), "127.0.0.1", 0, tls)
     await server.start()
     yield server.port
     await server.stop()
@@ -105,4 +105,4 @@ async def test_certificates_are_replaced_while_streams_go_on(authority: Authorit
 async def test_files_that_do_not_go_together_are_refused(authority: Authority, server: ServerTls) -> None:
     other = IdentityFiles(server.identity.certificate, authority.issue(KEDA).key)
     with pytest.raises(TlsError, match="is not the key of"):
-        KedaServer(Scaler(KnownLoad(), {}), "127.0.0.1:0", ServerTls(other))
+        KedaServer(Scaler(KnownLoad(), {}), "127.0.0.1", 0, ServerTls(other))

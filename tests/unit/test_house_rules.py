@@ -184,6 +184,7 @@ SHORT_TASKS = {
     "router/quire_router/api/rest/connection.py": {"while_connected"},  # a request's
     "router/quire_router/api/rest/events.py": {"EventStream._look"},
     "router/quire_router/api/together.py": {"_together"},
+    "router/quire_router/autoscale/relay.py": {"Relay._pass_on"},  # a connection's
     "router/quire_router/autoscale/tls_server.py": {"TlsServer._accept"},  # a handshake, within its time
     "router/quire_router/background.py": {"Background.run"},
     "router/quire_router/fleet/fleet.py": {"Fleet._release"},  # closes a link

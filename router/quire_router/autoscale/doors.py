@@ -56,9 +56,9 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
 
 
 async def _open_keda(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    tls = settings.keda_tls
-    server = KedaServer(Scaler(load, labels_of(settings.models)), f"{host}:{settings.keda_port}", tls)
+    assert settings.keda_port is not None
+    tls, scaler = settings.keda_tls, Scaler(load, labels_of(settings.models))
+    server = KedaServer(scaler, settings.host, settings.keda_port, tls, peer_share=settings.max_peer_share)
     await server.start()
     ending.push_async_callback(server.stop)
     log.info("autoscaling: KEDA on %s:%d%s", settings.host, server.port, "" if tls is None else " over TLS")

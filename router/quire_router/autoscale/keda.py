@@ -21,10 +21,13 @@ from quire_proto.certificates import Certificates
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.tls import ServerTls
 
+from quire_router.api.connection_shares import ConnectionShares
+from quire_router.api.rest.server import listen
 from quire_router.api.rpc.errors import status_code
 from quire_router.api.rpc.server import CallLimits, bind, connection_options, options
 from quire_router.api.rpc.types import Context
 from quire_router.autoscale.load import METRIC, Load, no_such_model
+from quire_router.autoscale.relay import Relay
 
 MODEL, TARGET, ACTIVATION = "model", "target", "activation"
 DEFAULT_TARGET = 16.0
@@ -32,7 +35,9 @@ DEFAULT_TARGET = 16.0
 _LARGEST = 1e9
 _PERIOD = 0.25  # seconds from one look of a stream to the next
 _MAX_STREAMS = 256
-_LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=256)
+_CONNECTIONS = 256
+# The library lets go of a connection a little later than the relay does, which counts them.
+_LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=4 * _CONNECTIONS)
 _MAX_MESSAGE = 64 * 1024
 _PATIENCE = 10.0  # seconds for a client to begin
 _LAST_WORDS = 0.5  # seconds
@@ -135,25 +140,32 @@ class Scaler(ExternalScalerServicer):
 
 
 class KedaServer:
-    """Serves KEDA on ``address`` (port 0: any free one; ``port`` tells which), in plain text without ``tls``. Raises
-    ``OSError`` when it cannot, and ``TlsError`` where the files of ``tls`` are no good.
+    """Serves KEDA on ``host`` and ``port`` (0: any free one; ``port`` tells which), in plain text without ``tls``.
+    Raises ``OSError`` when it cannot, and ``TlsError`` where the files of ``tls`` are no good. Of its 256 connections
+    no address keeps others out (see ``ConnectionShares``): they are relayed to the gRPC library on this machine.
     """
 
-    def __init__(self, scaler: Scaler, address: str, tls: ServerTls | None = None) -> None:
+    def __init__(
+        self, scaler: Scaler, host: str, port: int, tls: ServerTls | None = None, *, peer_share: float = 0.5
+    ) -> None:
         self._scaler = scaler
         limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _PATIENCE)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
-        self.port = bind(self._server, address, None if tls is None else Certificates(tls).credentials())
+        inner = bind(self._server, "127.0.0.1:0", None if tls is None else Certificates(tls).credentials())
+        self._relay = Relay(listen(host, port), inner, ConnectionShares(_CONNECTIONS, peer_share))
+        self.port = self._relay.port
 
     async def start(self) -> None:
         """Begins to accept calls."""
         await self._server.start()
+        await self._relay.start()
 
     async def stop(self) -> None:
         """Ends every call, within a bounded time."""
         self._scaler.leave()
         await self._server.stop(_LAST_WORDS)
+        await self._relay.stop()
 
 
 @asynccontextmanager
