@@ -10,7 +10,8 @@ from pathlib import Path
 from openai import OpenAI
 
 from tests.service.conftest import DEMO, FLOAT32, MODEL, SMALL_POOLS, Stack
-from tests.support.processes import Engine, Router
+from tests.support.http2 import repeated_headers
+from tests.support.processes import Engine, Router, eventually, fetch
 
 POOLS_MIB = 64 + 64
 ENGINE_ALLOWANCE_MIB = 700
@@ -134,3 +135,28 @@ def test_many_large_bodies_at_once_are_refused_in_words_and_kept_out_of_memory(t
     finally:
         router.stop()
         engine.stop()
+
+
+def test_what_hostile_headers_cost_over_grpc_is_given_back(tmp_path: Path) -> None:
+    """A few hundred kilobytes of them, without a key, stand for gigabytes of headers. Such calls are refused; what they
+    took must not stay.
+    """
+    router = Router(DEMO, ["127.0.0.1:1"], tmp_path)
+    attack = repeated_headers("/quire.v1.Inference/ListModels", 50)
+
+    def costs_much() -> bool:
+        with suppress(ConnectionError), socket.create_connection(("127.0.0.1", router.grpc_port), 10) as connection:
+            connection.sendall(attack)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+        return router.resident_mib > before + 100
+
+    try:
+        eventually(lambda: fetch(router.http_port, "/live")[0] == 200, 60)
+        before = router.resident_mib
+        eventually(costs_much, 60, "the attack does nothing any more")
+        eventually(lambda: router.resident_mib < before + 60, 60, "the memory is not given back")
+        assert fetch(router.http_port, "/live")[0] == 200
+    finally:
+        assert router.stop() == 0
