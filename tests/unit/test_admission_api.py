@@ -7,10 +7,12 @@ from contextlib import aclosing, asynccontextmanager, suppress
 import grpc
 import openai
 import pytest
+from prometheus_client import REGISTRY
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
+from quire_proto.telemetry import Metric
 from quire_router.admission.limits import Limits
 from quire_router.admission.reason import Reason
 from quire_router.admission.tenant import Tenant, Tenants
@@ -147,6 +149,20 @@ async def test_requests_that_are_refused_for_what_they_say_are_charged_in_both_a
     assert int(late[0].headers["retry-after"]) >= 1
     assert (late_code, metadata["quire-reason"]) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "requests_per_minute")
     assert others.status == 200
+
+
+async def test_what_limits_refuse_is_counted_once_by_its_reason():
+    def counted():
+        names = ((Metric.REJECTIONS, "overloaded"), (Metric.ADMISSION_REFUSALS, "requests_per_minute"))
+        return [REGISTRY.get_sample_value(f"{name}_total", {"reason": reason}) or 0 for name, reason in names]
+
+    async with tenant_stage(requests_per_minute=1) as stage:
+        await post(stage)
+        before = counted()
+        await post(stage)
+        after = counted()
+
+    assert [now - then for now, then in zip(after, before, strict=True)] == [0, 1]
 
 
 async def test_tokens_are_counted_for_a_request_each_in_both_apis():

@@ -306,10 +306,12 @@ def new_request_id() -> str:
 
 @contextmanager
 def counting_rejections() -> Iterator[None]:
-    """Counts a request that is refused before it reaches an engine."""
+    """Counts a request that is refused before it reaches an engine. What limits refuse is counted by its reason."""
     try:
         yield
     except QuireError as error:
+        if error.code is ErrorCode.OVERLOADED and error.reason is not None:
+            raise
         metrics.REJECTIONS.labels(error.code.name.lower()).inc()
         raise
 
