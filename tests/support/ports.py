@@ -1,8 +1,11 @@
-"""Ports for processes that tests start."""
+"""Ports for processes that tests start, and ways to them that go dead."""
 
+import asyncio
 import os
 import random
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 _FIRST, _OF_A_WORKER, _WORKERS = 20_000, 3_000, 4
 _given: set[int] = set()
@@ -29,3 +32,31 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+@asynccontextmanager
+async def cut_off(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A way to ``port`` that goes dead, with its connections open, when its event is set."""
+    dead = asyncio.Event()
+    tasks: list[asyncio.Future[None]] = []
+    open_ends: list[asyncio.StreamWriter] = []  # one that nobody has is closed
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            if not dead.is_set():
+                writer.write(data)
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        open_ends.extend((back, writer))
+        tasks.extend(asyncio.ensure_future(pump(*each)) for each in ((reader, back), (there, writer)))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], dead
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        for end in open_ends:
+            end.close()

@@ -1,7 +1,7 @@
 """How many calls and connections a client may hold open over gRPC, and for how long without a word."""
 
 import asyncio
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 
 import grpc
 import pytest
@@ -11,6 +11,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_router.api.rpc.server import CallLimits
 
 from tests.support.api_stage import ANSWER, MODEL, open_stage
+from tests.support.ports import cut_off
 
 KEY = "k" * 20
 CHAT = pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role="user", content="hello")])
@@ -219,29 +220,6 @@ async def test_a_connection_without_calls_is_closed_and_one_with_calls_is_not():
         call.cancel()
         while channel.get_state() is not grpc.ChannelConnectivity.IDLE:
             await channel.wait_for_state_change(channel.get_state())
-
-
-@asynccontextmanager
-async def cut_off(port):
-    """A way to ``port`` that goes dead, with its connections open, when its event is set."""
-    dead, tasks = asyncio.Event(), []
-
-    async def pump(reader, writer):
-        while data := await reader.read(65536):
-            if not dead.is_set():
-                writer.write(data)
-
-    async def connected(reader, writer):
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        tasks.extend(asyncio.ensure_future(pump(*each)) for each in ((reader, back), (there, writer)))
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1], dead
-    finally:
-        server.close()
-        for task in tasks:
-            task.cancel()
 
 
 async def test_a_request_whose_client_is_gone_without_a_word_is_given_up():

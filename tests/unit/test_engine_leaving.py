@@ -13,11 +13,12 @@ from quire_engine.kv.memory import KvMemory
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.plan import StepPlan, StepResult
 from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.service import server as server_module
 from quire_engine.service.server import EngineServer, ServerConfig
 from quire_router.fleet.link import EngineLink
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
-from tests.support.ports import free_port
+from tests.support.ports import cut_off, free_port
 from tests.support.processes import fetch
 from tests.support.slow_grammars import SlowSource
 from tests.support.waiting import until
@@ -57,7 +58,8 @@ class Served:
         )
         scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KvMemory(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
-        self.serving = EngineServer(config, self.executor, scheduler, description, SlowSource()).serve()
+        self.server = EngineServer(config, self.executor, scheduler, description, SlowSource())
+        self.serving = self.server.serve()
         self.link = EngineLink(f"127.0.0.1:{self.port}")
 
     async def probes(self) -> list[int]:
@@ -130,3 +132,21 @@ async def until_probes(engine: Served, expected: list[int]) -> None:
     async with asyncio.timeout(20):
         while await engine.probes() != expected:
             pass
+
+
+async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stays open on the engine's side, and nothing more comes over it."""
+    monkeypatch.setattr(server_module, "ROUTER_SILENCE", 0.3)
+    async with served() as (engine, _), cut_off(engine.port) as (port, dead):
+        hub = engine.server._hub
+        vanishing = EngineLink(f"127.0.0.1:{port}")
+        vanishing.start()
+        try:
+            await until(lambda: vanishing.ready)
+            await asyncio.sleep(1.0)
+            assert vanishing.session.id in hub._sessions  # one that is there answers
+            dead.set()
+            await until(lambda: vanishing.session.id not in hub._sessions)
+            assert engine.link.ready
+        finally:
+            await vanishing.close()

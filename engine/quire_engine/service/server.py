@@ -41,6 +41,10 @@ _OPTIONS = [
     # Two engines on one port would share its connections, and a router's session would end up at either.
     ("grpc.so_reuseport", 0),
 ]
+ROUTER_SILENCE = 10.0
+"""Seconds after which a router that says nothing is asked whether it is still there, and within which it has to answer:
+the session of one that vanished without a word is let go of after its grace, and what runs for it too.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ class EngineServer:
             raise self._failure
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=[*_OPTIONS, *_asking(ROUTER_SILENCE)])
         engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(self._hub, self._description), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
@@ -197,6 +201,12 @@ class EngineServer:
         task = SupervisedTask(kind, work, lambda: self._metrics.on_restart(kind))
         self._tasks.append(task)
         return task
+
+
+def _asking(silence: float) -> list[tuple[str, int]]:
+    milliseconds = round(silence * 1000)
+    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    return [("grpc.http2.max_pings_without_data", 0), *((name, milliseconds) for name in names)]
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:
