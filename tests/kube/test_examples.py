@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from quire_router.api.rpc.server import MAX_METADATA_BYTES
 
 from tests.kube.helm import Helm
 from tests.kube.validity import problems
@@ -14,7 +15,14 @@ from tests.support.pages import ROOT
 FOLDER = ROOT / "k8s"
 WALKTHROUGH = (FOLDER / "README.md").read_text()
 # Manifests for kubectl; the others are for the collector, kind and helm.
-MANIFESTS = ["gateway.yaml", "keda.yaml", "keda-prometheus.yaml", "otel-collector-deployment.yaml", "kind/model.yaml"]
+MANIFESTS = [
+    "gateway.yaml",
+    "envoy.yaml",
+    "keda.yaml",
+    "keda-prometheus.yaml",
+    "otel-collector-deployment.yaml",
+    "kind/model.yaml",
+]
 OTHERS = ["otel-collector.yaml", "kind/cluster.yaml", "kind/values.yaml"]
 
 
@@ -46,6 +54,28 @@ def test_the_chart_takes_the_values_of_the_walkthrough_and_has_what_it_names(hel
         for mount in node.get("extraMounts", ()):
             assert (ROOT / mount["hostPath"] / "config.json").is_file()
             assert documents("kind/model.yaml")[0]["spec"]["hostPath"]["path"] == mount["containerPath"]
+
+
+def test_the_proxy_before_grpc_reaches_the_router_and_bounds_headers_as_the_router_does(helm: Helm):
+    config, deployment, _ = documents("envoy.yaml")
+    envoy = yaml.safe_load(config["data"]["envoy.yaml"])
+    (listener,), (cluster,) = envoy["static_resources"]["listeners"], envoy["static_resources"]["clusters"]
+    (chain,) = listener["filter_chains"]
+    manager = chain["filters"][0]["typed_config"]
+    assert manager["max_request_headers_kb"] * 1024 == MAX_METADATA_BYTES
+    assert {
+        manager["stream_idle_timeout"],
+        manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]["timeout"],
+    } == {"0s"}
+    (endpoint,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+    there = endpoint["endpoint"]["address"]["socket_address"]
+    services = [each for each in helm.render(documents("kind/values.yaml")[0]).everything if each["kind"] == "Service"]
+    ports = {each["metadata"]["name"]: {port["port"] for port in each["spec"]["ports"]} for each in services}
+    assert there["port_value"] in ports[there["address"]]
+    heap = envoy["overload_manager"]["resource_monitors"][0]["typed_config"]["max_heap_size_bytes"]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"] == {
+        "memory": f"{heap * 4 // 3 >> 20}Mi"
+    }
 
 
 def test_the_query_of_the_autoscaler_asks_for_what_there_is():

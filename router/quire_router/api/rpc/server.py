@@ -19,7 +19,7 @@ from quire_router.api.rpc.places import Places
 from quire_router.api.rpc.types import Context
 from quire_router.supervise import SupervisedTask, supervise
 
-_MAX_METADATA_BYTES = 16 * 1024
+MAX_METADATA_BYTES = 16 * 1024
 _HEALTH_PERIOD = 0.2  # seconds
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
@@ -155,8 +155,8 @@ def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
     """What a server takes in one message, and whether others may listen on its port."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.so_reuseport", int(shared)),  # without it a port that is in use is an error, not a second server
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
