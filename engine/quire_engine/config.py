@@ -111,7 +111,8 @@ class EngineConfig(CommandSettings):
     )
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
     enable_host_caching: bool = Field(
-        default=True, description="Keep blocks that leave the device pool in the host's, and take them back from there."
+        default=True,
+        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")

@@ -55,7 +55,8 @@ class EngineSettings(CommandSettings):
     swap_space: float = Field(default=4.0, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
     enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
     enable_host_caching: bool = Field(
-        default=True, description="Keep blocks that leave the device pool in the host's, and take them back from there."
+        default=True,
+        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
     )
 
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
