@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 RETRY_FULL = 5.0  # seconds
 MAX_ORPHANS = 256  # answers beyond which no more are to be taken up that others left
+MAX_ORPHAN_TOKENS = 16_777_216  # of all that was taken up and runs, prompts and answers so far: 64 MiB
 
 
 class Background:
@@ -22,11 +23,14 @@ class Background:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tokens = 0
 
     @property
     def wants_more(self) -> bool:
-        """Whether there are so few that what others left is to be taken up as well."""
-        return len(self._tasks) < min(MAX_ORPHANS, self._limit)
+        """Whether there are so few, and so little, that what others left is to be taken up as well: after a router died
+        all that it had comes at once.
+        """
+        return len(self._tasks) < min(MAX_ORPHANS, self._limit) and self._tokens < MAX_ORPHAN_TOKENS
 
     def check_room(self) -> None:
         """Raises ``QuireError`` OVERLOADED when there are as many as there may be."""
@@ -35,11 +39,17 @@ class Background:
             message = f"{self._limit} requests run in the background, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason="background_full")
 
-    def run(self, answer: AsyncGenerator[Delta]) -> None:
-        """Begins to read an answer."""
+    def run(self, answer: AsyncGenerator[Delta], tokens: int = 0) -> None:
+        """Begins to read an answer, which was taken up with so many ``tokens`` where others left it."""
         task = asyncio.create_task(_exhaust(answer), name="background request")
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tokens += tokens
+
+        def ended(_: object) -> None:
+            self._tasks.discard(task)
+            self._tokens -= tokens
+
+        task.add_done_callback(ended)
 
     async def wait(self) -> None:
         """Until all of them have ended."""

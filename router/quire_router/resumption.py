@@ -17,6 +17,7 @@ from quire_router.generation import Delta, Generation
 from quire_router.held import Held
 from quire_router.in_flight import InFlight
 from quire_router.journal.base import Journal, Lease, Record
+from quire_router.journal.bounds import size
 from quire_router.journal.failure import read_failure
 from quire_router.mark import Mark
 from quire_router.reader import Reader, reader_is_late
@@ -101,9 +102,9 @@ class Resumption:
         returns how many. Raises ``QuireError``.
         """
         adopted = 0
-        for request_id in (
-            () if self._here.draining or not self._background.wants_more else await self._journal.orphans()
-        ):
+        for request_id in await self._journal.orphans() if self._may_adopt() else ():
+            if not self._may_adopt():
+                break  # those that are left over come again
             try:
                 adopted += await self.adopt_one(request_id)
             except QuireError as error:
@@ -116,7 +117,9 @@ class Resumption:
         """Takes up a background request if its router left it. Raises ``QuireError``."""
         claimed = await self._claim(request_id) if await self._can_adopt(request_id) else None
         if claimed is not None:
-            self._background.run(self._go_on(*claimed, Reader()))
+            record, lease = claimed
+            tokens = size(record.generation) + sum(len(piece.token_ids) for piece in record.pieces)
+            self._background.run(self._go_on(record, lease, Reader()), tokens)
         return claimed is not None
 
     async def adopt_left(self, record: Record) -> None:
@@ -124,9 +127,12 @@ class Resumption:
         Never raises ``QuireError``: nobody who asks how it is hears of what becomes of that.
         """
         left = not record.held and record.finish_reason is None
-        if left and self._background.wants_more and not self._here.draining:
+        if left and self._may_adopt():
             with suppress(QuireError):
                 await self.adopt_one(record.generation.request_id)
+
+    def _may_adopt(self) -> bool:
+        return self._background.wants_more and not self._here.draining
 
     async def _can_adopt(self, request_id: str) -> bool:
         """Whether a record's request is left, and can run here; routers of other models may share the journal. One that

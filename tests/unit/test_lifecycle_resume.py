@@ -17,12 +17,14 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.model_text import ModelText
+from quire_router import background
 from quire_router.admission.limits import Limits
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, Generation, Usage, part_id
 from quire_router.journal.base import Journal, Lease, Owners, Record, Tail, Told
+from quire_router.journal.bounds import size
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
 from quire_router.mark import Mark
@@ -513,6 +515,21 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
         assert (caught.value.code, caught.value.reason) == (ErrorCode.OVERLOADED, "background_full")
         assert await place.lifecycle.record("c") is None
         assert await place.lifecycle.adopt() == 0
+        await place.lifecycle.drain(0.01)
+
+
+async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * size(streamed()))
+    async with house() as place:
+        for name in "abc":
+            place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
+        assert await place.lifecycle.adopt() == 2
+        assert await place.lifecycle.adopt() == 0
+        submit = await place.engine.submit()
+        place.engine.send(output(submit.request_id, tokens("c"), 0, STOP))
+        async with asyncio.timeout(10):
+            while not await place.lifecycle.adopt():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.002)
         await place.lifecycle.drain(0.01)
 
 
