@@ -18,9 +18,6 @@ elseif length > offset + #ARGV[6] then
 elseif #ARGV[6] > 0 then
   redis.call('SETRANGE', TOKENS, offset, ARGV[6])
 end
-redis.call('HSET', RECORD, 'sum', ARGV[7])
-if ARGV[8] ~= '' then
-  redis.call('HSET', RECORD, 'told', ARGV[8])
-end
-hold(ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4])
+local lease, told = tonumber(ARGV[3]), ARGV[8] ~= '' and { 'told', ARGV[8] } or {}
+hold(ARGV[1], ARGV[2], lease, ARGV[4], 'sum', ARGV[7], unpack(told))
 return record.cancelled and CANCELLED or DONE

@@ -10,9 +10,14 @@ local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2
 local RECORD, TOKENS = KEYS[1], KEYS[2]
 local MAX_LEASE = 10000 -- ms; no lease is longer, so what ends later was written before the clock went back
 
-local function now() -- ms, by the only clock that leases know
-  local time = redis.call('TIME')
-  return time[1] * 1000 + math.floor(time[2] / 1000)
+local moment
+
+local function now() -- ms, by the only clock that leases know; the same throughout a script
+  if not moment then
+    local time = redis.call('TIME')
+    moment = time[1] * 1000 + math.floor(time[2] / 1000)
+  end
+  return moment
 end
 
 local function stored() -- nil when there is no record
@@ -48,9 +53,9 @@ local function keep(seconds)
   redis.call('EXPIRE', TOKENS, seconds)
 end
 
-local function hold(owner, epoch, lease, seconds)
+local function hold(owner, epoch, lease, seconds, ...) -- and writes other fields with it
   local expires = string.format('%.0f', now() + lease)
-  redis.call('HSET', RECORD, 'owner', owner, 'epoch', epoch, 'lease_expires', expires)
+  redis.call('HSET', RECORD, 'owner', owner, 'epoch', epoch, 'lease_expires', expires, ...)
   keep(seconds)
 end
 
