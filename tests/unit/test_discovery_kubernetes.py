@@ -466,3 +466,12 @@ def test_whatever_happens_to_the_server_discovery_agrees_with_it_in_the_end(
                 await until(lambda: "10.1.0.1:9000" in seen.addresses and set(seen.view or ()) == truth(server))
 
     asyncio.run(story())
+
+
+async def test_a_watch_that_is_begun_again_says_what_there_is_although_nothing_changed(tmp_path: Path) -> None:
+    async with kube_api() as server:
+        server.put(slice_of("a", engines("10.0.0.1")))
+        discovery = KubernetesDiscovery(SERVICE, KubeAccess(server.kubeconfig(tmp_path)), QUICK)
+        for _ in range(2):
+            async with seen_by(discovery) as seen:
+                await until(lambda seen=seen: seen.addresses == ["10.0.0.1:9000"])
