@@ -9,6 +9,7 @@ from time import time
 import pytest
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
+from quire_router.generation import Usage
 from quire_router.journal.base import Delivered, Lease, Told
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.keys import keys
@@ -20,6 +21,7 @@ from tests.support.redis_journals import (
     expire,
     flushed,
     journal_at,
+    out_of_memory,
     redis_at,
     small_request,
     store_at,
@@ -253,6 +255,23 @@ async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer
         await flushed(mine)
         assert heard == Heard([], ["r"])
         assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [Delivered([1, 2, 3])])
+
+
+async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks_and_is_not_cancelled() -> None:
+    with redis_server() as server:
+        async with journal_at(server) as journal, redis_at(server) as redis:
+            lease = journal.open(small_request())
+            await flushed(journal)
+            async with out_of_memory(redis):
+                journal.finish(lease, FinishReason.STOP, "", Usage(2, 5))
+                assert not await journal.cancel("r")
+                (status,) = await journal.statuses(["r"])
+                assert status is not None
+                assert (status.finish_reason, status.usage, status.held) == (FinishReason.STOP, Usage(2, 5), False)
+            await flushed(journal)
+            record = await journal.read("r")
+            assert record is not None
+            assert record.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("skew", [-3600.0, 0.0, 3600.0])

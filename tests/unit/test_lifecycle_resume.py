@@ -37,6 +37,7 @@ from tests.support.contract_engine import ContractEngine, Script
 from tests.support.house import House, collect, house, started, told
 from tests.support.letters import TEXT, tokens
 from tests.support.scripted_engine import LENGTH, STOP, output
+from tests.support.waiting import until
 from tests.unit.test_lifecycle_properties import (
     PROMPT,
     DirectLink,
@@ -312,6 +313,20 @@ async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_
         await place.lifecycle.statuses(["left"])
         assert place.lifecycle.in_flight == 1
         await place.lifecycle.drain(0.01)
+
+
+async def test_a_request_whose_last_piece_was_on_its_way_when_it_was_cancelled_ends_as_cancelled() -> None:
+    async with house() as place:
+        task, submit = await started(place, place.lifecycle.run(streamed()))
+        place.engine.send(output(submit.request_id, tokens("ab"), 0))
+        await place.delivered("ab")
+        place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
+        assert await place.lifecycle.cancel("r")
+        await task
+        await until(lambda: place.lifecycle.in_flight == 0)
+        record = await place.journal.read("r")
+        assert record is not None
+        assert record.finish_reason is FinishReason.ABORT
 
 
 async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:

@@ -22,7 +22,7 @@ from quire_router.api.admitted import Admitted
 from quire_router.api.answer import Answer, Answers
 from quire_router.api.aside import Aside
 from quire_router.api.backend import FleetView, Runner
-from quire_router.api.earlier import Archive, Earlier
+from quire_router.api.earlier import Archive, Earlier, RequestStatus
 from quire_router.api.identity import ANYONE, Caller, Keys
 from quire_router.api.running import BodyBudget, Running
 from quire_router.api.schemas import GenerationRequest
@@ -174,8 +174,9 @@ class Frontend:
     async def cancel(self, request_id: str, caller: Caller) -> Earlier:
         """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
         earlier = await self.status(request_id, caller)
-        await self._runner.cancel(earlier.request_ids)
-        return earlier
+        if await self._runner.cancel(earlier.request_ids) or earlier.status is not RequestStatus.RUNNING:
+            return earlier
+        return await self._archive.status(request_id, caller)  # it ended meanwhile, and not by this
 
     async def delete(self, request_id: str, caller: Caller) -> Earlier:
         """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as

@@ -186,7 +186,15 @@ class RedisJournal:
             record = decode_status(request_id, fields, prompt, now)
         except DamagedRecordError:
             raise damaged(request_id) from None
-        return record or await self.read(request_id, brief=True)
+        return self._as_ended_here(record or await self.read(request_id, brief=True))
+
+    def _as_ended_here(self, record: Record | None) -> Record | None:
+        """The record with the end that this router is about to write: what has ended can no longer be cancelled."""
+        entry = None if record is None else self._pending.get(record.generation.request_id)
+        if record is None or entry is None or entry.end is None or record.finish_reason is not None:
+            return record
+        end = entry.end
+        return replace(record, finish_reason=end.reason, error=end.error, usage=end.usage, held=False)
 
     def follow(self, request_id: str) -> Follower:
         """See ``Journal``."""
