@@ -210,10 +210,10 @@ class Settings(CommandSettings):
     tenants: Path | None = Field(default=None, description="TOML or JSON that names tenants and their limits.")
     allow_priority: bool = Field(default=False, description="Let clients set the priority of their requests.")
     unknown_parameters: Literal["warn", "refuse"] = Field(
-        default="warn", description="Whether parameters that nobody knows are named in a header, or are a 400."
+        default="warn", description="Whether unknown parameters are ignored and named in a header, or are a 400."
     )
     allow_special_tokens_in_content: bool = Field(
-        default=False, description="Let what messages say hold the model's control tokens; else they are text there."
+        default=False, description="Read special tokens in messages as control tokens; otherwise they are text."
     )
     hold_timeout: Seconds = Field(default=10, description="Seconds that requests wait while no engine is ready.")
     max_queue_seconds: Seconds = Field(default=60, description="Seconds that requests wait for an engine with room.")
@@ -231,7 +231,8 @@ class Settings(CommandSettings):
     max_concurrent_requests: Count = Field(default=4096, description="Requests in progress before 429.")
     max_connections: Count = Field(default=8192, description="Open HTTP connections before 429, each port.")
     max_peer_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        default=0.5, description="Part of a full port's connections up to which an address takes idle ones of others."
+        default=0.5,
+        description="Share of a full port's connections with which an address evicts its own idle ones first.",
     )
     request_timeout: Seconds = Field(default=600, description="Seconds that one request may take.")
     slow_client_timeout: Seconds = Field(default=30, description="Seconds a client may leave its stream unread.")
