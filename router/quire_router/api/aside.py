@@ -1,7 +1,6 @@
 """Work that would hold up the streams of others, such as tokenising a long prompt: done on threads, in fair turns."""
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -13,12 +12,13 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.admission.reason import Reason
 from quire_router.admission.refusals import counting_refusals
+from quire_router.api.running import TenantBudget
 
 T = TypeVar("T")
 
 THREADS, OF_ONE_TENANT = 3, 2
-MAX_WAITING = 16 * 2**20  # characters or bytes of text, of all tenants together; a tenant has half of it
-_A_SECOND = 2**20  # about as many are worked through in a second, so that clients are told a time that is enough
+MAX_WAITING = 16 * 2**20  # characters or bytes of text, of all tenants together; see ``TenantBudget``
+_A_SECOND = 2**20  # characters that are tokenised in a second at least, for Retry-After
 
 
 class Aside:
@@ -29,8 +29,7 @@ class Aside:
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "text")
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._max_waiting = max_waiting
-        self._waiting: Counter[str] = Counter()
+        self._waiting = TenantBudget(max_waiting)
 
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """What the work on ``size`` characters or bytes of text gives, or raises. Raises ``QuireError`` OVERLOADED
@@ -51,21 +50,16 @@ class Aside:
 
     @contextmanager
     def _in_line(self, tenant: str, size: int) -> Iterator[None]:
-        """Counts what waits for one of its tenant's threads. What comes first may be of any size."""
-        waiting, own = self._waiting.total(), self._waiting[tenant]
-        if (waiting and waiting + size > self._max_waiting) or (own and own + size > self._max_waiting // 2):
-            message = "Too much text waits to be read and tokenised here."
+        """Counts what waits for one of its tenant's threads."""
+        waiting = self._waiting.taken
+        if not self._waiting.take(tenant, size):
+            message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _A_SECOND
             with counting_refusals():
-                raise QuireError(
-                    ErrorCode.OVERLOADED, message, retry_after=1 + waiting / _A_SECOND, reason=Reason.TOKENIZER_FULL
-                )
-        self._waiting[tenant] += size
+                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=Reason.TOKENIZER_FULL)
         try:
             yield
         finally:
-            self._waiting[tenant] -= size
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
+            self._waiting.give_back(tenant, size)
 
 
 def _release(places: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:

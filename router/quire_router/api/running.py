@@ -57,20 +57,51 @@ class Running:
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
 
 
+class TenantBudget:
+    """At most ``limit`` bytes or characters that all requests together hold. Where there are keys, one tenant has at
+    most half of them. A request that is alone, in all or of its tenant, may hold any number.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tenants: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """What is held now."""
+        return self._tenants.total()
+
+    def take(self, tenant: str, size: int, *, beside: int = 0) -> bool:
+        """Takes ``size`` more for a request of this tenant ("" without keys) that holds ``beside`` already; False, and
+        takes nothing, where that is above the limit.
+        """
+        others, own = self.taken - beside, self._tenants[tenant] - beside
+        is_half_taken = bool(tenant and own) and own + beside + size > self._limit // 2
+        if is_half_taken or (others and others + beside + size > self._limit):
+            return False
+        self._tenants[tenant] += size
+        return True
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """Of what ``take`` took."""
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+
 class BodyBudget:
-    """The bytes of request bodies that are held at once, at most ``limit``; where there are keys, one tenant has at
-    most half of them. A body may be several times as large while it is parsed and tokenised.
+    """The bytes of request bodies that are held at once, as in ``TenantBudget``. A body may be several times as large
+    while it is parsed and tokenised.
     """
 
     def __init__(self, limit: int = MAX_BODIES) -> None:
-        self._limit = limit
-        self._tenants: Counter[str] = Counter()
+        self._bytes = TenantBudget(limit)
         self._admitted: dict[str, list[ReservedBody]] = {}
 
     @property
     def taken(self) -> int:
         """The bytes that are reserved now."""
-        return self._tenants.total()
+        return self._bytes.taken
 
     @contextmanager
     def reserve(self, tenant: str, size: int = 0) -> Iterator["ReservedBody"]:
@@ -100,22 +131,15 @@ class BodyBudget:
             self._admitted[request_id] = others
 
     def take(self, tenant: str, size: int, *, beside: int) -> None:
-        """Takes ``size`` bytes more for a body that has ``beside`` already; one that is alone may be of any size.
-        Raises ``QuireError`` OVERLOADED.
-        """
-        others, own = self.taken - beside, self._tenants[tenant] - beside
-        is_half_taken = bool(tenant and own) and own + beside + size > self._limit // 2
-        if is_half_taken or (others and others + beside + size > self._limit):
+        """As ``TenantBudget.take``. Raises ``QuireError`` OVERLOADED."""
+        if not self._bytes.take(tenant, size, beside=beside):
             message = "The bodies that are being read here take as much memory as this router gives them."
             with counting_refusals():
                 raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY, reason=Reason.BODY_BYTES)
-        self._tenants[tenant] += size
 
     def give_back(self, tenant: str, size: int) -> None:
         """What ``take`` took."""
-        self._tenants[tenant] -= size
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
+        self._bytes.give_back(tenant, size)
 
 
 class ReservedBody:
