@@ -336,7 +336,7 @@ async def test_an_answer_may_take_what_the_client_says_and_the_router_allows():
         seconds = [each.deadline - each.created for each in stage.runner.generations]
 
     assert seconds[:3] + seconds[4:] == pytest.approx([2.5, 100, 100, 100])
-    assert 0 < seconds[3] <= 50
+    assert 0 < seconds[3] <= 50.1  # gRPC tells a timeout in three digits, rounded up: 50.0001 s are 50.1
 
 
 async def test_without_any_limit_there_is_no_deadline():
