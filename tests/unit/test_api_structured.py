@@ -80,6 +80,20 @@ def test_two_at_once_are_named_together(first, second):
     assert all(name in refusal.value.message for name in (*first, *second) if first.get(name) not in NO_FORM)
 
 
+GUIDED = [(fields, meaning) for fields, meaning in SAYINGS if meaning]
+AGAIN = [
+    (first, other, meaning)
+    for first, meaning in GUIDED
+    for other, same in GUIDED
+    if meaning == same and not first.keys() & other.keys()
+]
+
+
+@pytest.mark.parametrize(("first", "second", "meaning"), AGAIN, ids=lambda value: str(value)[:60])
+def test_one_form_may_be_said_in_the_words_of_several_servers(first, second, meaning):
+    assert asked(first | second) == meaning
+
+
 @given(OBJECTS)
 def test_a_schema_keeps_its_order_and_its_values_however_it_is_spaced(schema):
     as_object = asked({"guided_json": schema}).text

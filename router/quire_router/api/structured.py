@@ -90,12 +90,14 @@ class Guided(Strict):
     @property
     def structured(self) -> Structured | None:
         """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
-        names of two.
+        names of two that differ.
         """
         asked = [*_from_response_format(self.response_format), *_from_others(self)]
-        if len(asked) > 1:
-            raise invalid(asked[0].param, f"{asked[0].param} and {asked[1].param} exclude each other.")
-        return asked[0].read() if asked else None
+        forms = [field.read() for field in asked]
+        for field, form in zip(asked, forms, strict=True):
+            if form != forms[0]:  # some clients send one form in the words of several versions of vLLM
+                raise invalid(asked[0].param, f"{asked[0].param} and {field.param} exclude each other.")
+        return forms[0] if forms else None
 
 
 @dataclass(frozen=True, slots=True)
