@@ -101,19 +101,7 @@ def decode_record(request_id: str, fields: Mapping[bytes, bytes], length: int, c
         check_sum(fields, length, checksum)
         generation = decode_request(json.loads(request), unpack_tokens(prompt))
         generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
-        if generation.request_id != request_id:
-            raise DamagedRecordError("the record is another request's")
-        end = decode_end(fields, now)
-        return Record(
-            generation=generation,
-            owner=fields[b"owner"].decode(),
-            epoch=decode_epoch(fields[b"epoch"]),
-            pieces=[],
-            finish_reason=end.finish_reason,
-            error=end.error,
-            usage=end.usage,
-            held=end.held,
-        )
+        return _record(request_id, generation, fields, now)
     except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
@@ -124,26 +112,31 @@ def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, n
     """
     try:
         generation = decode_request(json.loads(fields[b"request"]), array("i"))
-        end = decode_end(fields, now)
-        if generation.request_id != request_id:
-            raise DamagedRecordError("the record is another request's")
-        usage = end.usage
-        if usage == NO_USAGE:
-            if b"told" not in fields:
-                return None
-            usage = Usage(prompt // TOKEN_BYTES, int(fields[b"told"]))
-        return Record(
-            generation=generation,
-            owner=fields[b"owner"].decode(),
-            epoch=decode_epoch(fields[b"epoch"]),
-            pieces=[],
-            finish_reason=end.finish_reason,
-            error=end.error,
-            usage=usage,
-            held=end.held,
-        )
+        record = _record(request_id, generation, fields, now)
+        if record.usage != NO_USAGE:
+            return record
+        if b"told" not in fields:
+            return None
+        return replace(record, usage=Usage(prompt // TOKEN_BYTES, int(fields[b"told"])))
     except _DAMAGE as error:
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+def _record(request_id: str, generation: Generation, fields: Mapping[bytes, bytes], now: int) -> Record:
+    """The record without its pieces. Raises what ``_DAMAGE`` names, and ``DamagedRecordError``."""
+    if generation.request_id != request_id:
+        raise DamagedRecordError("the record is another request's")
+    end = decode_end(fields, now)
+    return Record(
+        generation=generation,
+        owner=fields[b"owner"].decode(),
+        epoch=decode_epoch(fields[b"epoch"]),
+        pieces=[],
+        finish_reason=end.finish_reason,
+        error=end.error,
+        usage=end.usage,
+        held=end.held,
+    )
 
 
 def decode_deadline(generation: Generation, fields: Mapping[bytes, bytes], now: int) -> float | None:
