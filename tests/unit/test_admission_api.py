@@ -151,6 +151,31 @@ async def test_requests_that_are_refused_for_what_they_say_are_charged_in_both_a
     assert others.status == 200
 
 
+async def test_requests_that_are_refused_by_their_head_cost_nothing_in_either_api():
+    heads = [
+        ("text/plain", {}, 415),
+        ("application/json", {"last-event-id": "2"}, 400),
+        ("application/json", {"idempotency-key": "x" * 1000}, 400),
+        ("application/json", {"x-request-timeout": "never"}, 400),
+    ]
+    async with tenant_stage(requests_per_minute=1) as stage, stage.channel() as channel:
+        own = {"authorization": f"Bearer {KEY}"}
+        path = "/v1/chat/completions"
+        refused = [
+            await ask(stage.port, "POST", path, chat(), {**own, "content-type": kind, **fields})
+            for kind, fields, _ in heads
+        ]
+        message = pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role="user", content="hello")])
+        metadata = (("authorization", f"Bearer {KEY}"), ("idempotency-key", "x" * 1000))
+        with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
+            await InferenceStub(channel).Chat(message, metadata=metadata).read()
+        answers = [await post(stage) for _ in range(2)]
+
+    assert [answer.status for answer in refused] == [status for *_, status in heads]
+    assert over_grpc.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert [answer.status for answer in answers] == [200, 429]
+
+
 async def test_what_limits_refuse_is_counted_once_by_its_reason():
     def counted():
         names = ((Metric.REJECTIONS, "overloaded"), (Metric.ADMISSION_REFUSALS, "requests_per_minute"))
