@@ -27,8 +27,8 @@ class RestartSettings:
 
 class SupervisedTask:
     """Runs ``work`` until ``stop``. ``work`` may return, and has then done what it is for; whatever it raises is logged
-    with its traceback under ``name``, ``on_restart`` is called, and it is called again after a pause. A cancellation
-    that nobody asked of this task is such a failure too: libraries let their own escape.
+    with its traceback under ``name``, ``on_restart`` is called, and it is called again after a pause. A
+    ``CancelledError`` although this task was not cancelled is such a failure too: libraries let their own escape.
 
     Must be made on a running event loop.
     """
@@ -51,7 +51,7 @@ class SupervisedTask:
 
     @property
     def failing(self) -> bool:
-        """Whether it failed again and again, or ended although nobody stopped it and its work was not done."""
+        """Whether it failed ``most`` times in a row, or ended without ``stop`` before its work was done."""
         if self._stopping:
             return False
         if self._task.done():
@@ -64,7 +64,7 @@ class SupervisedTask:
         return self._task.done()
 
     def cancel(self) -> None:
-        """Begins to stop it, where nobody can wait for that."""
+        """Begins to stop it, for callers that cannot await ``stop``."""
         self._stopping = True
         self._task.cancel()
 

@@ -30,7 +30,7 @@ class Generation:
     tells apart requests that came with one ``Idempotency-Key``, hexadecimal, empty without one. A ``background``
     request runs on without a listener. Requests of one ``session`` share their history; it is opaque and never shown.
     ``deadline`` is when the answer must have ended, in seconds since 1970. ``retention`` is for how many seconds its
-    record is kept after its end, 0 for no longer than who follows it needs; None for as long as the router keeps all.
+    record is kept after its end, 0 for the shortest time in which followers see it; None for the router's default.
     """
 
     request_id: str

@@ -61,10 +61,8 @@ class Router:
             await self._linger()
             log.info("stopping: %d requests in progress", len(parts.frontend.running))
             parts.frontend.running.stop_accepting()
-            await parts.lifecycle.drain(
-                self._settings.shutdown_timeout
-            )  # what waits in the queue has its turn until then
-            parts.queue.close()
+            await parts.lifecycle.drain(self._settings.shutdown_timeout)
+            parts.queue.close()  # only now: what waits there may have its turn while the router drains
             for door in doors:
                 door.should_exit = True
 

@@ -221,8 +221,8 @@ class Progress:
 
     def pass_on(self, output: Output) -> bool:
         """Takes an output by the shortcut: its pieces are written at once. False where it has to be given to ``take``,
-        and to be told by whoever waits for it: there is no writer, or a choice ends. Where that was found only in the
-        text, the output has its pieces already.
+        and to be delivered by the task that reads this request: there is no writer, or a choice ends. Where a stop
+        string in the text ended it, the output has its deltas already.
         """
         writer = self._shortcut.writer
         if writer is None or not writer.is_open or output.finish_reason is not None:

@@ -19,17 +19,17 @@ def redis_client(
     timeout: float,
     repeats: int = 0,
     connections: int | None = None,
-    watched: bool = False,
+    limited_by_caller: bool = False,
 ) -> Redis:
-    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection and each answer, for these
-    without a limit where each exchange is ``watched`` over by who begins it. A command
-    whose connection fails is sent again so many times, at once: who uses the client knows better when to try again.
-    With ``connections`` it opens so many at most, and waits ``timeout`` for one that is free. Raises ``ValueError``,
+    """A client of the Redis at ``place`` that waits ``timeout`` seconds for each connection, and for each answer unless
+    the caller puts a time limit around each exchange (``limited_by_caller``). A command whose connection fails is sent
+    again ``repeats`` times, at once: callers know better when to try later. With ``connections`` it opens so many at
+    most, and waits ``timeout`` for one that is free. Raises ``ValueError``,
     without its password, when that is no URL.
     """
     access = RedisAccess.of(place)
     terms = {
-        "socket_timeout": None if watched else timeout,
+        "socket_timeout": None if limited_by_caller else timeout,
         "socket_connect_timeout": timeout,
         "retry": Retry(NoBackoff(), repeats),
     }

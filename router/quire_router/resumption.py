@@ -123,8 +123,8 @@ class Resumption:
         return claimed is not None
 
     async def adopt_left(self, record: Record) -> None:
-        """Takes up a background request that whoever asks for it sees left, whether or not the index of them names it.
-        Never raises ``QuireError``: nobody who asks how it is hears of what becomes of that.
+        """Takes over the background request of a ``record`` that was just read, if no router holds its lease and it has
+        not ended: it may be missing in the index of orphans. Does not raise ``QuireError``, which would fail the read.
         """
         left = not record.held and record.finish_reason is None
         if left and self._may_adopt():

@@ -74,7 +74,7 @@ async def test_one_limit_holds_for_the_whole_exchange_from_the_connection_on(
     server: RedisServer, *, stopped: bool
 ) -> None:
     """Also where the connection itself is not answered, and its client has no patience of its own."""
-    redis = redis_client(server.url, timeout=60.0, watched=True)
+    redis = redis_client(server.url, timeout=60.0, limited_by_caller=True)
     if not stopped:
         await Wire(redis, 60.0).exchange([pack("PING")])
     server.signal(signal.SIGSTOP)

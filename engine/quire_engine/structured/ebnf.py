@@ -1,8 +1,9 @@
 """Grammars in EBNF, in the dialects of llama.cpp (GBNF), XGrammar and SGLang, as grammars in Lark's notation.
 
 The work is llguidance's converter. What that reads in another way, or would write so that its own compiler reads it in
-another way, is told to it in plainer words: escapes, characters that mean something in a regular expression, the point,
-and alternatives on lines of their own. Its time and depth are not bounded: only for a process that may die of it.
+another way, is first rewritten in plainer words: escapes, characters that mean something in a regular expression, the
+point, and alternatives on lines of their own. Its time and depth are not bounded: only for a process that may die of
+it.
 """
 
 import re

@@ -47,10 +47,7 @@ class ModelGrammars:
             grammar = guidance.compile(definition)
         except RejectedError as error:
             raise refusal(structured, str(error)) from None
-        except (
-            OSError,
-            MemoryError,
-        ) as error:  # of the machine, not of the grammar: another engine may have what it needs
+        except (OSError, MemoryError) as error:  # the machine's, not the grammar's: another engine may do
             log.warning("a grammar could not be compiled: %s", error)
             message = "The engine cannot compile grammars now."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0) from None

@@ -95,7 +95,7 @@ class SpecialTokens:
         known = self._ids
         as_text = not self._forbidden.isdisjoint(token_ids)
         if as_text or sum(token_id in self._named for token_id in token_ids) != names:
-            raise invalid("messages", "The messages hold a special token of this model, which cannot be told as text.")
+            raise invalid("messages", "The messages hold a special token of this model that cannot be encoded as text.")
         return [known.get(token_id, token_id) for token_id in token_ids]
 
     def _encoded(self, text: str) -> list[int]:

@@ -176,8 +176,8 @@ class Limits:
                 raise meter.request_refusal(now) or internal()
 
     def poll(self, tenant_id: str) -> None:
-        """Counts a look at a request that came earlier, at this router alone. Raises ``QuireError`` OVERLOADED where
-        there were too many within a minute.
+        """Counts a read of an earlier request (status, events, cancel, delete), at this router alone. Raises
+        ``QuireError`` OVERLOADED after too many within a minute.
         """
         with counting_refusals():
             _raise(self._meter(tenant_id).poll(self._clock()))

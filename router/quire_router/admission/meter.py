@@ -9,7 +9,7 @@ from quire_router.admission.bucket import MICROSECONDS, Bucket
 from quire_router.admission.reason import Reason
 from quire_router.admission.tenant import Tenant
 
-POLLS_A_REQUEST = 10  # looks at earlier requests for each request of a minute
+POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
 RETRY_CONCURRENT = 1.0  # seconds; nobody knows when a request ends
 
 
@@ -107,7 +107,7 @@ class Meter:
             self._requests.take(1, now)
 
     def poll(self, now: int) -> QuireError | None:
-        """Counts one look at an earlier request, or says why it cannot be taken."""
+        """Counts one read of an earlier request; why it is refused where there were too many, else None."""
         if self._polls is None:
             return None
         wait = self._polls.wait(1, now)

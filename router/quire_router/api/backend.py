@@ -63,7 +63,7 @@ class Runner(Protocol):
 
     async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
         """How it is with each of several requests, without prompts and pieces; see ``Journal.statuses``. One that runs
-        in the background and that nobody is at is taken up. Raises ``QuireError``.
+        in the background under no lease is taken over. Raises ``QuireError``.
         """
         ...
 

@@ -93,7 +93,7 @@ async def naming_tools(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGene
 
 
 def _at_fault(message: str, grammar: str) -> QuireError:
-    """The engine's refusal of ``grammar`` as one of the schema that its ``message`` has the line of."""
+    """The engine's refusal of ``grammar`` as a refusal of the schema that stands in the line its ``message`` names."""
     refused = _REFUSED.fullmatch(message)
     found = None if refused is None else schema_at(grammar, int(refused[1]))
     if refused is None or found is None:

@@ -1,5 +1,5 @@
-"""Who keeps a place on a port whose connections are all taken: idle connections make room for new ones, and no peer's
-address can take the places of others with connections that it leaves idle.
+"""Which connection of a full port is evicted for a new one: the longest idle one, of the peer with most idle ones.
+So no address keeps others out with connections that it leaves idle.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ class Evictable(Protocol):
 
 
 class ConnectionShares:
-    """At most ``limit`` connections. When all places are taken, a newcomer gets that of the connection which is idle
-    for the longest time, of the peer that has most idle ones. A peer that has ``peer_share`` of the places (0 to 1)
-    takes none from others: its newcomers get the places of its own idle connections.
+    """At most ``limit`` connections. When there are as many, a new one evicts the connection that is idle for the
+    longest time, of the peer that has most idle ones. A peer that has ``peer_share`` of the limit (0 to 1) evicts its
+    own idle connections only.
     """
 
     def __init__(self, limit: int, peer_share: float = 0.5) -> None:

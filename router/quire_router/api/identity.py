@@ -116,7 +116,7 @@ def _refusal(authorizations: Sequence[str]) -> QuireError:
 
 def _derived(key: bytes) -> tuple[str, bytes]:
     """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow: sixteen
-    characters may be a phrase that somebody thought of. Every router makes the same ones, hence the fixed salt.
+    characters may be a phrase. Every router derives the same ones, hence the fixed salt.
     """
     derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=_TENANT_BYTES + _SALT_BYTES)
     return derived[:_TENANT_BYTES].hex(), derived[_TENANT_BYTES:]

@@ -263,7 +263,7 @@ class Templated(Strict):
 
     @property
     def offered(self) -> Sequence[Tool]:
-        """The tools that the model is told of."""
+        """The tools that the chat template writes into the prompt."""
         return self.tools or ()
 
     @property

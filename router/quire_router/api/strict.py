@@ -77,7 +77,7 @@ def ignored_parameters(request: Strict) -> Iterator[tuple[str, bool]]:
 
 def in_header(params: Sequence[str]) -> str:
     """Names of parameters as the value of a header. Clients chose them, so they are few, short and of plain letters;
-    how many there are beyond is told as ``+7``.
+    ``+7`` stands for seven more.
     """
     names = [_UNPRINTABLE.sub("?", param[:_MAX_NAME]) or "?" for param in params[:_MAX_NAMES]]
     return ", ".join([*names, f"+{len(params) - _MAX_NAMES}"] if len(params) > _MAX_NAMES else names)

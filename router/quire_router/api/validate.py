@@ -32,8 +32,8 @@ _MOST_PRIORITY = 2**31
 
 
 class Validator:
-    """Checks requests against the models' texts and what their engines can take. ``allow_priority`` lets clients say
-    who goes first, and ``refuse_unknown`` has no parameter ignored that nobody knows.
+    """Checks requests against the models' texts and what their engines can take. ``allow_priority`` lets clients set
+    the priority of their requests, and with ``refuse_unknown`` an unknown parameter is refused instead of ignored.
     """
 
     def __init__(

@@ -29,6 +29,6 @@ class Cadence:
         return max(now, self._paid - (IN_A_ROW - 1) * self._interval)
 
     def told(self, now: float, engines: int, peers: int = 0) -> None:
-        """A share of so many engines was told to so many now."""
+        """A share of so many ``engines`` was published now, for so many ``peers``."""
         intervals = (1 + engines / ENGINES_OF_AN_INTERVAL) * max(1.0, peers / PEERS_OF_AN_INTERVAL)
         self._paid = max(self._paid, now) + self._interval * intervals

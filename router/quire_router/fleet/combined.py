@@ -65,7 +65,7 @@ class CombinedDiscovery:
                     self._views[name] = view
                     self._changed.set()
         except BaseException:
-            metrics.DISCOVERY_CONNECTED.labels(name).set(0)  # nobody listens to it now
+            metrics.DISCOVERY_CONNECTED.labels(name).set(0)  # no watch is open now
             raise
 
     def _found(self) -> Sequence[Endpoint]:

@@ -43,8 +43,8 @@ class Vocabulary:
 
 class Served:
     """``models`` are the names that requests can ask for. An engine that reads other tokens than this router writes
-    would answer with nonsense, and one with another model otherwise than the others, so it does not serve a model whose
-    ``vocabularies`` entry is not its own; one that does not tell is taken at its word.
+    would answer with nonsense, and one with another model differently from its replicas. So an engine does not serve a
+    model whose ``vocabularies`` entry differs from what the engine describes. A missing digest is not compared.
     """
 
     def __init__(self, models: Iterable[str], vocabularies: Mapping[str, Vocabulary] | None = None) -> None:

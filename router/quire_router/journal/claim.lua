@@ -1,6 +1,7 @@
 -- Takes over a record that nobody holds, with the next epoch.
 -- ARGV: owner, the claim's own name, lease (ms), time to live (s), retention (s).
--- Returns the record's fields and its row as they are then, and Redis' time (ms), or nothing when it is held, has ended or is not there.
+-- Returns the record's fields and its row as they are then, and Redis' time (ms), or nothing when it is held, has ended
+-- or is not there.
 local record = stored()
 if not record or record.ended then
   return false

@@ -88,7 +88,8 @@ def is_unlisted(write: Write) -> bool:
 
 
 def unlist(writes: Iterable[Write]) -> bytes:
-    """Takes requests out of the index whose ends are written. Redis carries it out also where it refuses an end: what
-    is neither ended nor in the index is found by nobody. What stays there, as this fails, ``orphans`` takes out.
+    """Removes requests from the index, once their ends are known to be written: Redis executes a ZREM also while it
+    refuses writes for lack of memory, and ``orphans`` does not find a request that is neither ended nor in the index.
+    What stays in the index, because this fails, ``orphans`` removes.
     """
     return pack("ZREM", BACKGROUND, *(write.entry.lease.request_id for write in writes))

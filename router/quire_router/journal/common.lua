@@ -1,9 +1,9 @@
 -- What every script begins with. A record is a hash: request, prompt and their checksum 'seal'; owner, epoch and
--- lease_expires (ms); 'sum', the checksum of the row of tokens, and told, how many there are; claim, the name of the last one; cancelled; and of one
--- that has ended reason, error and usage; opened (ms), when it began by this clock; retention (s), where
--- it is this request's own. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
--- Each begins its writing with a command that Redis refuses when it is out of memory, and then changes nothing at all: a
--- DEL or a ZREM it carries out. (No script declares flags: Redis 6 does not know them.)
+-- lease_expires (ms); 'sum', the checksum of the row of tokens, and told, how many there are; claim, the name of the
+-- last one; cancelled; opened (ms), when it began by this clock; retention (s), where the request has its own; and of
+-- one that has ended reason, error and usage. KEYS: record, tokens. ARGV: owner, epoch, and what each script says.
+-- Each writes first with a command that Redis refuses when it is out of memory, so that it changes all or nothing: a
+-- DEL or a ZREM is not refused. (No script declares flags: Redis 6 does not know them.)
 -- Scripts return DONE; STALE when another owner or a newer epoch has the record, so that the writer has lost it; LOST
 -- when the database has not, or no longer, what was written before; CANCELLED when it is done and the request is to end.
 local DONE, STALE, LOST, CANCELLED = 1, 0, -1, 2

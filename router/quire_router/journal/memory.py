@@ -101,7 +101,7 @@ class MemoryJournal:
         self._tokens = 0
         self._clock = clock
         self._records: dict[str, _Kept] = {}
-        self._resting: OrderedDict[str, None] = OrderedDict()  # what nobody holds, in the order in which it was left
+        self._resting: OrderedDict[str, None] = OrderedDict()  # without a holder, in the order of release
         self._kept_until: LazyHeap[str] = LazyHeap()  # the same
         self._named = 0  # orphans, in this round
         metrics.JOURNAL_AVAILABLE.set(1)
@@ -256,7 +256,7 @@ class MemoryJournal:
         self._make_room(0, 0)
 
     def _wake(self, request_id: str) -> None:
-        """Somebody holds the record again, or it is forgotten."""
+        """The record is held again, or it is forgotten."""
         del self._resting[request_id]
         self._kept_until.discard(request_id)
 

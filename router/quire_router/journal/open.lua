@@ -1,6 +1,5 @@
 -- Begins a record, or renews it when the same request was opened before.
--- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal, retention of
--- its own (s; empty: none).
+-- ARGV: owner, epoch, lease (ms), time to live (s), request, prompt, their seal, its own retention (s; empty: none).
 local record, epoch = stored(), tonumber(ARGV[2])
 if record then
   local same = epoch == record.epoch and ARGV[1] == record.owner

@@ -37,8 +37,8 @@ class Orphans:
         return [name.decode() for name in free]
 
     async def _bring_forward(self, now: int) -> None:
-        """What is held for longer than any lease is in the index since before Redis' clock went back. It is looked at
-        now; who holds it says so again with the next beat.
+        """Sets entries to ``now`` (ms) whose lease ends later than any lease can: they were written before Redis' clock
+        went back. The holder, if it lives, writes the right time with its next heartbeat.
         """
         beyond = f"({now + MAX_LEASE}"
         ahead: Any = await self._client.zrangebyscore(BACKGROUND, beyond, "+inf", start=0, num=MAX_LOOKED_AT)

@@ -65,7 +65,7 @@ class RedisJournal:
         self._timeout = timeout
         # The writer tries again by itself, with all that came since.
         self._client = redis_client(place, timeout=timeout)
-        self._writing = redis_client(place, timeout=timeout, watched=True)
+        self._writing = redis_client(place, timeout=timeout, limited_by_caller=True)
         # Readers may come by the hundred, and must not hold up what is written.
         self._reading = redis_client(place, timeout=timeout, connections=READERS)
         settings = settings or JournalSettings()

@@ -28,7 +28,7 @@ class JournalSettings:
 
     def __post_init__(self) -> None:
         if self.lease_ms > MAX_LEASE:
-            raise ValueError("a lease is longer than scripts believe any to be")
+            raise ValueError(f"a lease of more than {MAX_LEASE} ms is longer than the scripts take for one")
 
     @property
     def lease_ms(self) -> int:
@@ -42,9 +42,9 @@ class JournalSettings:
 
     def retention_of(self, generation: Generation) -> int:
         """Seconds for which the record of this request is kept after its end, or after it was released."""
-        return (
-            self.retention_s if generation.retention is None else max(SHORTEST_RETENTION, round(generation.retention))
-        )
+        if generation.retention is None:
+            return self.retention_s
+        return max(SHORTEST_RETENTION, round(generation.retention))
 
     def running_of(self, generation: Generation) -> int:
         """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept

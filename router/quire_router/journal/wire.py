@@ -16,7 +16,7 @@ def pack(*command: str | int | bytes) -> bytes:
 
 
 class Wire:
-    """Exchanges commands over one of ``client``'s connections, which need no time limits of their own.
+    """Exchanges commands over one of ``client``'s connections, which need no answer timeout of their own.
 
     The library's own pipeline encodes each word in Python and arms a timer for each answer, which takes five times as
     long as all that Redis needs of this process. Here hiredis encodes, and one timer of ``timeout`` seconds watches

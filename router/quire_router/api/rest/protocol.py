@@ -56,7 +56,7 @@ class ConnectionLimits:
 
 
 class LimitedConfig(Config):
-    """uvicorn's configuration, which its protocols are given, with our limits in it and who has a place."""
+    """uvicorn's configuration, which it hands to each connection's protocol, with the limits and shares of the port."""
 
     limits: ConnectionLimits
     shares: ConnectionShares
@@ -101,7 +101,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is waited for any more, and every request on this connection ends: uvicorn knows of the last one."""
+        """Ends every request on this connection, of which uvicorn ends only the last one, and stops the timers."""
         self._stop_waiting()
         self._shares.close(self)
         if self._looking is not None:
