@@ -15,7 +15,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.queue import Queue
 from quire_router.admission.turn import Waiting
 from quire_router.api.rest.protocol import LimitedHttpProtocol
-from quire_router.api.running import BodyBudget
+from quire_router.api.running import FIRST_BYTES, BodyBudget
 
 from tests.support.api_stage import ANSWER, MODEL, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
@@ -25,10 +25,12 @@ HEAD = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 KEYS = ["the-key-of-one-tenant", "the-key-of-another-one"]
 
 
-async def holding(port: int, size: int, headers: str = "") -> asyncio.StreamWriter:
-    """A client that says its body has ``size`` bytes, and sends none of them."""
+async def holding(port: int, size: int, headers: str = "", sent: int | None = None) -> asyncio.StreamWriter:
+    """A client that says its body has ``size`` bytes, and sends all but the last, or so many."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{HEAD}{headers}content-length: {size}\r\n\r\n".encode())
+    writer.write(
+        f"{HEAD}{headers}content-length: {size}\r\n\r\n".encode() + b" " * (size - 1 if sent is None else sent)
+    )
     return writer
 
 
@@ -46,6 +48,32 @@ async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_clie
     assert "memory" in refused.error["message"]
     assert int(refused.headers["retry-after"]) >= 1
     assert again.status == 200
+
+
+async def test_heads_that_promise_bodies_keep_nobody_out():
+    budget = BodyBudget(8 * FIRST_BYTES)
+    async with open_stage(bodies=budget) as stage:
+        writers = [await holding(stage.port, 4 * FIRST_BYTES, sent=0) for _ in range(4)]
+        await until(lambda: budget.taken == 4 * FIRST_BYTES)
+        assert (await ask(stage.port, "POST", CHAT, chat())).status == 200
+        writers[0].write(b" " * FIRST_BYTES)
+        await until(lambda: budget.taken == 6 * FIRST_BYTES)
+        assert (await ask(stage.port, "POST", CHAT, chat("x" * 3 * FIRST_BYTES))).status == 429
+        for writer in writers:
+            writer.close()
+        await until(lambda: budget.taken == 0)
+
+
+async def test_nothing_stays_reserved_for_who_reads_the_answer_to_a_request_that_came_before():
+    budget, release = BodyBudget(LIMIT), asyncio.Event()
+    async with open_stage(["one", release, *ANSWER], bodies=budget) as stage:
+        body, key = json.dumps(chat(stream=True)).encode(), {"idempotency-key": "k"}
+        first = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body, key))
+        await asyncio.wait_for(stage.runner.begun.wait(), LONG)
+        second = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body + b" " * 500, key))
+        await until(lambda: len(stage.frontend.running) == 2 and budget.taken == len(body))
+        release.set()
+        assert [(await each).status for each in (first, second)] == [200, 200]
 
 
 async def test_a_body_without_a_stated_length_is_counted_as_it_comes():

@@ -12,6 +12,7 @@ from quire_router.admission.stopping import shutting_down
 
 RETRY_BUSY = 1.0  # seconds
 MAX_BODIES = 128 * 2**20  # bytes
+FIRST_BYTES = 4096  # of a body of which nothing has come
 
 
 class Running:
@@ -104,13 +105,24 @@ class BodyBudget:
         return self._bytes.taken
 
     @contextmanager
-    def reserve(self, tenant: str, size: int = 0) -> Iterator["ReservedBody"]:
-        """Room for a body of ``size`` bytes as its sender states it (0 where nothing is stated), until the block ends
-        or the request waits in the queue. Raises ``QuireError`` OVERLOADED.
+    def reserve(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
+        """Room for a body of ``size`` bytes that are here, until the block ends or the request waits in the queue.
+        Raises ``QuireError`` OVERLOADED.
         """
-        body = ReservedBody(self, tenant)
+        with self.expect(tenant, 0) as body:
+            body.reserve(size)
+            yield body
+
+    @contextmanager
+    def expect(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
+        """As ``reserve`` for a body that comes, of ``size`` bytes as its sender states it; 0 where nothing is stated.
+        There must be room for all of it. What is taken of that is little at first, and twice what has come of it then,
+        so that a head which promises much keeps nobody out.
+        """
+        body = ReservedBody(self, tenant, size)
         try:
             body.reserve(size)
+            body.give_back(size - FIRST_BYTES)
             yield body
         finally:
             body.release()
@@ -145,9 +157,10 @@ class BodyBudget:
 class ReservedBody:
     """One request's body as it comes, and the bytes that are reserved for it."""
 
-    def __init__(self, budget: BodyBudget, tenant: str) -> None:
+    def __init__(self, budget: BodyBudget, tenant: str, stated: int) -> None:
         self._budget = budget
         self._tenant = tenant
+        self._stated = stated
         self._reserved = 0
         self._data = bytearray()
         self._request_id: str | None = None
@@ -161,9 +174,16 @@ class ReservedBody:
             self._budget.take(self._tenant, size - self._reserved, beside=self._reserved)
             self._reserved = size
 
+    def give_back(self, size: int) -> None:
+        """Reserves ``size`` bytes less; none where that is negative."""
+        size = max(0, size)
+        self._budget.give_back(self._tenant, size)
+        self._reserved -= size
+
     def add(self, data: bytes) -> None:
         """Some more of the body. Raises ``QuireError`` OVERLOADED where there is no room for it."""
-        self.reserve(len(self._data) + len(data))
+        size = len(self._data) + len(data)
+        self.reserve(max(size, min(self._stated, 2 * size + FIRST_BYTES)))
         self._data += data
 
     def take(self) -> bytearray:
@@ -180,8 +200,7 @@ class ReservedBody:
 
     def release(self) -> None:
         """Gives back what is reserved."""
-        self._budget.give_back(self._tenant, self._reserved)
-        self._reserved = 0
+        self.give_back(self._reserved)
         if self._request_id is not None:
             self._budget.forget(self._request_id, self)
             self._request_id = None

@@ -52,7 +52,7 @@ class Generate:
         exchange.request_id = keyed_id or exchange.request_id
         with (
             self._frontend.exchange(self._name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve(exchange.caller.tenant, exchange.body_bytes) as body,
+            self._frontend.bodies.expect(exchange.caller.tenant, exchange.body_bytes) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
             await while_connected(exchange.receive, self._answer(exchange, body, terms))
@@ -66,6 +66,8 @@ class Generate:
             await self._start(exchange, admitted)
             return
         answer = await self._frontend.answer(admitted, caller)
+        if answer.replayed:
+            body.release()  # no new request comes to the queue, and the answer to the one that did may take long
         exchange.lasting = bool(admitted.first.digest)
         notes = self._frontend.notes(admitted, replayed=answer.replayed)
         if admitted.first.stream:

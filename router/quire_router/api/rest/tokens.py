@@ -41,7 +41,7 @@ class Tokens:
             raise body_too_large(self._limits.max_bytes)
         with (
             self._frontend.exchange(name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve(exchange.caller.tenant, exchange.body_bytes) as body,
+            self._frontend.bodies.expect(exchange.caller.tenant, exchange.body_bytes) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
             shown, ignored = await answer(body, exchange.caller)
