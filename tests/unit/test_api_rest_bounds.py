@@ -3,11 +3,13 @@
 import asyncio
 import gc
 import json
+import socket
+from collections.abc import Iterator
 
 import pytest
-from quire_router.api.rest.protocol import MAX_PIPELINED, LimitedHttpProtocol
+from quire_router.api.rest.protocol import MAX_PIPELINED, ConnectionLimits, LimitedHttpProtocol
 
-from tests.support.api_stage import ANSWER, chat, open_stage, read_answer
+from tests.support.api_stage import ANSWER, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
@@ -158,3 +160,42 @@ async def test_who_offers_another_protocol_is_answered_in_this_one_and_keeps_the
         writer.close()
     assert [answer.status for answer in answers] == [200] * 3
     assert [generation.operation for generation in stage.runner.generations] == ["chat"] * 2
+
+
+def open_protocols() -> Iterator[LimitedHttpProtocol]:
+    """Those of connections that have not ended."""
+    return (each for each in gc.get_objects() if isinstance(each, LimitedHttpProtocol) and each in each.connections)
+
+
+async def unread(port: int) -> tuple[socket.socket, LimitedHttpProtocol]:
+    """A client that has read none of its answers, of which the last ones are still here, too few to stop more."""
+    before = set(map(id, open_protocols()))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    client.connect(("127.0.0.1", port))
+    await until(lambda: len(set(map(id, open_protocols())) - before) == 1)
+    (protocol,) = (each for each in open_protocols() if id(each) not in before)
+    protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    client.setblocking(False)
+    while protocol.transport.get_write_buffer_size() < 1_000:
+        former = protocol.cycle
+        await asyncio.get_running_loop().sock_sendall(client, LIVE)
+        await until(lambda former=former: protocol.cycle is not former and protocol.cycle.response_complete)
+    return client, protocol
+
+
+@pytest.mark.parametrize("last", [b"", LIVE.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"?\r\n\r\n"])
+async def test_a_connection_whose_answers_nobody_reads_ends(last: bytes) -> None:
+    async with open_stage(limits=ConnectionLimits(idle=1.0, head=0.5)) as stage:
+        client, protocol = await unread(stage.port)
+        await asyncio.get_running_loop().sock_sendall(client, last)
+        await until(lambda: protocol not in protocol.connections)
+        client.close()
+
+
+async def test_an_idle_connection_that_makes_room_ends_also_where_nobody_reads_its_answers() -> None:
+    async with open_stage(limits=ConnectionLimits(connections=1)) as stage:
+        client, protocol = await unread(stage.port)
+        assert (await ask(stage.port, "GET", "/live")).status == 200
+        await until(lambda: protocol not in protocol.connections)
+        client.close()

@@ -39,6 +39,7 @@ _OFFERS = (b"connection", b"upgrade", b"http2-settings")
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
 _LOOK = 1.0  # seconds between looks for a client from which nothing is read
+_LAST_WRITE = 1.0  # seconds for what was written to a connection whose place is another one's by then
 _GONE = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
 
 
@@ -67,7 +68,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     and requests that come before the answer to another would wait in any number.
 
     One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
-    While requests wait, nothing is read from the client, and another timer looks whether it is still there.
+    While requests wait, nothing is read from the client, and another timer looks whether it is still there. A third
+    one ends what is closing: a transport waits for its client to take what was written, for as long as that is there.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._limits, self._shares = config.limits, config.shares
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.TimerHandle | None = None
+        self._ending: asyncio.TimerHandle | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._head_bytes = 0
         self._trailer_bytes = 0
@@ -98,14 +101,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Gives its place to another connection; only while nothing is answered on it."""
-        self.transport.close()
+        self._close(_LAST_WRITE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends every request on this connection, of which uvicorn ends only the last one, and stops the timers."""
         self._stop_waiting()
         self._shares.close(self)
-        if self._looking is not None:
-            self._looking.cancel()
+        for timer in (self._looking, self._ending):
+            if timer is not None:
+                timer.cancel()
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -215,7 +219,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             answered = self._unanswered.popleft()
             answered.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
         super().on_response_complete()
-        if not self._answering and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._close(self._limits.head)
+        elif not self._answering:
             self._wait(self._limits.head if self._head_begun else self._limits.idle)
 
     @property
@@ -233,7 +239,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
             head = b"".join(b"%s: %s\r\n" % field for field in fields)
             self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (STATUS_LINE[status], head, len(body), body))
+        self._close(self._limits.head)
+
+    def _close(self, seconds: float) -> None:
+        """Closes the connection as soon as the client has taken what was written to it, or else after ``seconds``."""
         self.transport.close()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(seconds, self.transport.abort)
 
     def _look(self) -> None:
         """Lets go of a client that has left: while nothing is read, its end is not read either."""
@@ -263,7 +276,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head_begun:
             self._refuse(head_too_slow(self._limits.head))
         else:
-            self.transport.close()
+            self._close(self._limits.head)
 
 
 def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
