@@ -313,7 +313,7 @@ def tokenizer_config(model: Path) -> dict[str, object]:
 def is_up(port: int) -> bool:
     """Whether the service's health probe says so."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
+        with DIRECT.open(f"http://127.0.0.1:{port}/health", timeout=1) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False

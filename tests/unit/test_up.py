@@ -2,8 +2,10 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Semaphore, Thread
 
@@ -103,6 +105,25 @@ def test_the_command_to_try_sends_one_of_the_keys(monkeypatch: pytest.MonkeyPatc
     assert header is not None
     said = subprocess.run(["sh", "-c", f'printf %s "{header[1]}"'], capture_output=True, text=True, check=True)
     assert said.stdout == shown
+
+
+def test_what_starts_here_is_asked_how_it_is_past_any_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            assert up.is_up(server.server_address[1])
+        finally:
+            server.shutdown()
 
 
 def test_a_port_is_named_with_the_variable_that_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
