@@ -23,6 +23,7 @@ def _split(value: object) -> object:
 
 
 PREFIX = "QUIRE_ENGINE_"
+_SEEN = "tool calls and thoughts are read as the model's chat template writes them"
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
@@ -45,6 +46,22 @@ class EngineConfig(CommandSettings):
         "--tls-client-ca": "FILE",
         "--kv-cache-memory": "BYTES",
         "--swap-space": "GIB",
+    }
+    foreign_flags: ClassVar[Mapping[str, str]] = {
+        "--api-key": "keys are the router's, which has this flag",
+        "--chat-template": "a template is part of the model's folder, as chat_template.jinja",
+        "--tokenizer": "the tokenizer is part of the model's folder",
+        "--trust-remote-code": "no code of a model's folder is run",
+        "--enable-auto-tool-choice": _SEEN,
+        "--tool-call-parser": _SEEN,
+        "--reasoning-parser": _SEEN,
+        "--kv-cache-dtype": "KV memory has the element type of --dtype",
+        "--enable-chunked-prefill": "prompts are always computed in chunks, of --max-num-batched-tokens",
+        "--data-parallel-size": "start more engines, and name each to the router",
+        "--pipeline-parallel-size": "--tensor-parallel-size shares a model among GPUs",
+        "--tp-size": "--tensor-parallel-size is one",
+        "--mem-fraction-static": "--gpu-memory-utilization is one",
+        "--context-length": "--max-model-len is one",
     }
 
     model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")

@@ -26,11 +26,14 @@ class FlagParser(ArgumentParser):
 
     ``metavars`` are what stands for a flag's value in its help, by the flag's name; other values are called by their
     type. A default is told as one would write it, and one that is nothing is not told. A flag that does not exist ends
-    the process with one line.
+    the process with one line, which says of one of other servers' (``foreign``) what there is instead.
     """
 
-    def __init__(self, program: str, description: str, metavars: Mapping[str, str]) -> None:
+    def __init__(
+        self, program: str, description: str, metavars: Mapping[str, str], foreign: Mapping[str, str] | None = None
+    ) -> None:
         self._metavars = dict(metavars)
+        self._foreign = dict(foreign or {})
         self._flags: list[str] = []
         super().__init__(
             prog=program,
@@ -54,9 +57,14 @@ class FlagParser(ArgumentParser):
         """Ends with a line, without the usage, in which tens of flags would hide it."""
         if message.startswith(_UNKNOWN):
             flag = re.split(r"[ =]", message.removeprefix(_UNKNOWN))[0]  # its value is nobody's to read in a log
-            close = get_close_matches(flag, self._flags, 1, cutoff=0.7)
-            message = f"{flag} is no flag{f'; {close[0]} is one' if close else ''}"
+            message = f"{flag} is no flag{self._instead(flag)}"
         self.exit(2, f"{self.prog}: {message}. {self.prog} --help tells them all.\n")
+
+    def _instead(self, flag: str) -> str:
+        if flag in self._foreign:
+            return f"; {self._foreign[flag]}"
+        close = get_close_matches(flag, self._flags, 1, cutoff=0.7)
+        return f"; {close[0]} is one" if close else ""
 
 
 def _tell_default(told: re.Match[str]) -> str:

@@ -25,13 +25,15 @@ WRONG_SETTINGS = 2
 
 class CommandSettings(BaseSettings):
     """The settings of a command, which ``cli_prog_name`` names in full. Its docstring is what the help begins with, and
-    ``metavars`` are what stands there for flags' values (see ``FlagParser``).
+    ``metavars`` are what stands there for flags' values (see ``FlagParser``). ``foreign_flags`` are flags of other
+    servers that people try here, each with what there is instead.
     """
 
     model_config = SettingsConfigDict(
         cli_kebab_case=True, cli_implicit_flags=True, cli_hide_none_type=True, protected_namespaces=()
     )
     metavars: ClassVar[Mapping[str, str]] = {}
+    foreign_flags: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def settings_customise_sources(
@@ -57,7 +59,7 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
         source: CliSettingsSource[FlagParser] = CliSettingsSource(
             kind,
             add_argument_method=FlagParser.add_argument,
-            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.metavars),
+            root_parser=FlagParser(_command(kind), kind.__doc__ or "", kind.metavars, kind.foreign_flags),
         )
         return CliApp.run(kind, cli_args=list(arguments), cli_settings_source=source)
     except ValidationError as error:

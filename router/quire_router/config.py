@@ -121,6 +121,13 @@ class Settings(CommandSettings):
     """
 
     model_config = SettingsConfigDict(env_prefix="QUIRE_ROUTER_", cli_prog_name="quire-router")
+    foreign_flags: ClassVar[Mapping[str, str]] = {
+        "--port": "--http-port and --grpc-port are the ports that clients use",
+        "--served-model-name": "--model NAME=FOLDER names it",
+        "--worker-urls": "--engine is one",
+        "--policy": "--placement-policy is one",
+        "--allowed-origins": "what browsers need of other sites (CORS) is for a proxy before the router",
+    }
     metavars: ClassVar[Mapping[str, str]] = {
         "--model": "[NAME=]FOLDER",
         "--engine": "HOST:PORT|URL",

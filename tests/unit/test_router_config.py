@@ -166,6 +166,33 @@ def test_a_flag_that_is_nearly_one_is_put_right(capsys):
     assert "--modle is no flag; --model is one." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("program", "flag", "instead"),
+    [
+        ("quire-router", "--port", "--http-port and --grpc-port are the ports that clients use"),
+        ("quire-engine", "--api-key", "keys are the router's, which has this flag"),
+        ("quire-engine", "--kv-cache-dtype", "KV memory has the element type of --dtype"),
+        ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
+    ],
+)
+def test_a_flag_of_another_server_is_answered_with_what_there_is_instead(program, flag, instead, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], [flag, "3"])
+
+    name = flag.partition("=")[0]
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"{program}: {name} is no flag; {instead}. {program} --help tells them all.\n"
+
+
+@pytest.mark.parametrize("settings", COMMANDS.values())
+def test_what_another_servers_flag_is_answered_with_are_flags_that_there_are(settings):
+    own = {"--" + name.replace("_", "-") for name in settings.model_fields}
+
+    assert not own & set(settings.foreign_flags)
+    for instead in settings.foreign_flags.values():
+        assert set(re.findall(r"--[a-z-]+", instead)) <= own
+
+
 @pytest.mark.parametrize("program", ["quire-router", "quire-engine"])
 def test_help_leads_to_the_simulator(program, capsys):
     with pytest.raises(SystemExit):
