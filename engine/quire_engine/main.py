@@ -68,7 +68,7 @@ def _serve(config: EngineConfig, tracing: bool) -> None:
         try:
             uvloop.run(server.serve())
         except OSError as error:
-            quit_with(1, f"The engine cannot listen: {error}.")
+            quit_with(1, f"{error}.")
 
 
 def _server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:

@@ -181,6 +181,26 @@ async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(m
     assert ("allow" in answer.headers) == (status == 405)
 
 
+@pytest.mark.parametrize(("method", "path", "takes"), [("GET", CHAT, ["POST"]), ("POST", "/health", ["GET", "HEAD"])])
+async def test_a_path_that_takes_another_method_says_which(method, path, takes):
+    async with open_stage() as stage:
+        answer = await ask(stage.port, method, path)
+
+    assert answer.error["message"] == f"{path} takes {' and '.join(takes)}, not {method}."
+    assert sorted(answer.headers["allow"].split(", ")) == takes
+
+
+async def test_the_metrics_port_sends_clients_to_the_port_of_the_api():
+    async with open_stage() as stage:
+        answer = await ask(stage.admin_port, "GET", "/v1/models")
+
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+    assert answer.error["message"] == (
+        "There is nothing at /v1/models: "
+        "this is the metrics port; the API is on the port of --http-port, 8000 by default."
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -189,6 +209,10 @@ async def test_routes_and_methods_that_do_not_exist_are_told_in_the_same_shape(m
         ("/v1/embeddings", "makes no embeddings"),
         ("/chat/completions", "use POST /v1/chat/completions"),
         ("/v1/v1/completions", "use POST /v1/completions"),
+        ("/metrics", "metrics port, 8002 unless --metrics-port"),
+        ("/v1/tokenize", "use POST /tokenize"),
+        ("/v1/chat/completion", "use POST /v1/chat/completions"),
+        ("/generate", "use POST /v1/completions"),
         ("/v1/%3Cscript%3E%C3%A9", "There is nothing at /v1/<script>é"),
         ("/" + "x" * 4000, "There is nothing at /xxx"),
     ],

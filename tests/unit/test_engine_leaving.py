@@ -1,7 +1,9 @@
 """How an engine's service ends: it serves on while others learn that it leaves, and waits for nothing in vain."""
 
 import asyncio
+import json
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -102,6 +104,21 @@ async def test_an_engine_that_leaves_serves_on_and_is_not_ready() -> None:
         signal.raise_signal(signal.SIGINT)
         await serving
         assert not engine.link.ready
+
+
+async def test_who_asks_an_engine_for_a_clients_page_is_sent_to_the_router() -> None:
+    async with served() as (engine, _):
+        status, said = await asyncio.to_thread(fetch, engine.metrics_port, "/v1/models")
+
+    assert (status, "through a router" in json.loads(said)["error"]) == (404, True)
+
+
+@pytest.mark.parametrize("port", ["port", "metrics_port"])
+async def test_an_engine_whose_port_is_taken_ends_with_its_address(port: str) -> None:
+    engine = Served(shutdown_delay=0)
+    address = f"127.0.0.1:{getattr(engine, port)}"
+    with socket.create_server(("127.0.0.1", getattr(engine, port))), pytest.raises(OSError, match=address):
+        await engine.serving
 
 
 async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -> None:

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from threading import Thread
 
@@ -147,8 +148,16 @@ class EngineMetrics:
         return gauge if labels else gauge.labels(self._model)
 
 
+_OK = HTTPStatus.OK, {"status": "ok"}
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
+_ELSEWHERE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
+_NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _ELSEWHERE}
+
+
 class ProbeServer:
-    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on threads of its own."""
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on threads of its own. Raises ``OSError``
+    with the address where it cannot be listened on.
+    """
 
     def __init__(
         self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
@@ -159,17 +168,20 @@ class ProbeServer:
             def do_GET(self) -> None:  # noqa: N802 - named by the library
                 path = self.path.partition("?")[0]
                 if path in probes:
-                    _answer(self, probes[path]())
+                    _answer(self, *(_OK if probes[path]() else _UNAVAILABLE))
                 elif path == "/metrics":
                     super().do_GET()
                 else:
-                    self.send_error(404)
+                    _answer(self, *_NOT_FOUND)
 
             def log_message(self, format: str, *args: object) -> None:
                 log.debug(format, *args)
 
         Handler.registry = registry
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
         Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
@@ -180,9 +192,9 @@ class ProbeServer:
         self._server.server_close()
 
 
-def _answer(handler: MetricsHandler, ok: bool) -> None:
-    body = json.dumps({"status": "ok" if ok else "unavailable"}).encode()
-    handler.send_response(200 if ok else 503)
+def _answer(handler: MetricsHandler, status: HTTPStatus, said: Mapping[str, str]) -> None:
+    body = json.dumps(said).encode()
+    handler.send_response(status)
     handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(body)))
     handler.end_headers()

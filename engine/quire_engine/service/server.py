@@ -217,7 +217,7 @@ def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certifi
             return server.add_insecure_port(address)
         return server.add_secure_port(address, certificates.credentials())
     except RuntimeError as error:
-        raise OSError(f"{address} is in use or cannot be bound") from error
+        raise OSError(f"{address} cannot be listened on: it is in use, or not of this machine") from error
 
 
 async def _first(*endings: Coroutine[Any, Any, object]) -> None:

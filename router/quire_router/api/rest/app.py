@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Container, Sequence
+from http import HTTPStatus
 
 from quire_proto.errors import ErrorCode, QuireError, internal
 from starlette.exceptions import HTTPException
@@ -26,6 +27,7 @@ from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationR
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
+_NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _LAST = ((b"connection", b"close"),)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
@@ -34,15 +36,21 @@ _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 class RestApp:
     """An ASGI application over ``routes``. Without a key only ``open_paths`` can be reached, not even the knowledge
-    of which other paths exist.
+    of which other paths exist. ``elsewhere`` says where that is which is not here; by default that depends on the path.
     """
 
     def __init__(
-        self, frontend: Frontend, routes: Sequence[Route], patience: float, open_paths: Container[str] = OPEN_PATHS
+        self,
+        frontend: Frontend,
+        routes: Sequence[Route],
+        patience: float,
+        open_paths: Container[str] = OPEN_PATHS,
+        elsewhere: str | None = None,
     ) -> None:
         self._frontend = frontend
         self.routes = tuple(routes)
         self._open_paths = open_paths
+        self._elsewhere = elsewhere
         self._router = Router(routes, redirect_slashes=False)
         self._patience = patience
 
@@ -68,12 +76,19 @@ class RestApp:
         except (HttpError, QuireError) as error:
             await _fail(exchange, error)
         except HTTPException as error:
-            await _fail(exchange, _unrouted(exchange.path, error))
+            await _fail(exchange, self._unrouted(exchange, error))
         except ClientGoneError:
             raise
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             await _fail(exchange, internal())
+
+    def _unrouted(self, exchange: Exchange, error: HTTPException) -> HttpError:
+        """What the router found wrong, in our words."""
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "")
+            return wrong_method(exchange.path, str(exchange.scope["method"]), allowed)
+        return no_such_route(exchange.path, self._elsewhere)
 
     def _authenticate(self, exchange: Exchange) -> None:
         if exchange.path in self._open_paths:
@@ -119,7 +134,7 @@ def build_admin(frontend: Frontend, *, patience: float) -> RestApp:
     """What the metrics port serves, without a key: it is not for clients."""
     pages = Pages(frontend)
     routes = [*_probes(pages, pages.health_in_detail), _route("/metrics", "GET", pages.metrics)]
-    return RestApp(frontend, routes, patience, open_paths=OPEN_PATHS | {"/metrics"})
+    return RestApp(frontend, routes, patience, open_paths=OPEN_PATHS | {"/metrics"}, elsewhere=_NOT_FOR_CLIENTS)
 
 
 def _probes(pages: Pages, health: Handler) -> list[Route]:
@@ -154,8 +169,3 @@ async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
         resumable = (exchange.begun or exchange.lasting) and error.code in _PASSING
         ids = exchange.event_ids
         await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))
-
-
-def _unrouted(path: str, error: HTTPException) -> HttpError:
-    """What the router found wrong, in our words."""
-    return wrong_method((error.headers or {}).get("Allow", "")) if error.status_code == 405 else no_such_route(path)

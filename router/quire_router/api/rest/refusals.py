@@ -7,18 +7,26 @@ from http import HTTPStatus
 
 _MAX_PATH = 128  # characters
 _CHAT = "use POST /v1/chat/completions"
+_COMPLETIONS = "use POST /v1/completions"
 _INSTEAD = {
     "/responses": f"{_CHAT}, as most clients can be told to",
     "/messages": f"{_CHAT}, directly or through a gateway that translates Anthropic's Messages",
     "/embeddings": "this service makes no embeddings; use a server for an embedding model",
     "/chat/completions": _CHAT,
-    "/completions": "use POST /v1/completions",
+    "/chat/completion": _CHAT,
+    "/chat": _CHAT,
+    "/completions": _COMPLETIONS,
+    "/completion": _COMPLETIONS,
+    "/generate": _COMPLETIONS,
+    "/tokenize": "use POST /tokenize, without /v1",
+    "/detokenize": "use POST /detokenize, without /v1",
+    "/metrics": "metrics are on the metrics port, 8002 unless --metrics-port says otherwise",
     "/models": "use GET /v1/models",
     "/v1/chat/completions": f"{_CHAT}; the base URL ends with /v1 already",
-    "/v1/completions": "use POST /v1/completions; the base URL ends with /v1 already",
+    "/v1/completions": f"{_COMPLETIONS}; the base URL ends with /v1 already",
     "/v1/models": "use GET /v1/models; the base URL ends with /v1 already",
     "/api/chat": _CHAT,
-    "/api/generate": "use POST /v1/completions",
+    "/api/generate": _COMPLETIONS,
 }
 """What to use in the place of what is often asked for, by the path without a first ``/v1``."""
 
@@ -101,13 +109,14 @@ def not_json() -> HttpError:
     return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
 
 
-def no_such_route(path: str) -> HttpError:
-    """There is nothing at this path."""
-    instead = _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
+def no_such_route(path: str, instead: str | None = None) -> HttpError:
+    """There is nothing at this path. ``instead`` is what to use; by default what suits the path."""
+    instead = instead or _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
     return HttpError(HTTPStatus.NOT_FOUND, "not_found", f"There is nothing at {path[:_MAX_PATH]}: {instead}.")
 
 
-def wrong_method(allowed: str) -> HttpError:
-    """The path exists, with another method."""
-    headers = [(b"allow", allowed.encode())]
-    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", "This path takes another method.", headers)
+def wrong_method(path: str, method: str, allowed: str) -> HttpError:
+    """The path exists, with the methods of ``allowed``, which is what the header ``Allow`` says."""
+    takes = " and ".join(sorted(allowed.split(", ")))
+    message = f"{path[:_MAX_PATH]} takes {takes}, not {method[:_MAX_PATH]}."
+    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", allowed.encode())])
