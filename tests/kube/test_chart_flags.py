@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ SET_FOR_ENGINES = {
     "tls_cert", "tls_key", "tls_client_ca", "shutdown_delay", "shutdown_timeout",
 }  # fmt: skip
 """Settings of the engine that have a value of their own, or that the chart decides."""
+SET_FOR_ROUTERS = {
+    "engine_dns_period", "http_port", "grpc_port", "metrics_port", "scaling_client_ca", "scaling_client_name",
+    "scaling_namespace",
+}  # fmt: skip
+"""Settings of the router that the chart leaves as they are."""
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const", "type")
 
 
@@ -48,6 +54,19 @@ def _bounds(schema: dict[str, Any]) -> dict[str, Any]:
     if "enum" in found:
         return {"enum": sorted(found["enum"])}
     return found
+
+
+def test_every_setting_of_the_router_can_be_given_or_is_the_charts() -> None:
+    templates = "".join(path.read_text() for path in (CHART / "templates").rglob("*") if path.is_file())
+    named = {name.lower() for name in re.findall(r"QUIRE_ROUTER_([A-Z_]+[A-Z])", templates)}
+    named |= {snake(name) for name in re.findall(r'"(\w+)" \$router', templates)}
+    assert set(Settings.model_fields) - named - set(map(snake, _names(DEFAULTS["router"]))) == SET_FOR_ROUTERS
+
+
+def _names(values: dict[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        yield name
+        yield from _names(value) if isinstance(value, dict) else ()
 
 
 @pytest.mark.parametrize("section", ["limits", "placement"])
