@@ -436,6 +436,17 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("reply", [[1, 2], b"OK", None, [1, 1, b"0", 0, 0]])
+async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
+    async def answer(**_):
+        return reply
+
+    meter = RedisMeter("redis://127.0.0.1:1/0")
+    meter._charge = answer
+    assert await meter.charge(Charge("t", "r", 1, 1, None)) is None
+    await meter.close()
+
+
 async def test_what_was_in_progress_when_redis_went_still_counts_here():
     with redis_server() as server:
         async with routers(server, 1, max_concurrent=1) as (one,):

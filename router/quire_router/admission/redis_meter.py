@@ -30,6 +30,7 @@ _LAST_WORDS = 1.0  # seconds for what is not told yet when closing
 _AT_ONCE = 1000
 _MOST_ENDS = 50_000
 _FAILURES = (RedisError, OSError, TimeoutError)
+_REPLY = 5  # numbers that the script returns
 T = TypeVar("T")
 
 
@@ -64,7 +65,7 @@ class RedisMeter:
     async def _ask(self, charge: Charge) -> Charged | None:
         try:
             asking = self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
-            reply = await _answered(asking, self._timeout)
+            reply = _read(await _answered(asking, self._timeout))
         except _FAILURES as error:
             self._lose(error)
             self._note_end(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
@@ -211,6 +212,13 @@ class RedisMeter:
             log.warning("limits are counted by this router alone: %s", type(error).__name__)
         self._away_until = asyncio.get_running_loop().time() + _AWAY
         metrics.LIMITS_SHARED.set(0)
+
+
+def _read(reply: object) -> list[int]:
+    """What the script returns. Raises ``RedisError`` for anything else, as what answers need not be a Redis."""
+    if isinstance(reply, list) and len(reply) == _REPLY and all(isinstance(each, int) for each in reply):
+        return reply
+    raise RedisError("this is no answer to what was asked")
 
 
 async def _answered(asking: Awaitable[T], seconds: float) -> T:
