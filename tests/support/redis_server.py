@@ -1,9 +1,11 @@
 """A real ``redis-server`` of a test's own: on a free port, in a folder that goes away, and never left behind."""
 
+import mmap
 import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import tempfile
 import time
@@ -15,11 +17,84 @@ import pytest
 
 from tests.support.ports import free_port
 
+# Adds the offset in a shared file to the wall clock; monotonic clocks are left alone. With a mapping and not a read,
+# so that it is in force at once, and without a file descriptor.
+_CLOCK_SOURCE = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile long long *offset; /* seconds */
+
+__attribute__((constructor)) static void map_offset(void) {
+  int file = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
+  if (file < 0) abort();
+  offset = mmap(NULL, sizeof *offset, PROT_READ, MAP_SHARED, file, 0);
+  if (offset == MAP_FAILED) abort();
+  close(file);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  int failed = syscall(SYS_clock_gettime, clock, now);
+  if (!failed && clock == CLOCK_REALTIME) now->tv_sec += *offset;
+  return failed;
+}
+
+int gettimeofday(struct timeval *now, void *zone) {
+  struct timespec exact;
+  if (clock_gettime(CLOCK_REALTIME, &exact)) return -1;
+  now->tv_sec = exact.tv_sec;
+  now->tv_usec = exact.tv_nsec / 1000;
+  return 0;
+}
+
+time_t time(time_t *seconds) {
+  struct timespec exact;
+  clock_gettime(CLOCK_REALTIME, &exact);
+  if (seconds) *seconds = exact.tv_sec;
+  return exact.tv_sec;
+}
+"""
+
+
+class Clock:
+    """A wall clock of a process' own, which can be set while it runs: a shared library before the C library's. Raises
+    ``OSError`` or ``subprocess.CalledProcessError`` where no C compiler makes it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        source, self._library, self._file = folder / "clock.c", folder / "clock.so", folder / "clock.offset"
+        source.write_text(_CLOCK_SOURCE)
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", self._library, source], check=True, capture_output=True)
+        self._file.write_bytes(bytes(8))
+        self._offset = 0
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process is started with that is to have this clock."""
+        return {"LD_PRELOAD": str(self._library), "CLOCK_OFFSET_FILE": str(self._file)}
+
+    def move(self, seconds: int) -> None:
+        """Forward, or back, from where it is."""
+        self._offset += seconds
+        with self._file.open("r+b") as file, mmap.mmap(file.fileno(), 8) as mapped:
+            mapped[:] = struct.pack("=q", self._offset)
+
 
 class RedisServer:
-    """``persistent`` keeps what was written over a restart; without it a restart begins empty."""
+    """``persistent`` keeps what was written over a restart; without it a restart begins empty. With a ``clock`` it goes
+    by that one.
+    """
 
-    def __init__(self, folder: Path, *, persistent: bool = False, password: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, persistent: bool = False, password: str | None = None, clock: Clock | None = None
+    ) -> None:
+        self.clock = clock
         self._folder = folder
         self._persistent = persistent
         self._password = password
@@ -33,12 +108,20 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when it answers. It listens on the same port after every start."""
-        self._process = subprocess.Popen(self._command(), cwd=self._folder, stdout=subprocess.DEVNULL)
+        environment = os.environ | (self.clock.environment if self.clock is not None else {})
+        self._process = subprocess.Popen(self._command(), cwd=self._folder, stdout=subprocess.DEVNULL, env=environment)
         deadline = time.monotonic() + 20
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"redis-server did not start on port {self.port}")
             time.sleep(0.01)
+
+    @property
+    def pid(self) -> int:
+        """Of the process. Raises ``RuntimeError`` when there is none."""
+        if self._process is None:
+            raise RuntimeError("redis-server does not run")
+        return self._process.pid
 
     def kill(self) -> None:
         """As by SIGKILL: at once, in the middle of whatever it did."""
@@ -82,15 +165,23 @@ class RedisServer:
         return answer.startswith((b"+PONG", b"-NOAUTH"))
 
 
+def settable_clock(folder: Path) -> Clock:
+    """A clock for ``redis_server``. The test is skipped where there is no C compiler."""
+    try:
+        return Clock(folder)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no C compiler makes a clock that can be set: {error}")
+
+
 @contextmanager
 def redis_server(
-    *, persistent: bool = False, password: str | None = None, started: bool = True
+    *, persistent: bool = False, password: str | None = None, started: bool = True, clock: Clock | None = None
 ) -> Iterator[RedisServer]:
     """A server for the length of a block. The test is skipped where Redis is not installed."""
     if shutil.which("redis-server") is None:
         pytest.skip("redis-server is not installed")
     with tempfile.TemporaryDirectory(prefix="quire-redis-") as folder:
-        server = RedisServer(Path(folder), persistent=persistent, password=password)
+        server = RedisServer(Path(folder), persistent=persistent, password=password, clock=clock)
         try:
             if started:
                 server.start()

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
@@ -19,7 +20,7 @@ from redis.asyncio import Redis
 
 from tests.support.journals import Heard, Seen, seen, tell
 from tests.support.redis_journals import flushed, journal_at, redis_at, small_request
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer, redis_server, settable_clock
 from tests.support.waiting import until
 
 
@@ -391,6 +392,23 @@ async def test_a_router_that_comes_after_redis_gives_the_others_the_same_time() 
             await settled(late)
             assert await late.orphans() == ["r"]
             assert await late.claim("r") is not None
+
+
+async def test_a_clock_of_redis_that_goes_back_to_before_its_start_is_no_outage(tmp_path: Path) -> None:
+    """Its age, by which a router knows that others may still have to write, is below zero from then on."""
+    settings = JournalSettings(lease=0.1, settle=0.2)  # of the first it looks every few hundredths of a second
+    with redis_server(clock=settable_clock(tmp_path)) as server:
+        assert server.clock is not None
+        async with journal_at(server, settings=settings) as journal, journal_at(server, settings=settings) as later:
+            journal.start()
+            await until(lambda: journal.available)
+            await settled(journal)
+            server.clock.move(-600)
+            later.start()
+            await until(lambda: later.available)
+            await asyncio.sleep(0.5)
+            for each in (journal, later):
+                await settled(each)
 
 
 @pytest.mark.parametrize("other", [[7], [7, 8, 9, 10]], ids=["shorter and ended", "longer"])

@@ -75,10 +75,12 @@ class RedisServer:
 
     def _look_at(self, told: dict[str, Any]) -> None:
         run_id = str(told.get("run_id", ""))
-        if self._run_id not in ("", run_id):
+        if run_id and run_id == self._run_id:
+            return  # its age says nothing new, and goes by a clock that may go back: below zero, if to before its start
+        if self._run_id:
             self.was_away()
         self._run_id = run_id
-        uptime = float(told.get("uptime_in_seconds", self._settle))  # rounded down
+        uptime = max(0.0, float(told.get("uptime_in_seconds", self._settle)))  # rounded down
         self._settled = max(self._settled, monotonic() + self._settle - uptime)
 
 
