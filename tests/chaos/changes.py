@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.chaos.faults import FAULTS, Fault, missed, one
+from tests.chaos.network_faults import NETWORK_FAULTS
 from tests.chaos.redis_faults import REDIS_FAULTS
 from tests.chaos.stack import EnginePart, Form, Part, Stack
 from tests.support.processes import Process, Router
@@ -68,7 +69,7 @@ async def upgrade(stack: Stack, _chance: random.Random, _pause: float) -> None:
 
 
 CHANGES: tuple[Fault, ...] = (replace_engine, rename_engine, kill_api_server, rotate_certificates, upgrade)
-_ALL = (*FAULTS, *REDIS_FAULTS, *CHANGES)
+_ALL = (*FAULTS, *REDIS_FAULTS, *NETWORK_FAULTS, *CHANGES)
 _NEEDS_CLUSTER = (replace_engine, rename_engine, kill_api_server, upgrade)
 
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import random
+import resource
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
+import psutil
 from quire_proto.telemetry import Metric
 
 from tests.chaos.stack import Part, Stack
@@ -18,26 +21,26 @@ Fault = Callable[[Stack, random.Random, float], Awaitable[None]]
 REDIS, ROUTER = "redis", "router"
 WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis was away, and tell it all again
 NOTICED = 20.0  # seconds in which even slow routers find out that it is back
+_ENDED = 120.0  # seconds in which all that clients have begun comes to its end
 GIVEN_UP = 8.0  # seconds after which somebody else goes on with what a router had: its lease, and who looks for orphans
 
 
 async def kill_engine(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGKILL of one engine."""
-    await _revive(stack, one(stack.engines, chance))
+    await revive(stack, one(stack.engines, chance))
 
 
 async def kill_router(stack: Stack, chance: random.Random, _pause: float) -> None:
     """SIGKILL of one router."""
-    await _revive(stack, one(stack.routers, chance))
+    await revive(stack, one(stack.routers, chance))
 
 
 async def kill_redis(stack: Stack, _chance: random.Random, pause: float) -> None:
     """SIGKILL of Redis, which keeps its data."""
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN):
-            stack.redis.kill()
-            await asyncio.sleep(min(1.0, pause))
-            await asyncio.to_thread(stack.redis.start)
+            async with stack.dead_redis():
+                await asyncio.sleep(min(1.0, pause))
             await known_to_routers(stack)
 
 
@@ -45,9 +48,8 @@ async def empty_redis(stack: Stack, _chance: random.Random, _pause: float) -> No
     """SIGKILL of Redis, which comes back empty."""
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN, empty=True):
-            stack.redis.kill()
-            stack.redis.forget()
-            await asyncio.to_thread(stack.redis.start)
+            async with stack.dead_redis():
+                stack.redis.forget()
             await known_to_routers(stack)
 
 
@@ -88,7 +90,7 @@ async def drain_router(stack: Stack, chance: random.Random, _pause: float) -> No
 
 async def kill_all_engines(stack: Stack, _chance: random.Random, _pause: float) -> None:
     """SIGKILL of all engines at once."""
-    await asyncio.gather(*(_revive(stack, engine) for engine in stack.engines))
+    await asyncio.gather(*(revive(stack, engine) for engine in stack.engines))
 
 
 async def stop_all_engines(stack: Stack, _chance: random.Random, pause: float) -> None:
@@ -103,12 +105,40 @@ async def drain_all_engines(stack: Stack, _chance: random.Random, _pause: float)
 
 async def kill_all_routers(stack: Stack, _chance: random.Random, _pause: float) -> None:
     """SIGKILL of both routers at once: only Redis remembers."""
-    await asyncio.gather(*(_revive(stack, router) for router in stack.routers))
+    await asyncio.gather(*(revive(stack, router) for router in stack.routers))
+
+
+async def exhaust_descriptors(stack: Stack, chance: random.Random, pause: float) -> None:
+    """One router, one engine that has just started, and Redis can open no file and take no connection for a while."""
+    engine, router = one(stack.engines, chance), one(stack.routers, chance)
+    async with stack.redis_lock, engine.lock, router.lock:
+        engine.kill()
+        engine.restart()
+        await engine.ready()  # what it opens only when it is asked for something, it has yet to open
+        with stack.absent(REDIS, WRITTEN_AGAIN):
+            with no_descriptors(engine.process.popen.pid, router.process.popen.pid, stack.redis.pid):
+                await asyncio.sleep(pause)
+            await asyncio.gather(engine.ready(), router.ready())
+            await known_to_routers(stack)
+
+
+async def freeze_idle_engines(stack: Stack, _chance: random.Random, _pause: float) -> None:
+    """SIGSTOP of all engines while no request runs, until ``/health`` and ``quire_engines_ready`` of routers tell."""
+    async with _idle(stack):
+        try:
+            for engine in stack.engines:
+                engine.signal(signal.SIGSTOP)
+            await _until(lambda: all(_misses_engines(router.process) for router in stack.routers), NOTICED)
+        finally:
+            for engine in stack.engines:
+                engine.signal(signal.SIGCONT)
+        await stack.ready()
 
 
 FAULTS: tuple[Fault, ...] = (
     kill_engine, kill_router, cut_connections, drain_engine, drain_router, kill_redis, stop_engine, stop_router,
     stop_redis, kill_all_engines, stop_all_engines, drain_all_engines, kill_all_routers, empty_redis,
+    exhaust_descriptors, freeze_idle_engines,
 )  # fmt: skip
 
 
@@ -118,7 +148,8 @@ def one(parts: Sequence[AnyPart], chance: random.Random) -> AnyPart:
     return chance.choice(well or list(parts))
 
 
-async def _revive(stack: Stack, part: Part[Any]) -> None:
+async def revive(stack: Stack, part: Part[Any]) -> None:
+    """SIGKILL, and started again; returns when it is ready."""
     async with part.lock:
         with missed(stack, part):
             part.kill()
@@ -142,6 +173,53 @@ async def _freeze(stack: Stack, part: Part[Any], pause: float) -> None:
             await asyncio.sleep(pause)
             part.signal(signal.SIGCONT)
             await part.ready()
+
+
+@contextmanager
+def no_descriptors(*pids: int) -> Iterator[None]:
+    """These processes and their children can open nothing within the block. What they have open stays so."""
+    everyone = [child.pid for pid in pids for child in psutil.Process(pid).children(recursive=True)] + list(pids)
+    kept = {pid: resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in everyone}
+    try:
+        for pid, (_, hard) in kept.items():
+            taken = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+            free = next(number for number in range(hard) if number not in taken)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, hard))
+        yield
+    finally:
+        for pid, limits in kept.items():
+            if psutil.pid_exists(pid):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+@asynccontextmanager
+async def _idle(stack: Stack) -> AsyncIterator[None]:
+    """No client begins anything within the block, nothing runs, and no other fault meets an engine or a router."""
+    async with AsyncExitStack() as locks:
+        stack.admits.clear()
+        try:
+            for part in stack.parts:
+                await locks.enter_async_context(part.lock)
+            await _until(lambda: not any(_runs_requests(router.process) for router in stack.routers), _ENDED)
+            yield
+        finally:
+            stack.admits.set()
+
+
+async def _until(holds: Callable[[], bool], seconds: float) -> None:
+    """Raises ``AssertionError`` when that takes longer."""
+    deadline = monotonic() + seconds
+    while not await asyncio.to_thread(holds):
+        assert monotonic() < deadline, f"not so after {seconds} s"
+        await asyncio.sleep(0.2)
+
+
+def _runs_requests(router: Router) -> bool:
+    return metric(router.metrics_port, Metric.IN_FLIGHT) > 0
+
+
+def _misses_engines(router: Router) -> bool:
+    return fetch(router.metrics_port, "/health")[0] == 503 and metric(router.metrics_port, Metric.ENGINES_READY) == 0
 
 
 async def known_to_routers(stack: Stack) -> None:

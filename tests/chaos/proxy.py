@@ -1,7 +1,20 @@
-"""A TCP proxy in this process, whose connections can be cut as a broken network would."""
+"""A TCP proxy in this process, whose connections can be cut, or go quiet in either direction, as networks do it."""
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
+
+UP, DOWN = "up", "down"
+"""Towards the target, and back from it."""
+
+
+class _Direction:
+    """What becomes of the bytes that go one way: they pass, they wait (``passes`` is cleared), or they are lost."""
+
+    def __init__(self) -> None:
+        self.passes = asyncio.Event()
+        self.passes.set()
+        self.loses = False
 
 
 class Proxy:
@@ -15,6 +28,7 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._directions = {UP: _Direction(), DOWN: _Direction()}
 
     @property
     def address(self) -> str:
@@ -30,6 +44,7 @@ class Proxy:
         """Ends all connections."""
         assert self._server is not None
         self._server.close()
+        self.heal()
         self.cut()
         await asyncio.gather(*self._tasks)
 
@@ -39,6 +54,23 @@ class Proxy:
         for writer in list(self._writers):
             writer.transport.abort()
         return count
+
+    def break_silently(self, directions: Iterable[str], *, loses: bool) -> None:
+        """Lets no byte through these ways, nor the end of a connection, and closes nothing: neither side learns of it.
+        What comes is lost, or waits until this heals.
+        """
+        for name in directions:
+            self._directions[name].passes.clear()
+            self._directions[name].loses = loses
+
+    def heal(self) -> None:
+        """Passes everything on again. Connections break where bytes were lost, as none has a hole."""
+        lost = any(direction.loses for direction in self._directions.values())
+        for direction in self._directions.values():
+            direction.loses = False
+            direction.passes.set()
+        if lost:
+            self.cut()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(self._serve(reader, writer))
@@ -53,13 +85,19 @@ class Proxy:
             return
         ends = {writer, back}
         self._writers |= ends
-        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+        await asyncio.gather(
+            _pass_on(reader, back, self._directions[UP]), _pass_on(there, writer, self._directions[DOWN])
+        )
         self._writers -= ends
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction) -> None:
     with suppress(OSError):
         while data := await reader.read(65536):
+            if direction.loses:
+                continue
+            await direction.passes.wait()
             writer.write(data)
             await writer.drain()
+    await direction.passes.wait()
     writer.transport.abort()

@@ -1,4 +1,6 @@
-"""What else can be wrong with Redis than that it is away: it refuses, is slow, or comes back with older data."""
+"""What else can be wrong with Redis than that it is away: it refuses, forgets scripts, is slow, comes back with older
+data, or its clock goes back.
+"""
 
 import asyncio
 import random
@@ -6,15 +8,22 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import monotonic
 
+import httpx
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tests.chaos.faults import REDIS, WRITTEN_AGAIN, Fault, known_to_routers
-from tests.chaos.stack import Stack
+from tests.chaos.faults import REDIS, WRITTEN_AGAIN, Fault, known_to_routers, one, revive
+from tests.chaos.stack import KEYS, MODEL, Part, Stack
+from tests.support.processes import Router
 
 _SLOW = 2000  # milliseconds
 _LOOP = "while true do end"
+_BEGUN = 6  # background requests
+_ENDED = 120.0  # seconds in which a request ends whose router died
+_NOT_WRITTEN = "x-quire-journal"  # the header of an answer that may not survive its router
+_BACK = (20, 600)  # seconds, at least and at most, that a clock goes back
 
+NO_CLOCK = "no C compiler makes a clock that can be set"
 Refusal = Callable[[Redis, float], Awaitable[None]]
 
 
@@ -44,10 +53,91 @@ async def rewind_redis(stack: Stack, chance: random.Random, _pause: float) -> No
     """SIGKILL of Redis, which comes back with what it had some time ago."""
     async with stack.redis_lock:
         with stack.absent(REDIS, WRITTEN_AGAIN, empty=True):
-            stack.redis.kill()
-            stack.redis.rewind(chance.uniform(0.5, 1.0))
-            await asyncio.to_thread(stack.redis.start)
+            async with stack.dead_redis():
+                stack.redis.rewind(chance.uniform(0.5, 1.0))
             await known_to_routers(stack)
+
+
+async def full_redis(stack: Stack, chance: random.Random, pause: float) -> None:
+    """Redis is out of memory while background requests begin and others end. Their router dies before it has memory
+    again; yet no one is left that runs for ever.
+    """
+    router = one(stack.routers, chance)
+    async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
+        with stack.absent(REDIS, WRITTEN_AGAIN):
+            begun = await _begin(router)
+            await redis.config_set("maxmemory", 1)
+            try:
+                begun |= await _begin(router)
+                await asyncio.sleep(pause)
+                await revive(stack, router)
+            finally:
+                await redis.config_set("maxmemory", 0)
+            await known_to_routers(stack)
+        await _expect_ends(stack, begun)
+
+
+async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> None:
+    """SCRIPT FLUSH, again and again without a rest, while background requests begin and end, and their router dies."""
+    router = one(stack.routers, chance)
+    async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
+        flushing = asyncio.create_task(_flush_scripts(redis))
+        try:
+            begun = await _begin(router)
+            await asyncio.sleep(min(2.0, pause))
+            begun |= await _begin(router)
+            await revive(stack, router)
+        finally:
+            flushing.cancel()
+        await _expect_ends(stack, begun)
+
+
+async def set_back_redis(stack: Stack, chance: random.Random, _pause: float) -> None:
+    """The clock of Redis goes back, by up to ten minutes, and stays so. A router dies."""
+    assert stack.redis.clock is not None, NO_CLOCK
+    async with stack.redis_lock:
+        stack.redis.clock.move(-chance.randint(*_BACK))
+        router = one(stack.routers, chance)
+        begun = await _begin(router)
+        await revive(stack, router)
+        await _expect_ends(stack, begun)
+
+
+async def _begin(router: Part[Router]) -> dict[str, bool]:
+    """Begins short background requests at a router; whether each is written down, by id."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "background": True}
+    headers = {"Authorization": f"Bearer {KEYS['house']}"}
+    async with httpx.AsyncClient(timeout=10) as http:
+        asked = (http.post(f"{router.process.url}/v1/completions", json=body, headers=headers) for _ in range(_BEGUN))
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    taken = [answer for answer in answers if isinstance(answer, httpx.Response) and answer.status_code == 202]
+    return {answer.json()["id"]: _NOT_WRITTEN not in answer.headers for answer in taken}
+
+
+async def _expect_ends(stack: Stack, begun: dict[str, bool]) -> None:
+    """Raises ``AssertionError`` unless each completes, or is unknown and was never said to be written down."""
+    deadline = monotonic() + _ENDED
+    async with httpx.AsyncClient(timeout=5, headers={"Authorization": f"Bearer {KEYS['house']}"}) as http:
+        for request_id, is_written in begun.items():
+            while (status := await _status(stack, http, request_id)) not in ("completed", "unknown"):
+                assert monotonic() < deadline, f"background request {request_id} is still {status}"
+                await asyncio.sleep(0.2)
+            assert status == "completed" or not is_written, f"background request {request_id} is {status}"
+
+
+async def _status(stack: Stack, http: httpx.AsyncClient, request_id: str) -> str:
+    """As the last router says; any failure is one that may pass."""
+    with suppress(httpx.HTTPError):
+        answer = await http.get(f"{stack.urls[-1]}/v1/requests/{request_id}")
+        if answer.status_code == 200:
+            return str(answer.json()["status"])
+        return "unknown" if answer.status_code == 404 else str(answer.status_code)
+    return "out of reach"
+
+
+async def _flush_scripts(redis: Redis) -> None:
+    while True:
+        await redis.script_flush()
 
 
 async def _without_memory(redis: Redis, pause: float) -> None:
@@ -76,4 +166,6 @@ async def _loop(redis: Redis) -> None:
 
 
 _REFUSALS: tuple[Refusal, ...] = (_without_memory, _as_replica, _busy)
-REDIS_FAULTS: tuple[Fault, ...] = (refuse_redis, slow_redis, rewind_redis)
+REDIS_FAULTS: tuple[Fault, ...] = (
+    refuse_redis, slow_redis, rewind_redis, full_redis, forget_scripts, set_back_redis,
+)  # fmt: skip

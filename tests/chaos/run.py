@@ -19,6 +19,7 @@ from tests.chaos.changes import named, possible, upgrade
 from tests.chaos.client import BackgroundClient, Client, Manners, PollingClient, StreamClient, WholeClient
 from tests.chaos.faults import Fault
 from tests.chaos.leftovers import leftovers
+from tests.chaos.redis_faults import NO_CLOCK, set_back_redis
 from tests.chaos.report import Report
 from tests.chaos.rpc_client import CrossingClient, RpcClient
 from tests.chaos.stack import PLAIN, Form, Stack, running_stack
@@ -129,6 +130,7 @@ class _Crowd:
 
     async def _one_after_the_other(self, more: Callable[[], bool]) -> None:
         while (number := next(self._numbers)) < len(self._work) or more():
+            await self._stack.admits.wait()
             request, own = self._work[number % len(self._work)], random.Random(self._chance.getrandbits(32))
             client = CLIENTS[request.way](self._stack, self._http, f"{self._key}-{number}", own, self._manners)
             self.answers[number] = await client.run(request)
@@ -167,6 +169,9 @@ async def main(arguments: Sequence[str]) -> int:
     plan = Plan(manners, options.seed, options.rounds, abrupt=not options.upgrade, **more)
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as folder:
         async with running_stack(options.keep or Path(folder), form) as stack:
+            if stack.redis.clock is None and set_back_redis in faults:
+                faults.remove(set_back_redis)
+                print(f"skipped: {set_back_redis.__name__}, as {NO_CLOCK}")
             report = await chaos(stack, requests(options.streams, options.seed), faults, plan, _teller())
     print(report)
     return 0 if report.clean else 1

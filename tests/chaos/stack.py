@@ -4,6 +4,7 @@ replaced by another one elsewhere.
 
 import asyncio
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from tests.chaos.demo import make_model
 from tests.chaos.proxy import Proxy
 from tests.support.ports import free_port
 from tests.support.processes import Engine, Process, Router
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import Clock, RedisServer, redis_server
 from tests.support.warm import WarmEngine
 
 MODEL = "quire-demo"
@@ -151,9 +152,10 @@ class Absence:
 
 @dataclass
 class Stack:
-    """Routers reach each engine through a proxy, whose connections can be cut. Faults note in ``absences`` what was
-    away because of them, and for how long it may have been missed. Routers that are ``leaving`` still get requests.
-    ``beside`` are processes that parts are about to have, or had.
+    """Routers reach each engine through a proxy, whose connections can be cut, and Redis by ``redis_proxy``. Faults note
+    in ``absences`` what was away because of them, and for how long it may have been missed. Routers that are
+    ``leaving`` still get requests. ``beside`` are processes that parts are about to have, or had. While ``admits`` is
+    cleared clients begin nothing.
     """
 
     redis: RedisServer
@@ -162,11 +164,16 @@ class Stack:
     form: Form = PLAIN
     cluster: Cluster | None = None
     certificates: Certificates | None = None
+    redis_proxy: Proxy | None = None
     absences: list[Absence] = field(default_factory=list)
     leaving: list[Router] = field(default_factory=list)
     beside: list[Process] = field(default_factory=list)
     redis_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     cluster_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    admits: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.admits.set()
 
     @contextmanager
     def absent(self, name: str, aftermath: float, *, empty: bool = False) -> Iterator[None]:
@@ -176,6 +183,16 @@ class Stack:
             yield
         finally:
             self.absences.append(Absence(name, begin, monotonic() + aftermath, empty))
+
+    @asynccontextmanager
+    async def dead_redis(self) -> AsyncIterator[None]:
+        """SIGKILL of Redis, which starts again after the block. Connections are refused meanwhile."""
+        assert self.redis_proxy is not None
+        self.redis.kill()
+        await self.redis_proxy.stop()
+        yield
+        await asyncio.to_thread(self.redis.start)
+        await self.redis_proxy.start()
 
     @property
     def parts(self) -> list[EnginePart | Part[Router]]:
@@ -206,17 +223,19 @@ async def running_stack(
     tenants.write_text(_TENANTS)
     certificates = Certificates(folder / "certificates") if form.tls else None
     async with AsyncExitStack() as ending:
-        redis = ending.enter_context(redis_server(persistent=True))
+        redis = ending.enter_context(redis_server(persistent=True, clock=_clock(folder)))
         cluster = Cluster() if form.cluster else None
         if cluster is not None:
             await cluster.api.start()
             ending.push_async_callback(cluster.api.stop)
-        stack = Stack(redis, [], [], form, cluster, certificates)
+        stack = Stack(redis, [], [], form, cluster, certificates, Proxy(redis.port, ("127.0.0.1", free_port())))
+        assert stack.redis_proxy is not None
+        await stack.redis_proxy.start()
         ending.push_async_callback(_end, stack)
         for number in range(engines):
             stack.engines.append(_engine(number, model, stack))
             await stack.engines[-1].open()
-        flags = ("--redis-url", redis.url, "--tenants", str(tenants))
+        flags = ("--redis-url", f"redis://{stack.redis_proxy.address}/0", "--tenants", str(tenants))
         for number in range(routers):
             stack.routers.append(_router(number, model, flags, stack))
         await stack.ready()
@@ -230,6 +249,16 @@ async def _end(stack: Stack) -> None:
             process.kill()
     for engine in stack.engines:
         await engine.proxy.stop()
+    if stack.redis_proxy is not None:
+        await stack.redis_proxy.stop()
+
+
+def _clock(folder: Path) -> Clock | None:
+    """A clock that can be set; None where there is no C compiler."""
+    try:
+        return Clock(folder)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _engine(number: int, model: Path, stack: Stack) -> EnginePart:
