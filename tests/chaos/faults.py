@@ -10,10 +10,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, TypeVar
 
+import httpx
 import psutil
 from quire_proto.telemetry import Metric
 
-from tests.chaos.stack import Part, Stack
+from tests.chaos.stack import KEYS, MODEL, Part, Stack
 from tests.support.processes import Router, fetch, metric
 
 AnyPart = TypeVar("AnyPart", bound=Part[Any])
@@ -115,9 +116,10 @@ async def exhaust_descriptors(stack: Stack, chance: random.Random, pause: float)
         engine.kill()
         engine.restart()
         await engine.ready()  # what it opens only when it is asked for something, it has yet to open
+        await asyncio.to_thread(_wait_for_engines, stack, monotonic() + NOTICED)
         with stack.absent(REDIS, WRITTEN_AGAIN):
             with no_descriptors(engine.process.popen.pid, router.process.popen.pid, stack.redis.pid):
-                await asyncio.sleep(pause)
+                await asyncio.gather(asyncio.sleep(pause), _ask_for_much(stack))
             await asyncio.gather(engine.ready(), router.ready())
             await known_to_routers(stack)
 
@@ -206,6 +208,32 @@ async def _idle(stack: Stack) -> AsyncIterator[None]:
             stack.admits.set()
 
 
+async def _ask_for_much(stack: Stack) -> None:
+    """Asks for what an engine needs files and modules for. Raises ``AssertionError`` where an answer says that the
+    client is wrong, or that something is.
+    """
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 8}
+    forms = [{"structured_outputs": {"regex": f"[a-z]{{{number}}}"}} for number in range(1, 7)]
+    asked = [body | form for form in (*forms, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2})]
+    headers = {"Authorization": f"Bearer {KEYS['house']}"}
+    async with httpx.AsyncClient(timeout=30, headers=headers) as http:
+        sent = (http.post(f"{url}/v1/completions", json=each) for url in stack.urls for each in asked)
+        answers = await asyncio.gather(*sent, return_exceptions=True)
+    refused = [each.text for each in answers if isinstance(each, httpx.Response) and each.status_code in (400, 500)]
+    assert not refused, f"for want of descriptors: {refused[:2]}"
+
+
+def _wait_for_engines(stack: Stack, deadline: float) -> None:
+    """Until every router knows all of them, but no longer than ``deadline``: another fault may keep one away."""
+    count = len(stack.engines)
+    while monotonic() < deadline and any(_ready_engines(router.process) != count for router in stack.routers):
+        sleep(0.1)
+
+
+def _ready_engines(router: Router) -> float:
+    return metric(router.metrics_port, Metric.ENGINES_READY)
+
+
 async def _until(holds: Callable[[], bool], seconds: float) -> None:
     """Raises ``AssertionError`` when that takes longer."""
     deadline = monotonic() + seconds
@@ -219,7 +247,7 @@ def _runs_requests(router: Router) -> bool:
 
 
 def _misses_engines(router: Router) -> bool:
-    return fetch(router.metrics_port, "/health")[0] == 503 and metric(router.metrics_port, Metric.ENGINES_READY) == 0
+    return fetch(router.metrics_port, "/health")[0] == 503 and _ready_engines(router) == 0
 
 
 async def known_to_routers(stack: Stack) -> None:

@@ -115,14 +115,27 @@ async def _begin(router: Part[Router]) -> dict[str, bool]:
 
 
 async def _expect_ends(stack: Stack, begun: dict[str, bool]) -> None:
-    """Raises ``AssertionError`` unless each completes, or is unknown and was never said to be written down."""
+    """Raises ``AssertionError`` unless each completes, or is unknown and was never said to be written down. Does not
+    ask routers before it has ended: they take up what is asked for, and have to do so unasked.
+    """
     deadline = monotonic() + _ENDED
+    async with Redis.from_url(stack.redis.url) as redis:
+        for request_id in begun:
+            while not await _has_ended(redis, request_id):
+                assert monotonic() < deadline, f"background request {request_id} does not end"
+                await asyncio.sleep(0.2)
     async with httpx.AsyncClient(timeout=5, headers={"Authorization": f"Bearer {KEYS['house']}"}) as http:
         for request_id, is_written in begun.items():
             while (status := await _status(stack, http, request_id)) not in ("completed", "unknown"):
                 assert monotonic() < deadline, f"background request {request_id} is still {status}"
                 await asyncio.sleep(0.2)
             assert status == "completed" or not is_written, f"background request {request_id} is {status}"
+
+
+async def _has_ended(redis: Redis, request_id: str) -> bool:
+    """Whether Redis has its end, or nothing of it."""
+    record = f"quire:{{{request_id}}}:record"
+    return not await redis.exists(record) or bool(await redis.hexists(record, "reason"))
 
 
 async def _status(stack: Stack, http: httpx.AsyncClient, request_id: str) -> str:

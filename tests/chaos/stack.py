@@ -152,8 +152,8 @@ class Absence:
 
 @dataclass
 class Stack:
-    """Routers reach each engine through a proxy, whose connections can be cut, and Redis by ``redis_proxy``. Faults note
-    in ``absences`` what was away because of them, and for how long it may have been missed. Routers that are
+    """Routers reach each engine through a proxy, whose connections can be cut, and Redis by ``redis_proxy``. Faults
+    note in ``absences`` what was away because of them, and for how long it may have been missed. Routers that are
     ``leaving`` still get requests. ``beside`` are processes that parts are about to have, or had. While ``admits`` is
     cleared clients begin nothing.
     """

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = (
     "kill_engine", "kill_router", "cut_connections", "drain_engine", "drain_router", "kill_redis", "empty_redis",
     "stop_engine", "stop_router", "stop_redis", "kill_all_engines", "kill_all_routers", "rotate_certificates",
-    "rename_engine", "replace_engine", "kill_api_server",
+    "rename_engine", "replace_engine", "kill_api_server", "full_redis", "forget_scripts",
+    "half_open_redis_down", "half_open_engine_up",
 )  # fmt: skip
 STREAMS = 42
 PAIRS = 8
