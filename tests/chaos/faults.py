@@ -22,6 +22,8 @@ Fault = Callable[[Stack, random.Random, float], Awaitable[None]]
 REDIS, ROUTER = "redis", "router"
 WRITTEN_AGAIN = 4.0  # seconds in which routers find out that Redis was away, and tell it all again
 NOTICED = 20.0  # seconds in which even slow routers find out that it is back
+_QUIET = 3.0  # seconds after which nothing is on its way between routers and engines, no ping either
+_MISSED = 30.0  # seconds in which even slow routers find out that idle engines do not answer, which takes 11
 _ENDED = 120.0  # seconds in which all that clients have begun comes to its end
 GIVEN_UP = 8.0  # seconds after which somebody else goes on with what a router had: its lease, and who looks for orphans
 
@@ -127,10 +129,11 @@ async def exhaust_descriptors(stack: Stack, chance: random.Random, pause: float)
 async def freeze_idle_engines(stack: Stack, _chance: random.Random, _pause: float) -> None:
     """SIGSTOP of all engines while no request runs, until ``/health`` and ``quire_engines_ready`` of routers tell."""
     async with _idle(stack):
+        await asyncio.sleep(_QUIET)
         try:
             for engine in stack.engines:
                 engine.signal(signal.SIGSTOP)
-            await _until(lambda: all(_misses_engines(router.process) for router in stack.routers), NOTICED)
+            await _until(lambda: all(_misses_engines(router.process) for router in stack.routers), _MISSED)
         finally:
             for engine in stack.engines:
                 engine.signal(signal.SIGCONT)

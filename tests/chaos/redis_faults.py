@@ -18,7 +18,7 @@ from tests.support.processes import Router
 
 _SLOW = 2000  # milliseconds
 _LOOP = "while true do end"
-_BEGUN = 6  # background requests
+_BEGUN, _GROWTH = 6, 50  # background requests, and by how many tokens each is longer than the one before
 _ENDED = 120.0  # seconds in which a request ends whose router died
 _NOT_WRITTEN = "x-quire-journal"  # the header of an answer that may not survive its router
 _BACK = (20, 600)  # seconds, at least and at most, that a clock goes back
@@ -81,14 +81,16 @@ async def forget_scripts(stack: Stack, chance: random.Random, pause: float) -> N
     """SCRIPT FLUSH, again and again without a rest, while background requests begin and end, and their router dies."""
     router = one(stack.routers, chance)
     async with stack.redis_lock, Redis.from_url(stack.redis.url) as redis:
-        flushing = asyncio.create_task(_flush_scripts(redis))
+        over = asyncio.Event()
+        flushing = asyncio.create_task(_flush_scripts(redis, over))
         try:
             begun = await _begin(router)
             await asyncio.sleep(min(2.0, pause))
             begun |= await _begin(router)
             await revive(stack, router)
         finally:
-            flushing.cancel()
+            over.set()
+            await flushing
         await _expect_ends(stack, begun)
 
 
@@ -104,11 +106,12 @@ async def set_back_redis(stack: Stack, chance: random.Random, _pause: float) -> 
 
 
 async def _begin(router: Part[Router]) -> dict[str, bool]:
-    """Begins short background requests at a router; whether each is written down, by id."""
-    body = {"model": MODEL, "prompt": "Once", "max_tokens": 40, "ignore_eos": True, "background": True}
+    """Begins background requests at a router, each longer than the one before; whether it is written down, by id."""
+    body = {"model": MODEL, "prompt": "Once", "ignore_eos": True, "background": True}
     headers = {"Authorization": f"Bearer {KEYS['house']}"}
     async with httpx.AsyncClient(timeout=10) as http:
-        asked = (http.post(f"{router.process.url}/v1/completions", json=body, headers=headers) for _ in range(_BEGUN))
+        url, lengths = f"{router.process.url}/v1/completions", range(_GROWTH, _GROWTH * (_BEGUN + 1), _GROWTH)
+        asked = (http.post(url, json=body | {"max_tokens": length}, headers=headers) for length in lengths)
         answers = await asyncio.gather(*asked, return_exceptions=True)
     taken = [answer for answer in answers if isinstance(answer, httpx.Response) and answer.status_code == 202]
     return {answer.json()["id"]: _NOT_WRITTEN not in answer.headers for answer in taken}
@@ -148,8 +151,8 @@ async def _status(stack: Stack, http: httpx.AsyncClient, request_id: str) -> str
     return "out of reach"
 
 
-async def _flush_scripts(redis: Redis) -> None:
-    while True:
+async def _flush_scripts(redis: Redis, over: asyncio.Event) -> None:
+    while not over.is_set():
         await redis.script_flush()
 
 
