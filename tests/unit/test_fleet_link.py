@@ -83,6 +83,18 @@ async def test_tokens_that_nobody_reads_yet_come_together() -> None:
     assert last == Output([5, 6, 7, 8], 0, FinishReason.STOP, None, 2)
 
 
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_an_engine_is_reached_past_any_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")  # nobody listens there
+
+    async with asyncio.timeout(10), linked() as (_, link):
+        assert link.ready
+
+
 async def test_each_request_gets_its_own_tokens() -> None:
     async with linked() as (engine, link):
         first, second = [await submitted(engine, link, submit(name)) for name in "ab"]

@@ -18,6 +18,8 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Engines are in the router's own network. A proxy that the environment names is for what is beyond it.
+    ("grpc.enable_http_proxy", 0),
     # Each try to connect is ours to time, so it must not inherit the library's own waiting from the one before.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
