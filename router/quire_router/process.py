@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING
 
 import uvloop
 from quire_proto.settings import read_settings, refuse_unknown_variables
@@ -26,7 +27,9 @@ from quire_router.cautions import connections_within, raise_descriptor_limit, wa
 from quire_router.config import Settings
 from quire_router.supervise import failing_tasks, supervise
 from quire_router.workers.place import Place
-from quire_router.workers.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from quire_router.workers.supervisor import Supervisor
 
 log = logging.getLogger("quire.router")
 _LOOK = 5.0  # seconds from one look at its tasks to the next, of a worker
@@ -148,7 +151,7 @@ async def _serve(settings: Settings, arguments: Sequence[str], place: Place | No
         warn_of(settings)
     # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
     if settings.workers > 1 and place is None:
-        server = Supervisor(settings, arguments)
+        server = _supervisor(settings, arguments)
     else:
         server = Router(settings, texts, place)
     loop = asyncio.get_running_loop()
@@ -164,7 +167,13 @@ async def _serve(settings: Settings, arguments: Sequence[str], place: Place | No
         _on_signals(signal.SIG_IGN)
 
 
-def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: Router | Supervisor) -> None:
+def _supervisor(settings: Settings, arguments: Sequence[str]) -> "Supervisor":
+    from quire_router.workers.supervisor import Supervisor  # imports an HTTP client, which takes 12 MiB
+
+    return Supervisor(settings, arguments)
+
+
+def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: "Router | Supervisor") -> None:
     """The supervisor is gone. A pipe that has ended says so for ever, so it is heard once."""
     loop.remove_reader(place.parent)
     server.stop()
