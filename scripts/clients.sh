@@ -18,7 +18,8 @@ python_clients() {  # FOLDER PACKAGE...
 python_clients agents openai-agents==0.24.0 openai==3.54.0
 python_clients litellm "litellm[proxy]==1.106.2"
 if command -v npm >/dev/null; then
-  npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0
+  npm install --silent --no-fund --no-audit --prefix node openai@6.49.0 zod@4.6.7 @openai/agents@0.20.0 \
+    ai@6.0.326 @ai-sdk/openai@3.0.141 @ai-sdk/openai-compatible@2.0.91
 else
   echo "there is no npm: the clients of Node are left out"
 fi

@@ -22,6 +22,7 @@ CLIENTS = ROOT / ".clients"
 """Where ``make clients`` puts the environments of the clients."""
 AGENTS, LITELLM, PROXY = (CLIENTS / path for path in ("agents/bin/python", "litellm/bin/python", "litellm/bin/litellm"))
 NODE, GO = CLIENTS / "node" / "node_modules", CLIENTS / "go" / "clients"
+VERCEL = NODE / "ai"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "vllm"
 MODEL = "tools"
 SMALL = ("--kv-cache-memory", str(64 << 20), "--swap-space", "0.0625", "--dtype", "float32")

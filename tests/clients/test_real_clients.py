@@ -21,6 +21,7 @@ from tests.clients.conftest import (
     PROGRAMS,
     PROXY,
     TIMEOUT,
+    VERCEL,
     VLLM,
     Server,
     needs,
@@ -98,6 +99,13 @@ def test_litellm_as_a_proxy(server: Server, litellm_proxy: str, expected: dict[s
 @needs(NODE)
 def test_the_openai_package_and_openai_agents_of_node(server: Server, expected: dict[str, Any]) -> None:
     check(run(["node", PROGRAMS / "node_clients.mjs", server.url, server.slow_url, NODE.parent]), expected)
+
+
+@needs(VERCEL)
+def test_the_ai_sdk_of_vercel_calls_tools_and_then_answers_in_a_form(server: Server, expected: dict[str, Any]) -> None:
+    found = run(["node", PROGRAMS / "vercel_client.mjs", server.url, server.slow_url, NODE.parent])
+    check(found, expected)
+    assert all(seen["tool_loop"]["total"] in (12, 7) for seen in found.values())
 
 
 @needs(GO)
