@@ -112,7 +112,7 @@ class Meter:
             return None
         wait = self._polls.wait(1, now)
         if wait:
-            message = f"This key may look {self._polls.limit} times a minute after requests that came earlier."
+            message = f"This key may read earlier requests {self._polls.limit} times a minute."
             retry = wait / MICROSECONDS
             return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=Reason.POLLS_PER_MINUTE)
         self._polls.take(1, now)

@@ -22,8 +22,8 @@ _A_SECOND = 2**20  # characters that are tokenised in a second at least, for Ret
 
 
 class Aside:
-    """A tenant never has all of the threads: one is left for the others, however much it asks for at once. Nor does it
-    have all of the room in which texts wait for a thread.
+    """A tenant never has all of the threads: one is left for the others, however much it asks for at once. The
+    texts that wait for one of their tenant's threads are bounded by a ``TenantBudget``.
     """
 
     def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
