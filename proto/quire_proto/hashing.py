@@ -28,7 +28,7 @@ def hash_block(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
     return blake2b(parent + pack(tokens) + extra, digest_size=HASH_BYTES).digest()
 
 
-def hash_chain(packed: bytes, block_bytes: int, extra: bytes) -> Iterator[bytes]:
+def hash_chain(packed: bytes | memoryview, block_bytes: int, extra: bytes) -> Iterator[bytes]:
     """The names of the full blocks of tokens that ``pack`` has packed, in order, each computed when it is asked for: in
     one loop, as a router names each prompt's blocks and a call for each takes as long as the hash.
     """

@@ -20,6 +20,7 @@ from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, Generation, Usage
 from quire_router.journal.base import Journal, Lease, Record, Told
+from quire_router.placement.namespace import Names
 from quire_router.reader import Reader, reader_is_late
 from quire_router.retelling import as_told, in_parts, in_turns, parted, with_usage
 from quire_router.selection import Selection
@@ -38,7 +39,8 @@ class Progress:
     ``interrupted`` is done once somebody else than the engine ends the request: with an error, or with None when it was
     cancelled; it is ``dismissed`` when that was because the ``reader``'s time was over. ``refused_by`` are the engines
     that were too full, ``attempt`` counts those that it was sent to, and ``losses`` those that were lost since the last
-    token. ``finish_reason`` is None until the record is closed; of several choices the gravest reason counts.
+    token. ``names`` are those of its prompt's blocks that were needed so far. ``finish_reason`` is None until the
+    record is closed; of several choices the gravest reason counts.
 
     A request that goes on from its ``record`` begins with what that holds, once it was ``reread``; nothing of that is
     told again. Its client may have had more than was written down: what is before its reader's mark comes as told. It
@@ -61,6 +63,7 @@ class Progress:
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
+        self.names: Names = {}
         self.attempt = 0
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._text = text

@@ -22,7 +22,7 @@ from quire_router.placement.table import Rows
 from quire_router.progress import RETRY_AFTER, Progress
 from quire_router.spans import route_span, tell_wait
 
-_TOKEN_BYTES = 8  # of a prompt that is parked: its tokens, and its text while the API holds it
+_TOKEN_BYTES = 12  # of a prompt that is parked: its tokens, its blocks' names, and its text while the API holds it
 _WORTH_TELLING = 1_000_000  # nanoseconds of waiting
 _RETRY_FULL = 0.2  # seconds
 
@@ -46,13 +46,14 @@ class Routing:
         """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
         if progress.begun:
             return await self.again(progress)
+        await self._named(progress)  # before its turn, as nothing may be waited for after it
         await self._turn(progress)
         return None if _is_cancelled(progress) else self._place(progress) or await self.again(progress)
 
     async def again(self, progress: Progress) -> Decision | None:
         """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
         until = monotonic() + self._hold_timeout
-        while not _is_cancelled(progress):
+        while await self._named(progress):
             decision = self._place(progress)
             if decision is not None:
                 return decision
@@ -60,6 +61,16 @@ class Routing:
                 raise self._nowhere(progress)
             await self._hold(progress, until - monotonic())
         return None
+
+    async def _named(self, progress: Progress) -> bool:
+        """Names the blocks of a long prompt, and lets others run after each piece; False when the request was cancelled
+        by then. Raises the error that it was interrupted with.
+        """
+        for _ in self._placer.name(progress.generation, self._rows(progress), progress.names):
+            await asyncio.sleep(0)
+            if progress.interrupted.done():
+                break
+        return not _is_cancelled(progress)
 
     async def _turn(self, progress: Progress) -> None:
         """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
@@ -99,7 +110,7 @@ class Routing:
         span = route_span(progress)
         rows = self._rows(progress)
         explained = self._explain or span.is_recording()
-        decision = self._placer.place(progress.generation, rows, explained=explained)
+        decision = self._placer.place(progress.generation, rows, progress.names, explained=explained)
         span.set_attribute(Attribute.POLICY, self._policy)
         _describe(span, decision, len(rows))
         span.end()

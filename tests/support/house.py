@@ -1,7 +1,7 @@
 """A router's inner rooms, with scripted engines behind real streams."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from quire_router.generation import Delta, Generation
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import Lifecycle
+from quire_router.placement.namespace import Names
 from quire_router.placement.query import Decision
 from quire_router.placement.table import EngineTable, Rows
 from quire_router.routing import Routing
@@ -33,7 +34,10 @@ class FirstIdle:
     def __init__(self, table: EngineTable) -> None:
         self._table = table
 
-    def place(self, generation: Generation, rows: Rows, *, explained: bool = False) -> Decision | None:
+    def name(self, generation: Generation, rows: Rows, names: Names) -> Iterator[None]:
+        return iter(())
+
+    def place(self, generation: Generation, rows: Rows, names: Names, *, explained: bool = False) -> Decision | None:
         row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
         return None if row is None else Decision(str(self._table.ids[row]), row, "first_idle", 0)
 

@@ -1,27 +1,38 @@
 """Placing requests with the real index: what is cached where, for whom, and what a placement leaves behind."""
 
+import asyncio
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
+from hashlib import blake2b
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quire_proto import hashing
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
+from quire_router.admission.queue import Queue
 from quire_router.generation import Generation
+from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.explanation import MAX_HEADER, SHOWN, route_attributes, route_header
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.namespace import Namespace
-from quire_router.placement.placer import Placer
+from quire_router.placement.placer import NAMED_AT_ONCE, Placer
 from quire_router.placement.query import Decision
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
+from quire_router.progress import Progress
+from quire_router.reader import Reader
+from quire_router.routing import Routing
 
 from tests.support.hashes import hash_blocks
+from tests.support.letters import TEXT
 from tests.support.placing import PACE
 
 ONE = Namespace("one", 16)
@@ -57,6 +68,21 @@ class Stage:
         decision = self.placer.place(generation(**request), self.rows if rows is None else rows, explained=explained)
         assert decision is not None
         return decision
+
+    def routing(self) -> Routing:
+        """What asks the placer while an event loop runs, where engines always have room."""
+        rows = np.array(self.rows, np.intp)
+        rows.flags.writeable = False
+        fleet = SimpleNamespace(
+            table=self.table, rows=lambda _: rows, has_room=lambda _: True, has_spare_room=lambda _: True
+        )
+        queue = Queue(["m"], fleet)  # type: ignore[arg-type]
+        return Routing(fleet, self.placer, queue, policy="cost", hold_timeout=10)  # type: ignore[arg-type]
+
+
+def progress_of(request: Generation) -> Progress:
+    journal = MemoryJournal()
+    return Progress(request, TEXT, journal, journal.open(request), Reader())
 
 
 def generation(**request: object) -> Generation:
@@ -283,3 +309,45 @@ def test_every_policy_can_be_named_and_places(policy: str) -> None:
     decision = Stage(3, policy=policy).place(explained=True)
     assert decision.policy == policy
     assert decision.engine_id in [engine_id for engine_id, _ in decision.terms]
+
+
+@pytest.mark.parametrize("cached", [0, 1, 5_000, 8_192])
+async def test_however_much_of_a_long_prompt_is_cached_its_blocks_are_named_a_few_at_a_time(
+    cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, prompt, named, most = Stage(3), array("i", range(131_072)), 0, 0
+    stage.index.store(1, Tier.DEVICE, hash_blocks(prompt, 16, extra_key("one", b""))[:cached])
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        nonlocal named, most
+        named += 1
+        most = max(most, named)
+        return blake2b(*arguments, **more)
+
+    async def others() -> None:
+        nonlocal named
+        while True:
+            named = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(hashing, "blake2b", counted)
+    running = asyncio.create_task(others())
+    decision = await stage.routing().begin(progress_of(generation(prompt_token_ids=prompt)))
+    running.cancel()
+    assert decision is not None
+    assert decision.cached_tokens == min(16 * cached, len(prompt) - 1)
+    assert 1 <= most <= (1 + NAMED_AT_ONCE if cached else 1)
+    at_once = stage.place(prompt_token_ids=prompt)
+    assert (decision.row, decision.cached_tokens) == (at_once.row, at_once.cached_tokens)
+    assert list(islice(decision.block_hashes, 600)) == list(islice(at_once.block_hashes, 600))
+
+
+async def test_a_request_that_is_cancelled_while_its_blocks_are_named_is_not_placed() -> None:
+    stage, prompt = Stage(1), array("i", range(131_072))
+    stage.index.store(0, Tier.DEVICE, hash_blocks(prompt, 16, extra_key("one", b"")))
+    progress = progress_of(generation(prompt_token_ids=prompt))
+    routed = asyncio.create_task(stage.routing().again(progress))
+    await asyncio.sleep(0)
+    progress.interrupted.set_result(None)
+    assert await routed is None
+    assert len(list(stage.placer.name(progress.generation, stage.rows, progress.names))) > 1, "names were left"

@@ -144,6 +144,11 @@ class PrefixIndex:
             return BlockMatches(in_device, np.zeros_like(in_device))
         return BlockMatches(in_device, left.depths(self._slots, num_rows) - in_device)
 
+    def knows(self, name: bytes) -> bool:
+        """Whether any engine may have the block or is expected to: one that left may still count."""
+        key = int.from_bytes(name, "big")
+        return key in self._shards[key & _SHARD] or any(key in entries for entries in self._expected.entries())
+
     # Inside
 
     def _take_slot(self, row: int) -> Slot:

@@ -1,7 +1,10 @@
 """What decides that two prompts' blocks have the same names, and those names, each computed when it is asked for."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from sys import byteorder
 
 from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
 
@@ -27,8 +30,14 @@ class BlockHashes:
 
     def __init__(self, tokens: Sequence[int], block_size: int, extra: bytes) -> None:
         self._count = len(tokens) // block_size
-        self._more = hash_chain(pack(tokens), block_size * TOKEN_BYTES, extra)
+        self._more = hash_chain(_packed(tokens), block_size * TOKEN_BYTES, extra)
         self._known: list[bytes] = []
+
+    def extend(self, count: int) -> bytes | None:
+        """Computes up to ``count`` more names; the last of them, None where none was left."""
+        more = list(islice(self._more, count))
+        self._known += more
+        return more[-1] if more else None
 
     def __len__(self) -> int:
         """How many full blocks there are."""
@@ -40,3 +49,16 @@ class BlockHashes:
             if index == len(known):
                 known.append(next(self._more))
             yield known[index]
+
+
+def _packed(tokens: Sequence[int]) -> bytes | memoryview:
+    """As ``pack``, and without a copy where the tokens are in memory that way: the names are kept for as long as their
+    request.
+    """
+    if isinstance(tokens, array) and tokens.typecode == "i" and byteorder == "little":
+        return memoryview(tokens).cast("B")
+    return pack(tokens)
+
+
+Names = dict[Namespace, BlockHashes]
+"""The names of one prompt's blocks, as each namespace has them."""
