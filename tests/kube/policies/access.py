@@ -17,7 +17,7 @@ ALLOWED = {
 """What a role may let whom do; everything else is a breach."""
 FOREIGN_ROLES = {"extension-apiserver-authentication-reader"}
 """Roles of the cluster that a binding may name: this one reads whom an aggregated API has to trust."""
-SECRET_NAME = re.compile(r"(PASSWORD|TOKEN(?!I)|SECRET|API_?KEY|CREDENTIAL)", re.IGNORECASE)
+SECRET_NAME = re.compile(r"(PASSWORD|(?<!SPECIAL)(?<!SPECIAL_)TOKEN(?!I)|SECRET|API_?KEY|CREDENTIAL)", re.IGNORECASE)
 NOT_THE_SECRET = re.compile(r"(FILE|PATH|NAME|DIR|TOKENS)$", re.IGNORECASE)
 PASSWORD_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
