@@ -9,6 +9,7 @@ from time import sleep, thread_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.errors import ModelTextError
@@ -194,6 +195,13 @@ def test_a_template_that_fails_or_reaches_outside_is_a_refusal_without_internals
 
 DOUBLE = "{% set ns = namespace(s='a' * 1000, n=1) %}{% for _ in range(60) %}"
 NEST = "{% set ns = namespace(s=[1]) %}{% for _ in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+TUPLES = "{% set ns = namespace(s=(1,)) %}{% for _ in range(60) %}{% set ns.s = (ns.s, ns.s) %}{% endfor %}"
+TWINS = (
+    "{% set ns = namespace(s=(1,), t=(1,)) %}"
+    "{% for _ in range(60) %}{% set ns.s = (ns.s, ns.s) %}{% set ns.t = (ns.t, ns.t) %}{% endfor %}"
+    "{% set a, b = namespace(s=ns.s), namespace(s=ns.t) %}"
+)
+HOLD = "{% set ns = namespace(s=[], d={}) %}{% for i in range(3000) %}"
 EXCESSES = {
     "power": "{{ (10**6)**(10**6) }}",
     "product": "{{ 'a' * 2000000000 }}",
@@ -232,6 +240,50 @@ EXCESSES = {
     "summed lists": "{{ [[1] * 100000] * 100000 | sum(start=[]) }}",
     "rounded": "{{ 1.5 | round(999999999, 'ceil') }}",
     "bytes of a number": "{{ (5).to_bytes(3000000000, 'big') }}",
+    "equal lists in lists": TWINS + "{{ ns.s == ns.t }}",
+    "unequal lists in lists": TWINS + "{{ ns.s != ns.t }}",
+    "ordered lists in lists": TWINS + "{{ 1 < 2 and ns.s < ns.t }}",
+    "chained comparisons": TWINS + "{{ ns.s <= ns.t <= ns.s }}",
+    "sought lists in lists": TWINS + "{{ ns.s in [ns.t] }}",
+    "sought in a chain": TWINS + "{{ ns.s in [ns.t] in [ns] }}",
+    "test of equality": TWINS + "{{ ns.s is eq(ns.t) }}",
+    "test of being in": TWINS + "{{ ns.s is in([ns.t]) }}",
+    "selected lists in lists": TWINS + "{{ [ns.s] | select('eq', ns.t) | list | length }}",
+    "selected entries": "{% set r = range(99999) %}{{ r | select('in', r | list) | list | length }}",
+    "rejected entries": "{% set r = range(99999) %}{{ r | reject('in', r | list) | list | length }}",
+    "sorted lists in lists": TWINS + "{{ [ns.s, ns.t] | sort | length }}",
+    "sorted by an attribute": TWINS + "{{ [a, b] | sort(attribute='s') | length }}",
+    "largest list in lists": TWINS + "{{ [ns.s, ns.t] | max | length }}",
+    "smallest by an attribute": TWINS + "{{ ([a, b] | min(attribute='s')).s | length }}",
+    "grouped by an attribute": TWINS + "{{ [a, b] | groupby('s') | length }}",
+    "grouped by a default": TWINS + "{{ [{'s': ns.s}, {}] | groupby('s', default=ns.t) | length }}",
+    "sorted dictionary": TWINS + "{{ {1: ns.s, 2: ns.t} | dictsort(by='value') | length }}",
+    "unique tuples": TUPLES + "{{ [ns.s] | unique | list | length }}",
+    "unique by an attribute": TWINS + "{{ [a] | unique(attribute='s') | list | length }}",
+    "key of a dictionary": TUPLES + "{{ {ns.s: 1} | length }}",
+    "key of a dictionary of pairs": TUPLES + "{{ dict([(ns.s, 1)]) | length }}",
+    "key of a dictionary of mapped pairs": TUPLES + "{{ dict([[ns.s, 1]] | map('list')) | length }}",
+    "keys of a dictionary": TUPLES + "{{ {}.fromkeys([[ns.s]] | map('first')) | length }}",
+    "key that is looked up": TUPLES + "{{ {}[ns.s] }}",
+    "key that is asked for": TUPLES + "{{ {}.get(ns.s) }}",
+    "difference of items": TUPLES + "{{ ({1: ns.s}.items() - [1]) | length }}",
+    "disjoint items": TWINS + "{{ {1: ns.s}.items().isdisjoint({1: ns.t}.items()) }}",
+    "position in a list": TWINS + "{{ [ns.s].index(ns.t) }}",
+    "test of lower case": NEST + "{{ ns.s is lower }}",
+    "test for a filter": TUPLES + "{{ ns.s is filter }}",
+    "test of a format": "{{ '%3000000000d' is divisibleby(1) }}",
+    "test of an odd format": "{{ '%3000000000d' is odd }}",
+    "upper case": NEST + "{{ ns.s | upper }}",
+    "replaced lists in lists": NEST + "{{ 'a' | replace(ns.s, 'b') }}",
+    "changes in a loop": TWINS + "{% for each in [ns.s, ns.t] %}{{ loop.changed(each) }}{% endfor %}",
+    "nothing, again and again": "{% set s = [[none] * 100000] * 100000 %}{{ s == messages }}",
+    "many texts": HOLD + "{% set ns.s = [ns.s, i ~ 'a' * 900000] %}{% endfor %}",
+    "many texts in a list": HOLD + "{% set ns.s = ns.s + ['a' * 900000 ~ i] %}{% endfor %}",
+    "many texts in a dictionary": HOLD + "{% set ns.d = dict(ns.d, **{'k%d' % i: 'a' * 900000 ~ i}) %}{% endfor %}",
+    "many texts of a filter": "{{ range(5000) | map('string') | map('center', 10000) | list | length }}",
+    "many lists": HOLD + "{% set ns.s = [ns.s, ('ab ' * 300000).split()] %}{% endfor %}",
+    "many slices": "{% set s = 'a' * 900000 %}" + HOLD + "{% set ns.s = [ns.s, s[i:]] %}{% endfor %}",
+    "many blocks": HOLD + "{% set s %}{{ 'a' * 900000 }}{{ i }}{% endset %}{% set ns.s = [ns.s, s] %}{% endfor %}",
     "a refusal": NEST + "{{ raise_exception(ns.s) }}",
 }
 
@@ -252,6 +304,38 @@ def test_a_template_that_takes_too_much_time_or_memory_is_a_refusal(source):
     assert refusal.value.code == ErrorCode.INVALID
     assert peak < 50e6
     assert thread_time() - begun < 10
+
+
+def test_unique_looks_at_what_a_namespace_held_then():
+    source = TUPLES + "{% set a = namespace(s=1) %}{% set found = [a] | unique(attribute='s') %}{% set a.s = ns.s %}"
+    source += "{% for each in found %}{{ each }}{% endfor %}"
+    assert ChatTemplate(source, {}, "the test").render([USER]) == "<Namespace>"
+
+
+def test_texts_that_a_template_lets_go_do_not_count():
+    source = HOLD + "{% set ns.s = 'a' * 100000 ~ i %}{% endfor %}{{ ns.s | length }}"
+    template = ChatTemplate("{% if messages | length > 1 %}" + source + "{% endif %}", {}, "the test")
+    assert template.render([USER] * 1000) == "100004"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0] == messages[1] }} {{ messages[0] in messages }} {{ messages != tools }}",
+        "{% for m in messages %}{{ m.role == messages[-1].role }}{{ 1 < loop.index <= messages | length }}{% endfor %}",
+        "{{ messages | map(attribute='content') | unique | sort | join('-') }} {{ [3, 1] | max }}",
+        "{{ messages | groupby('role') | length }}"
+        "{{ messages | sort(attribute='role,content') | map(attribute='role') | join }}",
+        "{{ messages | selectattr('role', 'in', ['user', 'tool']) | list | length }}",
+        "{{ {messages[0].role: none}[messages[0].role] }} {{ messages[1:] }} {{ [none, 1, {'a': ()}] }} {{ missing }}",
+        "{{ 'a' in 'abc' }} {{ messages[0].role in messages[0] }} {{ [1, 2].index(2) }} {{ 5 - 2.5 }}",
+    ],
+)
+def test_what_is_compared_in_bounds_is_rendered_as_jinja_does(source):
+    source = source.replace("", "")
+    messages = [USER, {"role": "assistant", "content": "No."}, dict(USER)]
+    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages, tools=None)
+    assert ChatTemplate(source, {}, "the test").render(messages) == expected
 
 
 def test_a_template_that_is_slow_is_known_to_be_before_anybody_asks():

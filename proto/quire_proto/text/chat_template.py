@@ -20,7 +20,7 @@ from jinja2.utils import Namespace
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.errors import ModelTextError
 from quire_proto.text.reasoning import END as END_OF_REASONING
-from quire_proto.text.sandbox import ExcessError, Sandbox, bounded, checked, size_of
+from quire_proto.text.sandbox import ExcessError, Sandbox, bounded, checked, compared, size_of
 from quire_proto.text.tools.formats import ToolFormat, format_of
 
 _RENDER_ERRORS = (
@@ -141,7 +141,7 @@ def _refuse_private(name: str) -> None:
 
 
 def _plain_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    return dict(*args, **kwargs)
+    return dict(*(each if isinstance(each, Mapping) else compared(each) for each in args), **kwargs)
 
 
 def _raise_exception(message: object) -> NoReturn:

@@ -2,21 +2,25 @@
 
 A template is a program of the model's author. Jinja keeps it away from Python, but lets it loop for ever and make texts
 of any size. Here every turn of a loop, call of a macro, method or filter, and every sum or product looks at the clock
-of the thread, and whatever makes a text longer is asked before how long that will be.
+of the thread, and whatever makes a text longer is asked before how long that will be. What is compared, sorted or
+looked up is measured first, since Python compares and hashes without looking at any clock, and the texts and lists that
+are alive at once have one bound together.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
+from sys import getrefcount, getsizeof
 from time import thread_time
-from types import BuiltinMethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any, TypeVar
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
+from jinja2.filters import make_attrgetter, make_multi_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -26,8 +30,27 @@ MAX_ARGUMENT = 10_000  # of numbers that are widths, counts and the like
 _WITHOUT = ("lipsum", "urlize", "xmlattr", "wordwrap", "pprint", "random")  # for web pages, and costly
 _TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "round", "string", "tojson"})
 _WRITES_ITS_VALUE = frozenset({"string", "tojson", "e", "escape", "forceescape", "title", "capitalize", "safe"})
+_WRITES_ITS_VALUE |= {"upper", "lower", "trim", "striptags", "center", "wordcount", "urlencode"}
+_ASKS_FOR_THE_KIND = {
+    "defined",
+    "undefined",
+    "none",
+    "boolean",
+    "true",
+    "false",
+    "integer",
+    "float",
+    "number",
+    "string",
+}
+_ASKS_FOR_THE_KIND |= {"mapping", "sequence", "iterable", "callable", "sameas", "escaped"}  # tests that take no time
 Counted = TypeVar("Counted", nodes.For, nodes.Macro, nodes.CallBlock)
+_PLACE_OF_ATTRIBUTE = {"groupby": 0, "unique": 1, "min": 1, "max": 1, "sort": 2}
+_COMPARING_FILTERS = frozenset({*_PLACE_OF_ATTRIBUTE, "dictsort"})
 _CHECKS = 16  # to look at the clock once, which costs more than most of what is checked
+_COMPARED_PER_CHECK = 2**12  # characters or entries
+_SMALL = 128  # bytes of a value that is not worth counting: processor time bounds how many there can be
+_BYTES, _BYTES_A_CHARACTER = 2**24, 8  # of all values alive at once, and how many more for each character of ``size``
 _NUMBER = re.compile(r"\d+")
 
 
@@ -37,26 +60,58 @@ class ExcessError(SecurityError):
 
 class _Budget:
     """What one rendering may still use: ``seconds`` of the thread's processor time, and texts and lists of up to
-    ``size`` characters or entries.
+    ``size`` characters or entries each.
     """
 
-    __slots__ = ("_checks", "_end", "size")
+    __slots__ = ("_bytes", "_checks", "_end", "_made", "_most_bytes", "size")
 
     def __init__(self, seconds: float, size: int) -> None:
         self._end = thread_time() + seconds
         self._checks = 0
         self.size = size
+        self._made = list[tuple[Any, int]]()
+        self._bytes, self._most_bytes = 0, _BYTES + _BYTES_A_CHARACTER * size
 
-    def check(self) -> None:
-        self._checks += 1
-        if not self._checks % _CHECKS and thread_time() > self._end:
-            raise ExcessError("the template takes too long")
+    def check(self, checks: int = 1) -> None:
+        self._checks += checks
+        if self._checks >= _CHECKS:
+            self._checks = 0
+            if thread_time() > self._end:
+                raise ExcessError("the template takes too long")
 
     def afford(self, size: int) -> None:
         if size > self.size:
             raise ExcessError("the template makes a text or list that is too large")
 
+    def compare(self, value: Any) -> None:
+        """Asks before ``value`` is compared or hashed, which takes no longer than to go through it."""
+        size = size_of(value, self.size)
+        self.check(1 + size // _COMPARED_PER_CHECK)
+        self.afford(size)
 
+    def keep(self, value: Any) -> Any:
+        """Counts a new value for as long as the template holds it. Many templates make a text longer message by
+        message, so what they made and let go does not count.
+        """
+        size = getsizeof(value)
+        if isinstance(value, (list, tuple)):
+            size += sum(map(getsizeof, value))
+        if size > _SMALL:
+            self._made.append((value, size))
+            self._bytes += size
+            if self._bytes > self._most_bytes:
+                self._let_go()
+        return value
+
+    def _let_go(self) -> None:
+        """Each time frees half of what may be alive, so that this costs little however often something is made."""
+        self._made = [(value, size) for value, size in self._made if getrefcount(value) > _REFERENCES_HERE]
+        self._bytes = sum(size for _, size in self._made)
+        if self._bytes > self._most_bytes // 2:
+            raise ExcessError("the template holds too many texts and lists")
+
+
+_REFERENCES_HERE = 3  # to a value in ``_let_go``: of the pair, of the variable, and of the call
 _BUDGET: ContextVar[_Budget | None] = ContextVar("budget", default=None)
 _LOADING = (1.0, 2**16)  # seconds and characters, while Jinja computes what is constant in a template
 
@@ -82,7 +137,9 @@ def size_of(value: Any, most: int) -> int:
                 size += 2 + len(each)
             elif isinstance(each, (int, float)):
                 size += 2 + _bits(each) // 3
-            elif each is not None:
+            elif each is None:
+                size += 4
+            else:
                 size += 2
                 rest.append(_entries(each))
                 break
@@ -98,10 +155,10 @@ def size_of(value: Any, most: int) -> int:
 class Sandbox(ImmutableSandboxedEnvironment):
     """Compiles templates, and runs them within what ``bounded`` allows."""
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "**", "%"})
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings, finalize=checked)
+        super().__init__(*args, **settings, finalize=_text)
         for name in _WITHOUT:
             self.filters.pop(name, None)
             self.globals.pop(name, None)
@@ -110,7 +167,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def bound_filters(self) -> None:
         """To be called when all filters are there."""
         self.filters.update({name: _bounded_filter(name, each) for name, each in self.filters.items()})
-        self.filters[_CONCAT] = _joined_values
+        self.filters |= {_CONCAT: _joined_values, _COMPARED: compared, _SEARCHED: _searched, _SLICED: _made}
+        for name in self.tests.keys() - _ASKS_FOR_THE_KIND:
+            self.tests[name] = _bounded_test(self.tests[name])
 
     def counted(self, source: str) -> nodes.Template:
         """A template's source, such that it looks at the clock in each turn of a loop and in each call of a macro."""
@@ -126,12 +185,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """
         _budget().check()
 
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Raises ``ExcessError`` for a key that is too large to hash."""
+        return super().getitem(obj, argument if isinstance(argument, (str, int)) else compared(argument))
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Raises ``ExcessError`` for a result that is too large."""
         budget = _budget()
         budget.check()
-        _BINOPS[operator](left, right, budget)
-        return super().call_binop(context, operator, left, right)
+        if operator == "-":  # views of dictionaries are sets, and hash their entries
+            left, right = compared(left), compared(right)
+        else:
+            _BINOPS[operator](left, right, budget)
+        return budget.keep(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Raises ``ExcessError`` for a method whose result is too large."""
@@ -142,11 +208,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
             args = tuple(_listed(arg, budget) for arg in args)
             _check_numbers(args, kwargs)
             budget.afford(_size_of_method(method.__name__, method.__self__, args, kwargs, budget))
-        return super().call(__context, __obj, *args, **kwargs)
+        elif isinstance(method, (BuiltinMethodType, MethodType)):
+            args = tuple(map(compared, args))
+            kwargs = {name: compared(each) for name, each in kwargs.items()}
+            if args and isinstance(method.__self__, (list, tuple, ItemsView, ValuesView)):
+                budget.compare(method.__self__)
+        return budget.keep(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Counted(NodeTransformer):
-    """Puts ``Sandbox.tick`` at the beginning of what can be run again and again, and has ``~`` ask before it joins."""
+    """Puts ``Sandbox.tick`` at the beginning of what can be run again and again, and has ``~``, comparisons, slices and
+    keys of dictionaries ask before.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         return self._counting(node)
@@ -162,6 +235,33 @@ class _Counted(NodeTransformer):
         values = nodes.List(node.nodes, lineno=node.lineno)
         return nodes.Filter(values, _CONCAT, [], [], None, None, lineno=node.lineno)
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802
+        """Asks only about what could be large: most comparisons of templates are with a constant."""
+        self.generic_visit(node)
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        asked = {
+            at: _SEARCHED if at == len(node.ops) and node.ops[-1].op in ("in", "notin") else _COMPARED
+            for earlier, (left, right) in enumerate(pairwise(sides))
+            if not (_is_plain(left) or _is_plain(right))
+            for at in (earlier, earlier + 1)
+        }
+        for at, name in asked.items():
+            if at:
+                node.ops[at - 1].expr = _filtered(sides[at], name)
+            else:
+                node.expr = _filtered(sides[at], name)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filtered(node.key, _COMPARED)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, _SLICED) if isinstance(node.arg, nodes.Slice) else node
+
     def _counting(self, node: Counted) -> Counted:
         self.generic_visit(node)
         tick = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
@@ -169,7 +269,45 @@ class _Counted(NodeTransformer):
         return node
 
 
-_CONCAT = "concatenated"
+_CONCAT, _COMPARED, _SEARCHED, _SLICED = "concatenated", "compared", "searched", "sliced"
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _is_plain(node: nodes.Expr) -> bool:
+    """Whether comparing with it takes next to no time, whatever the other side is."""
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return all(isinstance(each, nodes.Const) for each in node.items)
+    return isinstance(node, nodes.Const)
+
+
+def compared(value: Any) -> Any:
+    """A value that is about to be compared or hashed. Raises ``ExcessError`` where that would take too long."""
+    if isinstance(value, (str, int, float)):
+        return value
+    budget = _budget()
+    value = _listed(value, budget)
+    budget.compare(value)
+    return value
+
+
+def _searched(value: Any) -> Any:
+    """What ``in`` is about to look into."""
+    return value if isinstance(value, Mapping) else compared(value)
+
+
+def _made(value: Any) -> Any:
+    """A value that is new. Raises ``ExcessError`` where the template holds too many."""
+    budget = _budget()
+    budget.check()
+    return budget.keep(value)
+
+
+def _text(value: Any) -> Any:
+    """What ``{{ }}`` writes for a value."""
+    return value if isinstance(value, (str, int, float)) else _made(str(checked(value)))
 
 
 def _budget() -> _Budget:
@@ -183,7 +321,9 @@ def _joined(parts: Iterable[str]) -> str:
         size += len(part)
         budget.afford(size)
         whole.append(part)
-    return "".join(whole)
+    text = "".join(whole)
+    budget.keep(text)
+    return text
 
 
 def _joined_values(values: Sequence[Any]) -> str:
@@ -207,14 +347,47 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget = _budget()
         budget.check()
         value, *rest = args[first:]
-        if name in ("join", "list", "sum"):
+        if name in ("join", "list", "sum") or name in _COMPARING_FILTERS:
             value = _listed(value, budget)
+        if name in _COMPARING_FILTERS:
+            budget.compare(value)
+            budget.compare(_keys(name, args[0], value, rest, kwargs) if name in _PLACE_OF_ATTRIBUTE else ())
         if name not in _TAKES_ANY_NUMBER:
             _check_numbers(rest, kwargs)
+            for each in (*rest, *kwargs.values()):
+                checked(each)  # many filters write what they are given
         budget.afford(_size_of_filter(name, value, rest, kwargs, budget))
-        return function(*args[:first], value, *rest, **kwargs)
+        result = budget.keep(function(*args[:first], value, *rest, **kwargs))
+        return iter([*result]) if name == "unique" else result  # at once: later its entries could hold more
 
     return bounded_filter
+
+
+def _keys(name: str, environment: Any, value: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """What a filter compares instead of the entries. Larger where these are namespaces."""
+    attribute = _argument(rest, kwargs, _PLACE_OF_ATTRIBUTE[name], "attribute", None)
+    if attribute is None:
+        return ()
+    if name == "sort":
+        key: Callable[[Any], Any] = make_multi_attrgetter(environment, attribute)
+    else:
+        default = _argument(rest, kwargs, 1, "default", None) if name == "groupby" else None
+        key = make_attrgetter(environment, attribute, default=default)
+    return [key(each) for each in value]
+
+
+def _bounded_test(function: Any) -> Callable[..., Any]:
+    first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @wraps(function)
+    def bounded_test(*args: Any) -> Any:
+        budget = _budget()
+        budget.check()
+        value, *rest = args[first:]
+        _check_format(value, rest[0] if rest else 0, budget)  # ``is odd`` formats a text, as ``%`` does
+        return function(*args[:first], compared(value), *map(_searched, rest))
+
+    return bounded_test
 
 
 def _size_of_filter(name: str, value: Any, rest: Sequence[Any], kwargs: Mapping[str, Any], budget: _Budget) -> int:
