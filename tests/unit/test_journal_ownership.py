@@ -168,7 +168,9 @@ async def test_a_claim_whose_answer_was_lost_can_be_repeated(server: RedisServer
         async with store_at(server) as store:
             first = await store.claim("r", "you", "name")
             assert first is not None
-            assert await store.claim("r", "you", "name") == first
+            again = await store.claim("r", "you", "name")
+            assert again is not None
+            assert again[:2] == first[:2], "all but Redis' time is as it was"
             assert await store.claim("r", "you", "other") is None
             new = small_request("new")
             for _ in range(2):
