@@ -108,7 +108,7 @@ def test_the_openai_client_reads_on_at_the_other_router(doors: list[Door]) -> No
         stream_cls=Stream[Completion],
     )
     pieces = list(rest)
-    assert len(pieces) > 5
+    assert len(text) < len(undisturbed), "the stream was broken off, not read to its end"
     assert text + "".join(piece.choices[0].text for piece in pieces) == undisturbed
     assert {piece.id for piece in pieces} == {chunk_id}
 
