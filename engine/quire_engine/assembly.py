@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire_engine.config import EngineConfig
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.structured.compiler import GrammarCompiler
@@ -70,7 +70,7 @@ def make_scheduler(config: EngineConfig, executor: "TorchExecutor") -> Scheduler
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
     )
-    memory = KvMemory(
+    memory = KVCacheManager(
         executor.capacity, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
     )
     return Scheduler(limits, memory, rates=executor.rates)
@@ -86,7 +86,7 @@ def make_grammars(config: EngineConfig, executor: "TorchExecutor") -> GrammarCom
     return GrammarCompiler(grammar_source(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 
 
-def _servable_length(wanted: int, capacity: KvCapacity) -> int:
+def _servable_length(wanted: int, capacity: KVCacheConfig) -> int:
     """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
     if capacity.usable_tokens < wanted:
         log.warning(

@@ -15,12 +15,12 @@ from quire_proto.errors import QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_engine.executor.base import Executor, ExecutorError
-from quire_engine.executor.flight import Flight
-from quire_engine.kv.events import KvEvent, Stored
-from quire_engine.kv.waste import Waste
+from quire_engine.executor.flight import InFlightStep
+from quire_engine.kv.events import BlockStored, KVCacheEvent
+from quire_engine.kv.waste import KVCacheFragmentation
 from quire_engine.request import Request
-from quire_engine.scheduling.output import Load, Output
-from quire_engine.scheduling.plan import StepPlan, StepResult, StepTimings
+from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput, StepTimings
 from quire_engine.scheduling.scheduler import MAX_DEPTH, Scheduler
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Abort:
 class Inspect:
     """Calls ``reply`` when all is published that was done, with the load and everything in the prefix cache."""
 
-    reply: Callable[[Load, list[Stored]], None]
+    reply: Callable[[EngineLoad, list[BlockStored]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +95,14 @@ class StepTrace:
 
 
 @dataclass(slots=True)
-class StepOutput:
+class EngineCoreOutputs:
     """All that a step made, for whoever listens. What memory is wasted is looked at now and then only."""
 
-    outputs: list[Output]
-    load: Load
-    kv_events: list[KvEvent]
+    outputs: list[EngineCoreOutput]
+    load: EngineLoad
+    kv_events: list[KVCacheEvent]
     trace: StepTrace
-    waste: Waste | None = None
+    waste: KVCacheFragmentation | None = None
 
 
 class EngineCore:
@@ -112,14 +112,14 @@ class EngineCore:
     thread.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[StepOutput], None]) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[EngineCoreOutputs], None]) -> None:
         self.scheduler = scheduler
         assert executor.depth <= MAX_DEPTH, f"plans can be made for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
-        self._flights: deque[Flight] = deque()
+        self._flights: deque[InFlightStep] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._refused: list[Output] = []
+        self._refused: list[EngineCoreOutput] = []
         self._stopped = False
         self._waiting_since: float | None = None
 
@@ -171,7 +171,7 @@ class EngineCore:
         plan = self.scheduler.plan()
         schedule = perf_counter() - begin
         if not (plan.is_empty and self._flights):
-            self._flights.append(Flight(self._executor, plan, started, begin, schedule))
+            self._flights.append(InFlightStep(self._executor, plan, started, begin, schedule))
         return not plan.is_empty
 
     def _land_all(self) -> None:
@@ -205,9 +205,11 @@ class EngineCore:
             request_ids=request_ids,
             num_draws=sum(len(chunk.draws) for chunk in plan.chunks),
         )
-        self._publish(StepOutput(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste))
+        self._publish(
+            EngineCoreOutputs(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste)
+        )
 
-    def _take(self, flight: Flight) -> StepResult:
+    def _take(self, flight: InFlightStep) -> ModelOutput:
         try:
             return flight.result()
         except ExecutorError:
@@ -219,9 +221,9 @@ class EngineCore:
                 later.give_up()
             return self._run_apart(plan)
 
-    def _run_apart(self, plan: StepPlan) -> StepResult:
+    def _run_apart(self, plan: SchedulerOutput) -> ModelOutput:
         """Finds out whose fault it was: only a sequence that fails alone ends with an error."""
-        merged = StepResult()
+        merged = ModelOutput()
         for part in self.scheduler.retry(plan):
             try:
                 result = self._executor.run(part)
@@ -259,5 +261,7 @@ class EngineCore:
         try:
             self.scheduler.add(request)
         except QuireError as error:
-            refusal = Output(request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True)
+            refusal = EngineCoreOutput(
+                request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
+            )
             self._refused.append(refusal)

@@ -11,14 +11,14 @@ from quire_proto.sampling import SamplingParams
 
 from quire_engine.grammar import Grammar
 from quire_engine.kv.table import BlockTable
-from quire_engine.scheduling.plan import Candidates, Draw
+from quire_engine.scheduling.plan import BeamCandidates, SampleRequest
 
 if TYPE_CHECKING:
     from quire_engine.scheduling.beams import BeamSearch
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
+class ResumedOutput:
     """What an earlier attempt delivered of one choice; a ``finished`` one is not run again."""
 
     index: int
@@ -42,19 +42,19 @@ class Request:
     output_token_ids: Tokens[int] = ()
     cache_salt: bytes = b""
     traceparent: str = ""
-    delivered: Tokens[Delivered] = ()
+    delivered: Tokens[ResumedOutput] = ()
     priority: int = 0
     grammar: Grammar | None = None
 
     @property
-    def history(self) -> Tokens[Delivered]:
+    def history(self) -> Tokens[ResumedOutput]:
         """What earlier attempts delivered, in one form."""
         if self.delivered or not self.output_token_ids:
             return self.delivered
-        return (Delivered(0, self.output_token_ids),)
+        return (ResumedOutput(0, self.output_token_ids),)
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """Where a sequence is: exactly one of the scheduler's queues, or none once it finished."""
 
     WAITING = auto()
@@ -65,7 +65,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class SequenceEvent:
     """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, and
     why it was decided so.
     """
@@ -77,7 +77,7 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Timeline:
+class SequenceTimings:
     """When a sequence went through its stages, in nanoseconds since 1970; 0 where it has not come yet."""
 
     arrived: int
@@ -86,14 +86,14 @@ class Timeline:
     finished: int = 0
     first_step: int = 0
     last_step: int = 0
-    moments: list[Moment] = field(default_factory=list)
+    moments: list[SequenceEvent] = field(default_factory=list)
 
-    def copy(self) -> "Timeline":
+    def copy(self) -> "SequenceTimings":
         """The same past for a sequence that parts from this one."""
         return replace(self, moments=[*self.moments])
 
 
-class Group:
+class SequenceGroup:
     """The sequences of one request.
 
     ``open`` are the choices whose end has not been told, and ``sequences`` the ones that live, by id. Until they part,
@@ -109,7 +109,7 @@ class Group:
         self.request = request
         self.beams = beams
         self.sequences: dict[int, Sequence] = {}
-        self.candidates: dict[int, Candidates] = {}
+        self.candidates: dict[int, BeamCandidates] = {}
         self.open: dict[int, None] = {}
         self.age: int | None = None
         self.num_cached: int | None = None
@@ -137,12 +137,12 @@ class Sequence:
     def __init__(
         self,
         sequence_id: int,
-        group: Group,
+        group: SequenceGroup,
         index: int,
         token_ids: list[int],
         *,
         table: BlockTable,
-        timeline: Timeline,
+        timeline: SequenceTimings,
         limit: int,
     ) -> None:
         self.id = sequence_id
@@ -151,7 +151,7 @@ class Sequence:
         self.token_ids = token_ids
         self.table = table
         self.timeline = timeline
-        self.draws: tuple[Draw, ...] = ()
+        self.draws: tuple[SampleRequest, ...] = ()
         self.limit = limit
         self.width = 1
         self.num_computed = 0
@@ -160,7 +160,7 @@ class Sequence:
         self.precedence = (0, 0, sequence_id)
         self.rank = 0.0
         self.served_at_arrival = 0
-        self.status = Status.WAITING
+        self.status = SequenceStatus.WAITING
 
     @property
     def request(self) -> Request:

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import get_args
 
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
 from quire_engine.request import Request
 from quire_engine.scheduling.config import Policy, SchedulerConfig
-from quire_engine.scheduling.plan import StepResult
+from quire_engine.scheduling.plan import ModelOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
@@ -50,7 +50,7 @@ def timed(work: Callable[[int], object], number: int) -> float:
 def queue(policy: Policy, waiting: int) -> Scheduler:
     """A scheduler with so many requests waiting, of which it admits one a step."""
     config = SchedulerConfig(max_num_seqs=1, max_model_len=1024, max_waiting=1 << 20, policy=policy)
-    scheduler = Scheduler(config, KvMemory(KvCapacity(16, 10_000, 0)))
+    scheduler = Scheduler(config, KVCacheManager(KVCacheConfig(16, 10_000, 0)))
     for number in range(waiting):
         scheduler.add(request(number))
     return scheduler
@@ -76,7 +76,7 @@ def admission(policy: Policy, waiting: int) -> float:
 
     def step(number: int) -> None:
         plan = scheduler.plan()
-        scheduler.commit(plan, StepResult({draw.sequence_id: 5 for chunk in plan.chunks for draw in chunk.draws}))
+        scheduler.commit(plan, ModelOutput({draw.sequence_id: 5 for chunk in plan.chunks for draw in chunk.draws}))
         scheduler.add(request(number))
 
     return median(step, range(waiting, waiting + REPEATS))
@@ -84,7 +84,7 @@ def admission(policy: Policy, waiting: int) -> float:
 
 def eviction(blocks: int) -> float:
     """A prompt of four blocks in a pool that is full of what others left, all of it named."""
-    memory = KvMemory(KvCapacity(16, blocks + 1, 0))
+    memory = KVCacheManager(KVCacheConfig(16, blocks + 1, 0))
 
     def fill(number: int) -> None:
         table, tokens = BlockTable(b""), [number] * 64

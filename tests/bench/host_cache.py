@@ -9,9 +9,9 @@ machine.
 import random
 from collections.abc import Callable, Iterator
 
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
 
 BLOCK, DEVICE, HOST = 16, 1000, 500
@@ -19,7 +19,7 @@ REQUESTS = 3000
 Workload = Callable[[random.Random], Iterator[list[int]]]
 
 
-class KeepsEveryBlock(KvMemory):
+class KeepsEveryBlock(KVCacheManager):
     """As it would be without a choice."""
 
     def _keep_on_host(self, block_id: int, name: bytes) -> None:
@@ -41,15 +41,16 @@ def main() -> None:
     }
     print(f"  blocks of {REQUESTS} requests, {DEVICE} on the device and {HOST} on the host:")
     for name, workload in workloads.items():
-        for kind in (KeepsEveryBlock, KvMemory):
-            copied, back, found, total = run(kind(KvCapacity(BLOCK, DEVICE, HOST)), workload)
+        for kind in (KeepsEveryBlock, KVCacheManager):
+            copied, back, found, total = run(kind(KVCacheConfig(BLOCK, DEVICE, HOST)), workload)
+            kept = "second use" if kind is KVCacheManager else "every block"
             print(
-                f"  {name:>18}, {'second use' if kind is KvMemory else 'every block':>11}: {copied:>6} copied to the "
+                f"  {name:>18}, {kept:>11}: {copied:>6} copied to the "
                 f"host, {back:>5} back, {found / total:.1%} of {total} found"
             )
 
 
-def run(kv: KvMemory, workload: Workload) -> tuple[int, int, int, int]:
+def run(kv: KVCacheManager, workload: Workload) -> tuple[int, int, int, int]:
     """Blocks that were copied to the host, copied back, found in either pool, and asked for."""
     copied = back = found = total = 0
     for tokens in workload(random.Random(0)):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from quire_engine.sampling import StepSampler
-from quire_engine.scheduling.plan import Draw, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.sampling import SamplingParams
 
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5}
@@ -79,7 +79,7 @@ def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: to
     sampler, draws = StepSampler(options.vocab), [make_draw(options, id, wanted) for id in range(options.rows)]
 
     def step() -> None:
-        result = StepResult()
+        result = ModelOutput()
         sampler.finish(sampler.begin(draws), logits, range(len(draws)), result)
         assert not result.errors
         for draw in draws:
@@ -88,10 +88,10 @@ def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: to
     return step
 
 
-def make_draw(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> Draw:
+def make_draw(options: argparse.Namespace, id: int, wanted: dict[str, object]) -> SampleRequest:
     tokens = random.Random(id).choices(range(options.vocab), k=options.prompt + options.output)
     fields = {name: value for name, value in wanted.items() if name not in ("grammar", "num_candidates")}
-    return Draw(
+    return SampleRequest(
         id,
         SamplingParams(max_tokens=5000, **fields),
         id,

@@ -10,10 +10,10 @@ import random
 import statistics
 from typing import get_args
 
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import Policy, SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -48,12 +48,12 @@ class Bench:
         self._arrived = 0
         self._ended = 0
         self._milliseconds: list[float] = []
-        capacity = KvCapacity(16, 1 + running * MAX_MODEL_LEN // 16, 0)
+        capacity = KVCacheConfig(16, 1 + running * MAX_MODEL_LEN // 16, 0)
         limits = SchedulerConfig(
             max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, policy=policy
         )
         executor = SimulatedExecutor(capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
-        scheduler = Scheduler(limits, KvMemory(capacity), rates=executor.rates)
+        scheduler = Scheduler(limits, KVCacheManager(capacity), rates=executor.rates)
         self._core = EngineCore(scheduler, executor, self._receive)
 
     def measure(self, steps: int) -> list[float]:
@@ -75,7 +75,7 @@ class Bench:
         self._core.scheduler.add(Request(str(self._arrived), prompt, params, priority=self._arrived % 3))
         self._arrived += 1
 
-    def _receive(self, step: StepOutput) -> None:
+    def _receive(self, step: EngineCoreOutputs) -> None:
         self._ended += sum(output.ends_request for output in step.outputs)
         self._milliseconds.append(1e3 * (step.trace.schedule + step.trace.emit))
 

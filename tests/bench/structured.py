@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from quire_engine.core import EngineCore, StepOutput, StepTrace
+from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -121,7 +121,7 @@ def run(
     """Runs all prompts to the end; returns the output tokens."""
     made = 0
 
-    def receive(step: StepOutput) -> None:
+    def receive(step: EngineCoreOutputs) -> None:
         nonlocal made
         assert not any(item.error for item in step.outputs)
         made += sum(len(item.token_ids) for item in step.outputs)
@@ -130,7 +130,7 @@ def run(
     config = SchedulerConfig(
         max_num_seqs=len(prompts), max_model_len=executor.max_model_len, eos_token_ids=frozenset([EOS])
     )
-    core = EngineCore(Scheduler(config, KvMemory(executor.capacity, prefix_caching=False)), executor, receive)
+    core = EngineCore(Scheduler(config, KVCacheManager(executor.capacity, prefix_caching=False)), executor, receive)
     for index, prompt in enumerate(prompts):
         params = SamplingParams(
             seed=index,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import PENDING, Chunk, StepPlan
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
@@ -57,11 +57,15 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     executor = load(model_folders["qwen3"], 60, 20, "bfloat16", device="cuda", enforce_eager=enforce_eager)
     styles = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.0, "top_p": 0.9}]
     draws = [make_draw(id, [5, 6, id + 7], seed=id, **style) for id, style in enumerate(styles)]
-    first = StepPlan(0, [Chunk(id, draws[id].token_ids[:], 0, [id + 1], (draws[id],)) for id in range(4)])
+    first = SchedulerOutput(
+        0, [ScheduledChunk(id, draws[id].token_ids[:], 0, [id + 1], (draws[id],)) for id in range(4)]
+    )
     last = executor.launch(first)
     last.draw()
     for step in range(1, 8):
-        plan = StepPlan(step, [Chunk(id, [PENDING], 2 + step, [id + 1], (draws[id],)) for id in range(4)])
+        plan = SchedulerOutput(
+            step, [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (draws[id],)) for id in range(4)]
+        )
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
@@ -92,7 +96,7 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
     assert capacity.host_blocks == 64 * MIB // capacity.block_bytes
     tokens = [3 + place % 200 for place in range(200)]
     draw = make_draw(0, tokens)
-    assert executor.run(StepPlan(0, [Chunk(0, tokens, 0, list(range(1, 14)), (draw,))])).token_ids
+    assert executor.run(SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (draw,))])).token_ids
     executor.close()
     del executor
     torch.cuda.empty_cache()
@@ -102,8 +106,8 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
 def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
     executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
     with pytest.raises(IndexError):
-        executor.run(StepPlan(0, [Chunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
-    assert executor.run(StepPlan(1, [Chunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
+        executor.run(SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
+    assert executor.run(SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
     executor.close()
 
 

@@ -13,7 +13,7 @@ from quire_engine.executor.torch.parts import Parts, load_parts
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.loading import read_model_config
 from quire_engine.models.options import LoadOptions
-from quire_engine.scheduling.plan import PENDING, Chunk
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
@@ -39,7 +39,7 @@ def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False)
     )
 
 
-def prefilled(runner: ModelRunner, lengths: list[int]) -> list[Chunk]:
+def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:
     """The chunks of one token of sequences whose tokens before it are computed."""
     chunks, block = [], 1
     for id, length in enumerate(lengths):
@@ -47,8 +47,8 @@ def prefilled(runner: ModelRunner, lengths: list[int]) -> list[Chunk]:
         block += len(blocks)
         tokens = [(7 * place + id) % 250 + 3 for place in range(length)]
         if length > 1:
-            runner.forward(pack([Chunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).forward)
-        chunks.append(Chunk(id, tokens[-1:], length - 1, blocks))
+            runner.forward(pack([ScheduledChunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).forward)
+        chunks.append(ScheduledChunk(id, tokens[-1:], length - 1, blocks))
     return chunks
 
 
@@ -70,7 +70,7 @@ def test_a_graph_computes_what_the_step_computes_without(
         runner._graphs = graphs
         made = runner.forward(batch).clone()
         pending = batch.token_ids.to(gpu)
-        hidden = [replace(chunk, token_ids=[PENDING]) for chunk in chunks[:count]]
+        hidden = [replace(chunk, token_ids=[PLACEHOLDER_TOKEN_ID]) for chunk in chunks[:count]]
         with_pending = runner.forward(pack(hidden, BLOCK_SIZE).forward, pending).clone()
         assert torch.equal(with_pending, made)
         if deterministic:

@@ -4,7 +4,8 @@ import random
 from dataclasses import dataclass, field
 
 from quire_engine.executor.base import Executor
-from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan, StepResult
+from quire_engine.kv.copy import BlockCopy
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -52,29 +53,29 @@ class Driver:
             self._release(sequences)
         return [one.output for one in sequences]
 
-    def _plan(self, alive: list[Sequence]) -> StepPlan:
-        plan = StepPlan(self._steps)
+    def _plan(self, alive: list[Sequence]) -> SchedulerOutput:
+        plan = SchedulerOutput(self._steps)
         self._steps += 1
         chosen = self._random.sample(alive, self._random.randint(1, len(alive)))
         if self._random.random() < self._swapping:
-            plan.copies_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
+            plan.blocks_to_swap_out = [copy for one in alive if one not in chosen for copy in self._swap_out(one)]
         for one in chosen:
-            if one.host_blocks and not plan.copies_out:
-                plan.copies_in += self._swap_in(one)
+            if one.host_blocks and not plan.blocks_to_swap_out:
+                plan.blocks_to_swap_in += self._swap_in(one)
             if not one.host_blocks:
                 plan.chunks += self._chunk(one)
         return plan
 
-    def _chunk(self, one: Sequence) -> list[Chunk]:
+    def _chunk(self, one: Sequence) -> list[ScheduledChunk]:
         size = self._executor.capacity.block_size
         end = min(len(one.tokens), one.computed + self._random.randint(1, self._max_chunk))
         missing = max(0, -(-end // size) - len(one.blocks))
         if missing > len(self._free):
             return []
         one.blocks += [self._free.pop() for _ in range(missing)]
-        draw = Draw(one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output))
+        draw = SampleRequest(one.id, one.sampling, one.sampling.seed, one.tokens, len(one.tokens) - len(one.output))
         draws = (draw,) if end == len(one.tokens) else ()
-        chunk = Chunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, draws)
+        chunk = ScheduledChunk(one.id, one.tokens[one.computed : end], one.computed, one.blocks, draws)
         one.computed = end
         return [chunk]
 
@@ -101,7 +102,7 @@ class Driver:
         free += blocks
         self._random.shuffle(free)
 
-    def _apply(self, sequences: list[Sequence], result: StepResult) -> None:
+    def _apply(self, sequences: list[Sequence], result: ModelOutput) -> None:
         assert not result.errors
         for one in sequences:
             if one.id in result.token_ids:

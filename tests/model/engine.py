@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.statistics import SchedulerStats
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from transformers import AutoConfig
@@ -42,7 +42,7 @@ class Run:
 
     choices: list[list[Choice]]
     prompt_logprobs: list[list[TokenLogprobs]]
-    statistics: Statistics
+    statistics: SchedulerStats
 
     @property
     def outputs(self) -> list[list[int]]:
@@ -89,7 +89,7 @@ def run(
     choices = [[Choice() for _ in range(wanted.n)] for wanted in params]
     told: list[list[TokenLogprobs]] = [[] for _ in prompts]
 
-    def receive(step: StepOutput) -> None:
+    def receive(step: EngineCoreOutputs) -> None:
         for output in step.outputs:
             assert output.error is None, output.error
             choice = choices[int(output.request_id)][output.index]
@@ -106,7 +106,7 @@ def run(
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
     )
-    memory = KvMemory(executor.capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+    memory = KVCacheManager(executor.capacity, prefix_caching=prefix_caching, host_caching=host_caching)
     core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         grammar = grammars[index] if grammars else None

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 import pytest
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.step import TorchStep
-from quire_engine.scheduling.plan import PENDING, Chunk, Draw, StepPlan, StepResult
+from quire_engine.scheduling.plan import (
+    PLACEHOLDER_TOKEN_ID,
+    ModelOutput,
+    SampleRequest,
+    ScheduledChunk,
+    SchedulerOutput,
+)
 from quire_proto.errors import ErrorCode
 from quire_proto.logprobs import TokenLogprobs
 
@@ -21,7 +27,7 @@ BLOCKS_EACH = 6
 class Sequence:
     """What is known of a sequence's tokens, how many are computed, and what came of it."""
 
-    draw: Draw
+    draw: SampleRequest
     wanted: int
     computed: int = 0
     pending: bool = False
@@ -37,15 +43,15 @@ class Sequence:
     def is_done(self) -> bool:
         return self.error is not None or len(self.output) + self.pending >= self.wanted
 
-    def chunk(self, most: int) -> Chunk:
+    def chunk(self, most: int) -> ScheduledChunk:
         """The next tokens, the pending one among them."""
-        id, known = self.draw.sequence_id, self.draw.token_ids + [PENDING] * self.pending
+        id, known = self.draw.sequence_id, self.draw.token_ids + [PLACEHOLDER_TOKEN_ID] * self.pending
         end = min(len(known), self.computed + most)
         first, start = 1 + id * BLOCKS_EACH, self.computed
         targets = self.draw.token_ids[start + 1 : min(end + 1, self.draw.num_prompt)]
         draws = (self.draw,) if end == len(known) else ()
         self.computed = end
-        return Chunk(
+        return ScheduledChunk(
             id, known[start:end], start, list(range(first, first + BLOCKS_EACH)), draws, targets=targets, num_top=2
         )
 
@@ -78,20 +84,20 @@ class Loop:
                 return
             last = launched
 
-    def _plan(self) -> StepPlan | None:
+    def _plan(self) -> SchedulerOutput | None:
         alive = [one for one in self._sequences.values() if not one.is_done]
         if not alive:
             return None
-        plan = StepPlan(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
+        plan = SchedulerOutput(0, [one.chunk(self._random.randint(1, 40)) for one in self._some(alive)])
         for chunk in plan.chunks:
-            self.num_pending += chunk.token_ids[-1] == PENDING
+            self.num_pending += chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID
             self._sequences[chunk.sequence_id].pending = bool(chunk.draws)
         return plan
 
     def _some(self, alive: list[Sequence]) -> list[Sequence]:
         return self._random.sample(alive, self._random.randint(1, len(alive)))
 
-    def _commit(self, result: StepResult, launched: StepPlan | None = None) -> None:
+    def _commit(self, result: ModelOutput, launched: SchedulerOutput | None = None) -> None:
         """``launched`` is already under way: what it draws is pending."""
         under_way = {chunk.sequence_id for chunk in launched.chunks if chunk.draws} if launched else set()
         for one in self._sequences.values():

@@ -4,10 +4,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -76,8 +76,8 @@ def test_choices_of_other_models_part_and_come_back_alike(small_models: SmallMod
 
 def blocks_at_first_token(requests: list[Request]) -> int:
     """Blocks in use once every output has its first token and the memory for its second."""
-    capacity = KvCapacity(16, 1000, 0)
-    memory = KvMemory(capacity, prefix_caching=False)
+    capacity = KVCacheConfig(16, 1000, 0)
+    memory = KVCacheManager(capacity, prefix_caching=False)
     config = SchedulerConfig(max_num_batched_tokens=1 << 20, max_model_len=1 << 16, vocab_size=VOCAB_SIZE)
     core = EngineCore(Scheduler(config, memory), PagedExecutor(capacity), ignore)
     for request in requests:
@@ -88,7 +88,7 @@ def blocks_at_first_token(requests: list[Request]) -> int:
     return memory.device.num_blocks - memory.device.num_free
 
 
-def ignore(step: StepOutput) -> None:
+def ignore(step: EngineCoreOutputs) -> None:
     del step
 
 

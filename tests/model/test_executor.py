@@ -6,7 +6,8 @@ import pytest
 import torch
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
+from quire_engine.kv.copy import BlockCopy
+from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -22,62 +23,64 @@ def executor(small_models: SmallModels) -> TorchExecutor:
     return TorchExecutor.load(small_models.folder("llama3"), kv_cache_bytes=POOL, swap_bytes=POOL)
 
 
-def chunk(tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY) -> Chunk:
-    return Chunk(id, tokens, 0, blocks, () if sampling is None else draws(tokens, id))
+def chunk(
+    tokens: list[int], blocks: list[int], id: int = 0, sampling: SamplingParams | None = GREEDY
+) -> ScheduledChunk:
+    return ScheduledChunk(id, tokens, 0, blocks, () if sampling is None else draws(tokens, id))
 
 
-def draws(tokens: list[int], id: int = 0) -> tuple[Draw, ...]:
-    return (Draw(id, GREEDY, 0, tokens, len(tokens)),)
+def draws(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
+    return (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),)
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
-    result = executor.run(StepPlan(0))
+    result = executor.run(SchedulerOutput(0))
     assert (result.token_ids, result.errors) == ({}, {})
 
 
 def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: TorchExecutor) -> None:
-    result = executor.run(StepPlan(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)]))
+    result = executor.run(SchedulerOutput(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)]))
     assert set(result.errors) == {1}
     assert set(result.token_ids) == {2}
 
 
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
-    whole = executor.run(StepPlan(0, [chunk([9, 8, 7, 6], [1])])).token_ids
-    assert executor.run(StepPlan(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
-    assert executor.run(StepPlan(2, [Chunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids == whole
+    whole = executor.run(SchedulerOutput(0, [chunk([9, 8, 7, 6], [1])])).token_ids
+    assert executor.run(SchedulerOutput(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
+    assert executor.run(SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids == whole
 
 
 def test_every_part_of_a_step_is_timed(executor: TorchExecutor) -> None:
-    timings = executor.run(StepPlan(0, [chunk([5], [1])], copies_out=[BlockCopy(2, 0)])).timings
+    timings = executor.run(SchedulerOutput(0, [chunk([5], [1])], blocks_to_swap_out=[BlockCopy(2, 0)])).timings
     assert min(timings.swap, timings.forward, timings.sample) > 0
 
 
 @pytest.mark.parametrize("copy", [BlockCopy(-1, 0), BlockCopy(1, -1), BlockCopy(1 << 20, 0), BlockCopy(1, 1 << 20)])
-@pytest.mark.parametrize("direction", ["copies_out", "copies_in"])
+@pytest.mark.parametrize("direction", ["blocks_to_swap_out", "blocks_to_swap_in"])
 def test_a_copy_of_a_block_that_does_not_exist_ends_the_engine(
     executor: TorchExecutor, copy: BlockCopy, direction: str
 ) -> None:
     with pytest.raises(CopyError):
-        executor.run(StepPlan(0, **{direction: [copy]}))
+        executor.run(SchedulerOutput(0, **{direction: [copy]}))
 
 
 def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) -> None:
     tokens = list(range(3, 40))
-    expected = executor.run(StepPlan(0, [chunk(tokens, [1, 2, 3])])).token_ids
-    executor.run(StepPlan(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
-    executor.run(StepPlan(2, copies_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
-    executor.run(StepPlan(3, [chunk([50] * 48, [4, 5, 6])]))
-    last = Chunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], draws(tokens))
-    plan = StepPlan(4, [last], copies_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
+    expected = executor.run(SchedulerOutput(0, [chunk(tokens, [1, 2, 3])])).token_ids
+    executor.run(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
+    executor.run(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
+    executor.run(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
+    last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], draws(tokens))
+    plan = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
     assert executor.run(plan).token_ids == expected
 
 
 def test_a_failed_step_can_be_run_again_chunk_by_chunk(executor: TorchExecutor) -> None:
     good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-    expected = executor.run(StepPlan(0, [good])).token_ids
+    expected = executor.run(SchedulerOutput(0, [good])).token_ids
     with pytest.raises(IndexError):
-        executor.run(StepPlan(1, [good, bad]))
-    first, second = StepPlan(1, [good, bad]).split()
+        executor.run(SchedulerOutput(1, [good, bad]))
+    first, second = SchedulerOutput(1, [good, bad]).split()
     assert executor.run(first).token_ids == expected
     with pytest.raises(IndexError):
         executor.run(second)
@@ -89,12 +92,12 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = TorchExecutor.load(folder, kv_cache_bytes=POOL, swap_bytes=0)
-    alone = executor.run(StepPlan(0, [chunk([5, 6], [1])])).token_ids[0]
-    result = executor.run(StepPlan(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
+    alone = executor.run(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
+    result = executor.run(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
     assert result.token_ids == {2: alone}
     assert result.errors[1].code == ErrorCode.INTERNAL
     # The blocks that hold its keys are used again by others, who see only what they wrote themselves.
-    assert executor.run(StepPlan(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
+    assert executor.run(SchedulerOutput(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
 
 
 def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallModels) -> None:
@@ -122,4 +125,4 @@ def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallMo
 def test_nothing_can_be_run_after_close(executor: TorchExecutor) -> None:
     executor.close()
     with pytest.raises(IndexError):
-        executor.run(StepPlan(0, [chunk([5], [1])]))
+        executor.run(SchedulerOutput(0, [chunk([5], [1])]))

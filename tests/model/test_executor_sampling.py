@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.scheduling.plan import Chunk, Draw, StepPlan, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode
 from quire_proto.logprobs import TokenLogprobs
 
@@ -28,8 +28,8 @@ def oracle_logprobs(small_models: SmallModels, tokens: Sequence[int]) -> torch.T
     return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
 
 
-def whole(tokens: Sequence[int], draws: Sequence[Draw], id: int = 0, **more: object) -> Chunk:
-    return Chunk(id, list(tokens), 0, BLOCKS, tuple(draws), **more)
+def whole(tokens: Sequence[int], draws: Sequence[SampleRequest], id: int = 0, **more: object) -> ScheduledChunk:
+    return ScheduledChunk(id, list(tokens), 0, BLOCKS, tuple(draws), **more)
 
 
 # Several draws from one prompt
@@ -39,10 +39,10 @@ def test_all_draws_of_a_chunk_are_made_from_its_last_logits(executor: TorchExecu
     tokens = small_models.prompts[4]
     styles = [{"temperature": 2.0, "top_k": 40}, {"temperature": 2.0, "repetition_penalty": 1.2}, {"temperature": 0}]
     draws = [make_draw(id, tokens, seed=id, **styles[id % 3]) for id in range(12)]
-    apart = StepResult()
+    apart = ModelOutput()
     for draw in draws:
-        apart.add(executor.run(StepPlan(0, [whole(tokens, [draw], draw.sequence_id)])))
-    together = executor.run(StepPlan(1, [whole(small_models.prompts[5], []), whole(tokens, draws, 11)]))
+        apart.add(executor.run(SchedulerOutput(0, [whole(tokens, [draw], draw.sequence_id)])))
+    together = executor.run(SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, draws, 11)]))
     assert together.token_ids == apart.token_ids
     assert len(set(together.token_ids.values())) > 3
 
@@ -52,11 +52,11 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
     counts, plans = (2, 0, 1, 3), []
     for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         draws = [make_draw(10 * index + place, prompt, seed=place, temperature=1.5) for place in range(count)]
-        plans.append(Chunk(10 * index, prompt, 0, [index + 1], tuple(draws)))
-    apart = StepResult()
+        plans.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(draws)))
+    apart = ModelOutput()
     for one in plans:
-        apart.add(executor.run(StepPlan(0, [one])))
-    assert executor.run(StepPlan(1, plans)).token_ids == apart.token_ids
+        apart.add(executor.run(SchedulerOutput(0, [one])))
+    assert executor.run(SchedulerOutput(1, plans)).token_ids == apart.token_ids
     assert list(apart.token_ids) == [0, 1, 20, 30, 31, 32]
 
 
@@ -66,7 +66,7 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
 def test_output_logprobs_are_those_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[6]
     draw = make_draw(0, tokens, seed=3, temperature=2.0, logprobs=5, presence_penalty=1.0)
-    made = executor.run(StepPlan(0, [whole(tokens, [draw])]))
+    made = executor.run(SchedulerOutput(0, [whole(tokens, [draw])]))
     expected = oracle_logprobs(small_models, tokens)[-1]
     assert made.logprobs[0].logprob == pytest.approx(expected[made.token_ids[0]].item(), abs=1e-4)
     assert [token_id for token_id, _ in made.logprobs[0].top] == expected.topk(5).indices.tolist()
@@ -83,9 +83,9 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
         part = tokens[start : start + size]
         targets = tokens[start + 1 : start + size + 1]
         draws = (make_draw(1, tokens),) if start + size >= len(tokens) else ()
-        beside = Chunk(9, other[:20], 0, [11, 12], targets=other[1:4])
-        mine = Chunk(1, part, start, BLOCKS, draws, targets=targets, num_top=3)
-        result = executor.run(StepPlan(start, [beside, mine]))
+        beside = ScheduledChunk(9, other[:20], 0, [11, 12], targets=other[1:4])
+        mine = ScheduledChunk(1, part, start, BLOCKS, draws, targets=targets, num_top=3)
+        result = executor.run(SchedulerOutput(start, [beside, mine]))
         made += result.prompt_logprobs.get(1, [])
         assert len(result.prompt_logprobs[9]) == 3
         assert set(result.token_ids) == {draw.sequence_id for draw in draws}
@@ -101,7 +101,7 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
 
 def test_candidates_are_the_most_probable_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[7]
-    made = executor.run(StepPlan(0, [whole(tokens, [make_draw(0, tokens, num_candidates=8)])])).candidates[0]
+    made = executor.run(SchedulerOutput(0, [whole(tokens, [make_draw(0, tokens, num_candidates=8)])])).candidates[0]
     expected = oracle_logprobs(small_models, tokens)[-1].topk(8)
     assert made.token_ids == expected.indices.tolist()
     assert made.logprobs == pytest.approx(expected.values.tolist(), abs=1e-4)
@@ -132,37 +132,39 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
 
     monkeypatch.setattr(executor._runner._model, "forward", watched)
     draw = make_draw(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
-    assert executor.run(StepPlan(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
+    assert executor.run(SchedulerOutput(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
 
 
 def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecutor) -> None:
     grammar = ModuloGrammar(7, VOCAB_SIZE)
     held, broken = make_draw(0, [5, 6], [9], grammar=grammar), make_draw(1, [999], grammar=grammar)
-    good, bad = Chunk(0, [5, 6, 9], 0, [1], (held,)), Chunk(1, [999], 0, [2], (broken,))
+    good, bad = ScheduledChunk(0, [5, 6, 9], 0, [1], (held,)), ScheduledChunk(1, [999], 0, [2], (broken,))
     with pytest.raises(IndexError):
-        executor.run(StepPlan(0, [good, bad]))
-    first = executor.run(StepPlan(0, [good])).token_ids[0]
+        executor.run(SchedulerOutput(0, [good, bad]))
+    first = executor.run(SchedulerOutput(0, [good])).token_ids[0]
     assert grammar.allows([9], first)
     held.token_ids.append(first)
     with pytest.raises(IndexError):
-        executor.run(StepPlan(1, [Chunk(0, [first], 3, [1], (held,)), bad]))
-    second = executor.run(StepPlan(1, [Chunk(0, [first], 3, [1], (held,))])).token_ids[0]
+        executor.run(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,)), bad]))
+    second = executor.run(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,))])).token_ids[0]
     known = [5, 6, 9, first]
     anew = make_draw(2, known[:2], known[2:], grammar=grammar)
-    assert executor.run(StepPlan(2, [Chunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
+    assert executor.run(SchedulerOutput(2, [ScheduledChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
 
 
 def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor) -> None:
     draws = [make_draw(id, [5], frequency_penalty=1.0) for id in range(3)]
-    executor.run(StepPlan(0, [Chunk(id, [5], 0, [id + 1], (draw,)) for id, draw in enumerate(draws)]))
+    executor.run(SchedulerOutput(0, [ScheduledChunk(id, [5], 0, [id + 1], (draw,)) for id, draw in enumerate(draws)]))
     kept = executor._sampler._states
     assert len(kept) == 3
-    executor.run(StepPlan(1, ended=[0, 2, 99]))
+    executor.run(SchedulerOutput(1, ended=[0, 2, 99]))
     assert len(kept) == 1
 
 
 def test_a_grammar_without_a_way_out_ends_its_sequence_and_no_other(executor: TorchExecutor) -> None:
     stuck, free = make_draw(0, [5], grammar=ModuloGrammar(1, VOCAB_SIZE)), make_draw(1, [5])
-    made = executor.run(StepPlan(0, [Chunk(0, [5], 0, [1], (stuck,)), Chunk(1, [5], 0, [2], (free,))]))
+    made = executor.run(
+        SchedulerOutput(0, [ScheduledChunk(0, [5], 0, [1], (stuck,)), ScheduledChunk(1, [5], 0, [2], (free,))])
+    )
     assert made.errors[0].code is ErrorCode.INVALID
     assert set(made.token_ids) == {1}

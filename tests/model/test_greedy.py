@@ -49,10 +49,10 @@ def test_logits_are_close_to_transformers_own_for_every_token(small_models: Smal
 def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     """Logits of every prefix of ``tokens``, through the executor's own model and memory."""
     from quire_engine.executor.torch.batch import pack
-    from quire_engine.scheduling.plan import Chunk
+    from quire_engine.scheduling.plan import ScheduledChunk
 
     blocks = list(range(1, executor.capacity.device_blocks))
-    batch = pack([Chunk(0, tokens, 0, blocks)], executor.capacity.block_size).forward
+    batch = pack([ScheduledChunk(0, tokens, 0, blocks)], executor.capacity.block_size).forward
     with torch.inference_mode():
         hidden = executor._runner.forward(batch)
         return executor._runner.logits(hidden, torch.arange(len(tokens)))

@@ -8,7 +8,7 @@ from quire_engine.executor.torch import gauge
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.memory import CpuMemory
 from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import StepPlan
+from quire_engine.scheduling.plan import SchedulerOutput
 
 from tests.model.engine import run
 from tests.model.models import SmallModels
@@ -80,10 +80,10 @@ def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
 def test_the_largest_step_is_as_large_as_it_may_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
-    ran: list[StepPlan] = []
+    ran: list[SchedulerOutput] = []
     run_step = TorchExecutor.run
 
-    def watched(self: TorchExecutor, plan: StepPlan) -> object:
+    def watched(self: TorchExecutor, plan: SchedulerOutput) -> object:
         ran.append(plan)
         return run_step(self, plan)
 
@@ -98,7 +98,7 @@ def test_the_largest_step_is_as_large_as_it_may_be(
 
 
 def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def fail(self: TorchExecutor, plan: StepPlan) -> None:
+    def fail(self: TorchExecutor, plan: SchedulerOutput) -> None:
         raise RuntimeError("out of memory: tried to allocate 80 GiB.\nmore")
 
     monkeypatch.setattr(TorchExecutor, "run", fail)

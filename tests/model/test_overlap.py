@@ -10,7 +10,7 @@ import torch
 from quire_engine.executor.base import ExecutorError
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.sampling import Drawn
-from quire_engine.scheduling.plan import PENDING, Chunk, Draw, StepPlan
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
@@ -80,13 +80,13 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
     """And that one can still be gone on from: its tokens are found by the next launch that works."""
     one, oracle = Sequence(make_draw(0, [5, 6, 7]), wanted=3), Sequence(make_draw(0, [5, 6, 7]), wanted=3)
     Loop(executor, [oracle], seed=0).run()
-    first = executor.launch(StepPlan(0, [one.chunk(40)]))
+    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
     first.draw()
     one.pending = True
     good = one.chunk(40)
     with pytest.raises(IndexError):
-        executor.launch(StepPlan(1, [good, Chunk(1, [VOCAB_SIZE], 0, [30], ())]))
-    second = executor.launch(StepPlan(1, [good]))
+        executor.launch(SchedulerOutput(1, [good, ScheduledChunk(1, [VOCAB_SIZE], 0, [30], ())]))
+    second = executor.launch(SchedulerOutput(1, [good]))
     one.draw.token_ids.append(first.result().token_ids[0])
     second.draw()
     assert [*one.output, second.result().token_ids[0]] == oracle.output[:2]
@@ -99,12 +99,12 @@ def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
         raise ValueError("no draw")
 
     one = Sequence(make_draw(0, [5, 6, 7]), wanted=3)
-    first = executor.launch(StepPlan(0, [one.chunk(40)]))
+    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
         patch.setattr(executor._sampler, "draw", fail)
         first.draw()
     one.pending = True
-    second = executor.launch(StepPlan(1, [one.chunk(40)]))
+    second = executor.launch(SchedulerOutput(1, [one.chunk(40)]))
     with pytest.raises(ValueError, match="no draw"):
         first.result()
     second.draw()
@@ -118,7 +118,7 @@ def test_a_device_that_fails_ends_the_engine(
     def fail(*_: object, **__: object) -> None:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-    plan = StepPlan(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)])
+    plan = SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
         "draw": (executor._sampler, "draw"),
@@ -141,7 +141,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
 
     monkeypatch.setattr(executor._runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
-        executor.run(StepPlan(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)]))
+        executor.run(SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]
 
 
@@ -151,7 +151,7 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     begun: list[list[int]] = []
     begin = executor._sampler.begin
 
-    def watched(draws: list[Draw]) -> object:
+    def watched(draws: list[SampleRequest]) -> object:
         begun.append([draw.sequence_id for draw in draws])
         return begin(draws)
 
@@ -159,11 +159,11 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     grammar = ModuloGrammar(3, VOCAB_SIZE)
     draws = [make_draw(0, [5, 6], grammar=grammar), make_draw(1, [7, 8], grammar=grammar), make_draw(2, [9])]
     one, two, three = (Sequence(draw, wanted=9) for draw in draws)
-    first = executor.launch(StepPlan(0, [one.chunk(40)]))
+    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
     assert begun == [[0]]
     first.draw()
     one.pending = True
-    second = executor.launch(StepPlan(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
+    second = executor.launch(SchedulerOutput(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
     assert begun == [[0], [1]]
     draws[0].token_ids.append(first.result().token_ids[0])
     second.draw()
@@ -239,4 +239,4 @@ def test_the_engine_makes_the_same_of_any_parameters_with_overlap_and_without(
 
 def test_a_token_that_nothing_drew_is_not_computed_with(executor: TorchExecutor) -> None:
     with pytest.raises(IndexError, match="vocabulary"):
-        executor.run(StepPlan(0, [Chunk(0, [PENDING - 1], 0, [1], ())]))
+        executor.run(SchedulerOutput(0, [ScheduledChunk(0, [PLACEHOLDER_TOKEN_ID - 1], 0, [1], ())]))

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_engine.core import EngineCore
-from quire_engine.executor.base import Executor, Rates
+from quire_engine.executor.base import Executor
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
+from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.presets import PRESETS
 from quire_proto.sampling import SamplingParams
@@ -45,7 +46,7 @@ class Noting:
         self.capacity = executor.capacity
         self.rates = executor.rates
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         self.plans.append(normal(plan))
         return self._executor.run(plan)
 
@@ -53,7 +54,7 @@ class Noting:
         pass
 
 
-def normal(plan: StepPlan) -> Any:
+def normal(plan: SchedulerOutput) -> Any:
     """All of a plan except which tokens were drawn."""
     chunks = [
         (
@@ -66,7 +67,7 @@ def normal(plan: StepPlan) -> Any:
         )
         for chunk in plan.chunks
     ]
-    return chunks, plan.copies_out, plan.copies_within, plan.copies_in, plan.ended, plan.preempted
+    return chunks, plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in, plan.ended, plan.preempted
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Scenario:
     """An engine's shape, and what arrives or is aborted before which step."""
 
     limits: SchedulerConfig
-    capacity: KvCapacity
+    capacity: KVCacheConfig
     rates: Rates
     prefix_caching: bool
     host_caching: bool
@@ -96,7 +97,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     )
     return Scenario(
         limits,
-        KvCapacity(BLOCK_SIZE, draw(st.integers(11, 22)), draw(st.sampled_from([0, 4, HOST_BLOCKS])), 1000),
+        KVCacheConfig(BLOCK_SIZE, draw(st.integers(11, 22)), draw(st.sampled_from([0, 4, HOST_BLOCKS])), 1000),
         Rates(1e3, draw(st.sampled_from([1e4, 1e9]))),
         prefix_caching,
         draw(st.booleans()),
@@ -133,7 +134,9 @@ def requests(draw: st.DrawFn, greedy: bool) -> Request:
 def plans(executor: Executor, scenario: Scenario) -> list[Any]:
     """Every plan of a run to the end."""
     noting = Noting(executor)
-    memory = KvMemory(scenario.capacity, prefix_caching=scenario.prefix_caching, host_caching=scenario.host_caching)
+    memory = KVCacheManager(
+        scenario.capacity, prefix_caching=scenario.prefix_caching, host_caching=scenario.host_caching
+    )
     core = EngineCore(Scheduler(scenario.limits, memory, rates=scenario.rates), noting, lambda _: None)
     due = list(scenario.events)
     for step in range(MAX_STEPS):
@@ -174,7 +177,7 @@ def test_the_simulator_and_the_real_executor_are_given_the_same_plans(
 def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> None:
     request = Request("r0", [5] * 40, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
-    scenario = Scenario(limits, KvCapacity(BLOCK_SIZE, 12, 0), Rates(1, 1), True, True, ((0, request),))
+    scenario = Scenario(limits, KVCacheConfig(BLOCK_SIZE, 12, 0), Rates(1, 1), True, True, ((0, request),))
     less = replace(scenario, limits=replace(limits, max_num_batched_tokens=39))
     simulated = SimulatedExecutor(scenario.capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
     assert plans(simulated, scenario) == plans(real, scenario) != plans(real, less)

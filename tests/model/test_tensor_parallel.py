@@ -23,8 +23,9 @@ from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.ranks import leading_runner, process, serving
 from quire_engine.executor.torch.ranks.calls import batch_to_arrays
 from quire_engine.executor.torch.ranks.workers import RankError
+from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
+from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -218,25 +219,25 @@ def test_a_rank_that_cannot_record_alone_ends_the_start_instead_of_leaving_the_o
 # What goes wrong on all ranks alike
 
 
-def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> Chunk:
-    return Chunk(id, tokens, 0, blocks, (Draw(id, GREEDY, 0, tokens, len(tokens)),))
+def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> ScheduledChunk:
+    return ScheduledChunk(id, tokens, 0, blocks, (SampleRequest(id, GREEDY, 0, tokens, len(tokens)),))
 
 
 def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small_models: SmallModels) -> None:
     with closing(load(small_models.folder("llama3"), 2)) as shared:
         good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-        wanted = shared.run(StepPlan(0, [good])).token_ids
+        wanted = shared.run(SchedulerOutput(0, [good])).token_ids
         for _ in range(3):
             with pytest.raises(IndexError):
-                shared.run(StepPlan(1, [good, bad]))
-            assert shared.run(StepPlan(1, [good])).token_ids == wanted
+                shared.run(SchedulerOutput(1, [good, bad]))
+            assert shared.run(SchedulerOutput(1, [good])).token_ids == wanted
 
 
 def test_a_copy_that_no_rank_can_make_ends_the_engine_as_ever(threads: None, small_models: SmallModels) -> None:
     from quire_engine.executor.base import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
-        shared.run(StepPlan(0, copies_within=[BlockCopy(1, 1 << 20)]))
+        shared.run(SchedulerOutput(0, blocks_to_copy=[BlockCopy(1, 1 << 20)]))
 
 
 @pytest.mark.parametrize("size", [3, 64])
@@ -283,7 +284,7 @@ class Watched:
         (self.other,) = children()
 
     def run(self) -> dict[int, int]:
-        return self.executor.run(StepPlan(0, [chunk([5, 6, 7], [1])])).token_ids
+        return self.executor.run(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
 
     def loss(self) -> str:
         """What is told within the time that it may take."""

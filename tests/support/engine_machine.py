@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from quire_engine.core import Abort, Add, EngineCore, StepOutput
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Stored
-from quire_engine.kv.memory import KvMemory
-from quire_engine.request import Delivered, Request
+from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.events import BlockStored
+from quire_engine.kv.memory import KVCacheManager
+from quire_engine.request import Request, ResumedOutput
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.output import EngineCoreOutput
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.errors import QuireError
@@ -50,11 +50,11 @@ class Client:
 class CheckedExecutor(PagedExecutor):
     """Shows each plan to a check before it runs."""
 
-    def __init__(self, capacity: KvCapacity, check: Callable[[StepPlan], None]) -> None:
+    def __init__(self, capacity: KVCacheConfig, check: Callable[[SchedulerOutput], None]) -> None:
         super().__init__(capacity)
         self._check = check
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         self._check(plan)
         return super().run(plan)
 
@@ -75,7 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(
         self, block_size, pool_tokens, host_blocks, budget, max_num_seqs, caching, policy, batching, rates, max_swapped
     ):
-        capacity = KvCapacity(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
+        capacity = KVCacheConfig(block_size, 1 + pool_tokens // block_size, host_blocks, block_bytes=100)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -87,30 +87,30 @@ class EngineMachine(RuleBasedStateMachine):
             batching=batching,
             max_swapped=max_swapped,
         )
-        self.memory = KvMemory(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
+        self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)
         self.core = EngineCore(self.scheduler, self.make_executor(capacity), self.receive)
         self.clients: dict[str, Client] = {}
-        self.cached: set[Stored] = set()
+        self.cached: set[BlockStored] = set()
         self.ran_before: set[int] = set()
         self.drawn: set[int] = set()
         self.told: set[int] = set()
         self.limit = min(MAX_MODEL_LEN, self.memory.device.num_blocks * block_size)
 
-    def make_executor(self, capacity: KvCapacity) -> PagedExecutor:
+    def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
         return CheckedExecutor(capacity, self.check_plan)
 
-    def check_plan(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: SchedulerOutput) -> None:
         """A step that preempts takes nobody in."""
         if plan.preempted:
-            assert not plan.copies_in
+            assert not plan.blocks_to_swap_in
             assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
         assert len({chunk.sequence_id for chunk in plan.chunks}) == len(plan.chunks)
         self.drawn.update(draw.sequence_id for chunk in plan.chunks for draw in chunk.draws)
         self.check_ended(plan)
 
-    def check_ended(self, plan: StepPlan) -> None:
+    def check_ended(self, plan: SchedulerOutput) -> None:
         assert self.told.isdisjoint(plan.ended), "an end was told twice"
         self.told.update(plan.ended)
 
@@ -133,7 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
             outputs = [
                 self.expected(prompt, params, i)[: max(0, delivered - i)] if prompt else [] for i in range(params.n)
             ]
-            history = [Delivered(i, output) for i, output in enumerate(outputs) if output]
+            history = [ResumedOutput(i, output) for i, output in enumerate(outputs) if output]
             self.add(Request(f"r{len(self.clients)}", prompt, params, delivered=history, priority=priority), outputs)
 
     @rule(
@@ -168,11 +168,11 @@ class EngineMachine(RuleBasedStateMachine):
     def step_once(self) -> None:
         self.core.step()
 
-    def receive(self, output: StepOutput) -> None:
+    def receive(self, output: EngineCoreOutputs) -> None:
         self.ran_before = {sequence.id for sequence in self.scheduler.running}
         for event in output.kv_events:
-            entry = Stored(event.block_hash, event.tier)
-            if isinstance(event, Stored):
+            entry = BlockStored(event.block_hash, event.tier)
+            if isinstance(event, BlockStored):
                 assert entry not in self.cached, "a block was stored twice"
                 self.cached.add(entry)
             else:
@@ -185,7 +185,7 @@ class EngineMachine(RuleBasedStateMachine):
             if news.error is None:
                 self.receive_choice(client, news)
 
-    def receive_choice(self, client: Client, news: Output) -> None:
+    def receive_choice(self, client: Client, news: EngineCoreOutput) -> None:
         choice = client.choices[news.index]
         assert choice.finish_reason is None, "an output came after its choice ended"
         if news.prompt_logprobs:
@@ -221,7 +221,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.memory.host.num_blocks - self.memory.host.num_free == len(set(on_host))
         known = set(self.cached)
         for event in self.memory._events:
-            (known.add if isinstance(event, Stored) else known.remove)(Stored(event.block_hash, event.tier))
+            (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
         assert set(self.memory.stored()) == known, "routers are told something else than what is cached"
 
     def queues(self):

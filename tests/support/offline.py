@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.llm import LLM
 from quire_engine.llm import llm as llm_module
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.paged_executor import PagedExecutor
@@ -34,13 +34,13 @@ class OfflineExecutor(PagedExecutor):
     config = PagedModel()
     max_model_len = MAX_MODEL_LEN
 
-    def __init__(self, capacity: KvCapacity) -> None:
+    def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)
-        self.before: Callable[[StepPlan], None] = lambda plan: None
+        self.before: Callable[[SchedulerOutput], None] = lambda plan: None
         self.plans = 0
         self.closed = False
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         self.before(plan)
         self.plans += 1
         return super().run(plan)
@@ -53,14 +53,14 @@ class Offline:
     """An ``LLM`` and what is behind it."""
 
     def __init__(self, folder: Path, blocks: int = 400, host_blocks: int = 0, **settings: object) -> None:
-        self.executor = OfflineExecutor(KvCapacity(BLOCK_SIZE, blocks, host_blocks))
+        self.executor = OfflineExecutor(KVCacheConfig(BLOCK_SIZE, blocks, host_blocks))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm_module, "load_executor", lambda config: self.executor)
             self.llm = LLM(write_model_folder(folder), **settings)
         self.scheduler = self.llm._core.scheduler
 
     @property
-    def memory(self) -> KvMemory:
+    def memory(self) -> KVCacheManager:
         return self.scheduler.memory
 
     def assert_idle(self) -> None:

@@ -12,8 +12,14 @@ from dataclasses import replace
 from functools import partial
 
 from quire_engine.executor.base import CopyError
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import PENDING, Candidates, Chunk, StepPlan, StepResult
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.scheduling.plan import (
+    PLACEHOLDER_TOKEN_ID,
+    BeamCandidates,
+    ModelOutput,
+    ScheduledChunk,
+    SchedulerOutput,
+)
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 
@@ -52,10 +58,10 @@ class OverlappingPagedExecutor(PagedExecutor):
 
     depth = 2
 
-    def __init__(self, capacity: KvCapacity) -> None:
+    def __init__(self, capacity: KVCacheConfig) -> None:
         super().__init__(capacity)
         self.pace: Callable[[int], int] = lambda queued: 0
-        self.fails: Callable[[str, StepPlan], bool] = lambda where, plan: False
+        self.fails: Callable[[str, SchedulerOutput], bool] = lambda where, plan: False
         self.under_way: deque[PagedStep] = deque()
         self.states: set[int] = set()
         self.ended: set[int] = set()
@@ -65,9 +71,9 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.drawn: tuple[PagedStep | None, dict[int, int]] = None, {}
         self._stream: deque[Callable[[], None]] = deque()
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         require(not self.under_way, "run while a step is under way")
-        require(all(PENDING not in chunk.token_ids for chunk in plan.chunks), "run with a pending token")
+        require(all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in plan.chunks), "run with a pending token")
         self.events.append(("run", plan.step))
         self._start_over()
         self._forget(plan)
@@ -75,7 +81,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         with misuse():
             return super().run(plan)
 
-    def launch(self, plan: StepPlan) -> "PagedStep":
+    def launch(self, plan: SchedulerOutput) -> "PagedStep":
         require(len(self.under_way) < self.depth, "too many steps are under way")
         require(all(step.is_drawn for step in self.under_way), "launched before the draws of the step before")
         require(not plan.is_empty, "there is nothing to launch")
@@ -106,12 +112,12 @@ class OverlappingPagedExecutor(PagedExecutor):
             require(bool(self._stream), "the result of a step that was never drawn")
             self.advance()
 
-    def check(self, where: str, plan: StepPlan) -> None:
+    def check(self, where: str, plan: SchedulerOutput) -> None:
         if self.fails(where, plan):
             self.events.append((f"failed {where}", plan.step))
             raise FailureError(f"step {plan.step} failed: {where}")
 
-    def _forget(self, plan: StepPlan) -> None:
+    def _forget(self, plan: SchedulerOutput) -> None:
         for sequence_id in plan.ended:
             drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.draws)
             require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
@@ -128,14 +134,14 @@ class OverlappingPagedExecutor(PagedExecutor):
 class PagedStep:
     """A plan under way: what it was given when, and what came of it."""
 
-    def __init__(self, executor: OverlappingPagedExecutor, plan: StepPlan, before: "PagedStep | None") -> None:
+    def __init__(self, executor: OverlappingPagedExecutor, plan: SchedulerOutput, before: "PagedStep | None") -> None:
         self.plan = plan
         self.is_drawn = False
         self.is_done = False
         self.copy_fails = False
         self._executor = executor
         self._before = before
-        self._result = StepResult()
+        self._result = ModelOutput()
         self._prefixes: dict[int, bytes] = {}
         self._failure: Exception | None = None
 
@@ -152,7 +158,7 @@ class PagedStep:
         self._executor.queue(partial(self.sample, known))
         self._executor.check("draw", self.plan)
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelOutput:
         require(self._executor.under_way[0] is self, "steps are taken out of order, or twice")
         self._executor.finish(self)
         self._executor.under_way.popleft()
@@ -187,14 +193,14 @@ class PagedStep:
                 if chunk.sequence_id not in self._prefixes or len(token_ids) < chunk.end:
                     self._executor.wasted += 1
                     self._result.token_ids[draw.sequence_id] = GARBAGE
-                    self._result.candidates[draw.sequence_id] = Candidates([GARBAGE], [0.0])
+                    self._result.candidates[draw.sequence_id] = BeamCandidates([GARBAGE], [0.0])
                 else:
                     self._executor.draw(draw, token_ids, self._prefixes[chunk.sequence_id], self._result)
         self._executor.drawn = self, self._result.token_ids
         self.is_done = True
 
-    def _with_drawn_token(self, chunk: Chunk) -> Chunk:
-        if chunk.token_ids[-1] != PENDING:
+    def _with_drawn_token(self, chunk: ScheduledChunk) -> ScheduledChunk:
+        if chunk.token_ids[-1] != PLACEHOLDER_TOKEN_ID:
             return chunk
         step, token_ids = self._executor.drawn
         assert self._before is not None, "a token is pending, and nothing is under way"
@@ -202,11 +208,11 @@ class PagedStep:
         return replace(chunk, token_ids=[*chunk.token_ids[:-1], token_ids[chunk.sequence_id]])
 
 
-def as_given(plan: StepPlan) -> StepPlan:
+def as_given(plan: SchedulerOutput) -> SchedulerOutput:
     """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
     chunks = [
         replace(chunk, token_ids=[*chunk.token_ids], block_ids=[*chunk.block_ids], targets=[*chunk.targets])
         for chunk in plan.chunks
     ]
-    copies = {name: [*getattr(plan, name)] for name in ("copies_out", "copies_within", "copies_in")}
+    copies = {name: [*getattr(plan, name)] for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")}
     return replace(plan, chunks=chunks, **copies)

@@ -8,9 +8,10 @@ prefix and the seed, so the right output of any request is known without running
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.copy import BlockCopy
 from quire_engine.scheduling.beams import BeamSearch, Hypothesis
-from quire_engine.scheduling.plan import BlockCopy, Candidates, Chunk, Draw, StepPlan, StepResult
+from quire_engine.scheduling.plan import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import SamplingParams
@@ -53,9 +54,9 @@ def logprob(prefix: bytes, token_id: int) -> float:
     return -(int.from_bytes(blake2b(prefix + token_id.to_bytes(4, "little")).digest()[:3], "little") % 9973) / 1000
 
 
-def candidates(prefix: bytes, count: int) -> Candidates:
+def candidates(prefix: bytes, count: int) -> BeamCandidates:
     best = sorted(range(VOCAB_SIZE), key=lambda token_id: (-logprob(prefix, token_id), token_id))[:count]
-    return Candidates(best, [logprob(prefix, token_id) for token_id in best])
+    return BeamCandidates(best, [logprob(prefix, token_id) for token_id in best])
 
 
 def expected_beams(prompt: list[int], params: SamplingParams, stops: frozenset[int]) -> list[Hypothesis]:
@@ -76,16 +77,16 @@ class PagedExecutor:
     depth = 1
     rates = Rates(tokens_per_second=1e3, bytes_per_second=1e6)
 
-    def __init__(self, capacity: KvCapacity) -> None:
+    def __init__(self, capacity: KVCacheConfig) -> None:
         self.capacity = capacity
         self.parents: dict[bytes, bytes] = {}
         size = capacity.block_size
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         self.copy(plan)
-        result = StepResult()
+        result = ModelOutput()
         for chunk in plan.chunks:
             prefix = self.compute(chunk, result)
             for draw in chunk.draws:
@@ -95,12 +96,12 @@ class PagedExecutor:
     def close(self) -> None:
         pass
 
-    def copy(self, plan: StepPlan) -> None:
-        _copy(plan.copies_out, self.device, self.host)
-        _copy(plan.copies_within, self.device, self.device)
-        _copy(plan.copies_in, self.host, self.device)
+    def copy(self, plan: SchedulerOutput) -> None:
+        _copy(plan.blocks_to_swap_out, self.device, self.host)
+        _copy(plan.blocks_to_copy, self.device, self.device)
+        _copy(plan.blocks_to_swap_in, self.host, self.device)
 
-    def compute(self, chunk: Chunk, result: StepResult) -> bytes:
+    def compute(self, chunk: ScheduledChunk, result: ModelOutput) -> bytes:
         """Fills the chunk's slots; returns the prefix that ends in it."""
         prefix = self._read(chunk.block_ids, chunk.start)
         for position, token_id in enumerate(chunk.token_ids, chunk.start):
@@ -113,12 +114,12 @@ class PagedExecutor:
             result.prompt_logprobs[chunk.sequence_id] = told
         return prefix
 
-    def spoil(self, chunk: Chunk) -> None:
+    def spoil(self, chunk: ScheduledChunk) -> None:
         """Leaves in the chunk's slots what no token is."""
         for position in range(chunk.start, chunk.end):
             self._write(chunk.block_ids, position, b"spoilt")
 
-    def draw(self, draw: Draw, token_ids: list[int], prefix: bytes, result: StepResult) -> None:
+    def draw(self, draw: SampleRequest, token_ids: list[int], prefix: bytes, result: ModelOutput) -> None:
         """From the sequence's tokens, and the prefix that was computed of them."""
         assert prefix_digests(token_ids)[-1] == prefix, "the draw is not of what was computed"
         if draw.num_candidates:

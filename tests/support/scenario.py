@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from quire_engine.core import Abort, Add, EngineCore, StepOutput
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
-from quire_engine.request import Delivered, Request
+from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
+from quire_engine.request import Request, ResumedOutput
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.errors import ErrorCode
@@ -31,7 +31,7 @@ class Choice:
     finish_reason: FinishReason | None = None
     score: float | None = None
 
-    def hear(self, output: Output) -> None:
+    def hear(self, output: EngineCoreOutput) -> None:
         assert self.finish_reason is None, "a choice went on after its end"
         assert not output.token_ids or output.position == len(self.token_ids) or output.score is not None
         self.token_ids += output.token_ids
@@ -52,7 +52,7 @@ class Answer:
     error: ErrorCode | None = None
     ended: bool = False
 
-    def hear(self, output: Output) -> None:
+    def hear(self, output: EngineCoreOutput) -> None:
         assert not self.ended, "an output came after the end"
         self.ended = output.ends_request
         self.prompt_logprobs += output.prompt_logprobs
@@ -70,7 +70,7 @@ class Scenario:
 
     def __init__(self, seed: int) -> None:
         self.random = random = Random(seed)
-        self.capacity = KvCapacity(
+        self.capacity = KVCacheConfig(
             block_size := random.choice((1, 2, 4)),
             1 + random.randint(MAX_MODEL_LEN, 60) // block_size,
             random.choice((0, 20, 200)) // block_size,
@@ -124,11 +124,11 @@ class Scenario:
         best_of = n + 1 if kind < 0.25 else 0
         return SamplingParams(**common, n=n, best_of=best_of, seed=random.randint(0, 9), logprobs=choose((None, 0)))
 
-    def _history(self, params: SamplingParams) -> tuple[Delivered, ...]:
+    def _history(self, params: SamplingParams) -> tuple[ResumedOutput, ...]:
         if params.beam_width or self.random.random() > 0.15:
             return ()
         length = self.random.randint(0, params.max_tokens - 1)
-        return tuple(Delivered(index, [5] * length) for index in range(params.num_drawn))
+        return tuple(ResumedOutput(index, [5] * length) for index in range(params.num_drawn))
 
 
 class Run:
@@ -136,7 +136,7 @@ class Run:
 
     def __init__(self, scenario: Scenario, executor: PagedExecutor) -> None:
         self.answers: dict[str, Answer] = {}
-        memory = KvMemory(
+        memory = KVCacheManager(
             scenario.capacity, prefix_caching=scenario.caching != "none", host_caching=scenario.caching == "host"
         )
         self.scheduler = Scheduler(scenario.limits, memory, rates=scenario.rates)
@@ -161,6 +161,6 @@ class Run:
         self.answers[request.request_id] = Answer(choices)
         self.core._carry_out(Add(request))
 
-    def _receive(self, step: StepOutput) -> None:
+    def _receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:
             self.answers[output.request_id].hear(output)

@@ -2,13 +2,13 @@
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_engine.core import EngineCore, StepOutput
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.core import EngineCore, EngineCoreOutputs
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.output import EngineCoreOutput
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.errors import ErrorCode, QuireError
@@ -35,14 +35,14 @@ RATES = st.sampled_from([Rates(1e3, 1e9), Rates(1e9, 1.0), Rates(1e3, 1e4)])
 class Engine:
     """Runs requests to the end on a pool of so many blocks."""
 
-    def __init__(self, capacity: KvCapacity, caching: str, rates: Rates, **limits: int) -> None:
+    def __init__(self, capacity: KVCacheConfig, caching: str, rates: Rates, **limits: int) -> None:
         config = SchedulerConfig(max_model_len=60, vocab_size=VOCAB_SIZE, **limits)
-        self.memory = KvMemory(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
+        self.memory = KVCacheManager(capacity, prefix_caching=caching != "none", host_caching=caching == "host")
         self.scheduler = Scheduler(config, self.memory, rates=rates)
         self.core = EngineCore(self.scheduler, PagedExecutor(capacity), self.receive)
-        self.outputs: dict[str, list[Output]] = {}
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
 
-    def receive(self, step: StepOutput) -> None:
+    def receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:
             self.outputs.setdefault(output.request_id, []).append(output)
 
@@ -92,7 +92,7 @@ def expected(request: Request) -> list[tuple[list[int], float | None]]:
 def test_searches_under_pressure_find_what_they_find_alone(
     params: list[SamplingParams], size: int, tokens: int, host: int, budget: int, caching: str, rates: Rates
 ) -> None:
-    capacity = KvCapacity(size, 1 + tokens // size, host, block_bytes=100)
+    capacity = KVCacheConfig(size, 1 + tokens // size, host, block_bytes=100)
     engine = Engine(capacity, caching, rates, max_num_batched_tokens=budget, max_num_seqs=8)
     requests = [Request(str(i), list(range(i, i + 5 + i % 3)), each) for i, each in enumerate(params)]
     engine.run(requests)
@@ -114,7 +114,7 @@ def search(width: int, max_tokens: int) -> SamplingParams:
 
 
 def test_the_beams_of_a_search_give_way_together() -> None:
-    engine = Engine(KvCapacity(2, 28, 90, block_bytes=1), "device", Rates(1.0, 1e9))
+    engine = Engine(KVCacheConfig(2, 28, 90, block_bytes=1), "device", Rates(1.0, 1e9))
     requests = [Request("old", [1] * 26, SamplingParams(max_tokens=26, ignore_eos=True))]
     requests += [Request("search", [2, 3, 4], search(3, 12))]
     for request in requests:
@@ -134,7 +134,7 @@ def test_the_beams_of_a_search_give_way_together() -> None:
 class Forbidding(PagedExecutor):
     """Leaves a beam one token to go on with, and none after three."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         result = super().run(plan)
         for chunk in plan.chunks:
             allowed = 1 if chunk.end < 8 else 0
@@ -144,8 +144,8 @@ class Forbidding(PagedExecutor):
 
 
 def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed_error() -> None:
-    engine = Engine(KvCapacity(4, 60, 0), "device", Rates(1.0, 1.0))
-    engine.core = EngineCore(engine.scheduler, Forbidding(KvCapacity(4, 60, 0)), engine.receive)
+    engine = Engine(KVCacheConfig(4, 60, 0), "device", Rates(1.0, 1.0))
+    engine.core = EngineCore(engine.scheduler, Forbidding(KVCacheConfig(4, 60, 0)), engine.receive)
     request = Request("search", [1] * 5, search(3, 8))
     engine.run([request])
     assert engine.result(request) is ErrorCode.INVALID
@@ -154,7 +154,7 @@ def test_a_search_that_finds_fewer_outputs_than_were_asked_for_ends_with_a_typed
 
 def test_a_search_that_is_alone_and_does_not_fit_ends_with_a_typed_error_and_others_go_on() -> None:
     # Without the prefix cache, beams that are computed again share nothing, and these do not fit so.
-    engine = Engine(KvCapacity(1, 61, 0), "none", Rates(1.0, 1.0), max_num_batched_tokens=64)
+    engine = Engine(KVCacheConfig(1, 61, 0), "none", Rates(1.0, 1.0), max_num_batched_tokens=64)
     requests = [Request("old", [1] * 30, SamplingParams(max_tokens=25, ignore_eos=True))]
     requests += [Request("search", [2] * 22, search(3, 8)), Request("late", [4] * 5, SamplingParams(ignore_eos=True))]
     engine.run(requests)

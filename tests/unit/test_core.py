@@ -4,22 +4,22 @@ from threading import Event, Thread
 from time import sleep
 
 import pytest
-from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, Stop
+from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect, Stop
 from quire_engine.executor.base import CopyError
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Stored
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.events import BlockStored
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.output import EngineCoreOutput
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_output
 
-CAPACITY = KvCapacity(block_size=4, device_blocks=30, host_blocks=30)
+CAPACITY = KVCacheConfig(block_size=4, device_blocks=30, host_blocks=30)
 
 
 class PoisonedExecutor(PagedExecutor):
@@ -27,7 +27,7 @@ class PoisonedExecutor(PagedExecutor):
 
     poison = 13
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         if any(self.poison in chunk.token_ids for chunk in plan.chunks):
             raise RuntimeError("the kernel cannot do this")
         return super().run(plan)
@@ -38,15 +38,15 @@ class Engine:
 
     def __init__(self, executor: PagedExecutor, **limits: int) -> None:
         settings = {"max_num_batched_tokens": 64, "max_model_len": 100, "vocab_size": VOCAB_SIZE, **limits}
-        self.memory = KvMemory(CAPACITY)
-        self.steps: list[StepOutput] = []
+        self.memory = KVCacheManager(CAPACITY)
+        self.steps: list[EngineCoreOutputs] = []
         self.core = EngineCore(Scheduler(SchedulerConfig(**settings), self.memory), executor, self.steps.append)
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 6) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.core.send(Add(Request(request_id, prompt, params)))
 
-    def run(self) -> dict[str, list[Output]]:
+    def run(self) -> dict[str, list[EngineCoreOutput]]:
         """Steps until nothing is left; the outputs of each request."""
         self.core.send(Stop())
         self.core.run()
@@ -54,7 +54,7 @@ class Engine:
             if self.core.scheduler.has_work:
                 self.core.step()
         assert not self.core.scheduler.has_work
-        outputs: dict[str, list[Output]] = {}
+        outputs: dict[str, list[EngineCoreOutput]] = {}
         for step in self.steps:
             for output in step.outputs:
                 outputs.setdefault(output.request_id, []).append(output)
@@ -63,7 +63,7 @@ class Engine:
         return outputs
 
 
-def tokens(outputs: list[Output]) -> list[int]:
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
@@ -94,7 +94,7 @@ def test_a_request_that_makes_the_step_fail_ends_alone() -> None:
 
 def test_a_failed_copy_ends_the_engine() -> None:
     class BrokenCopies(PagedExecutor):
-        def run(self, plan: StepPlan) -> StepResult:
+        def run(self, plan: SchedulerOutput) -> ModelOutput:
             raise CopyError("no such memory")
 
     engine = Engine(BrokenCopies(CAPACITY))
@@ -127,7 +127,7 @@ def test_the_queue_is_bounded() -> None:
 
 def test_a_snapshot_is_taken_between_two_steps() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
-    seen: list[tuple[int, set[Stored]]] = []
+    seen: list[tuple[int, set[BlockStored]]] = []
     engine.add("a", [1] * 20)
     engine.core.send(Inspect(lambda load, stored: seen.append((load.waiting, set(stored)))))
     engine.run()
@@ -141,7 +141,7 @@ def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
     entered, released = Event(), Event()
 
     class HangingExecutor(PagedExecutor):
-        def run(self, plan: StepPlan) -> StepResult:
+        def run(self, plan: SchedulerOutput) -> ModelOutput:
             entered.set()
             assert released.wait(30)
             return super().run(plan)

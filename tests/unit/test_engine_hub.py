@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire_engine.core import Abort, Add, Command, EngineCore, StepOutput
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
-from quire_engine.kv.memory import KvMemory
+from quire_engine.core import Abort, Add, Command, EngineCore, EngineCoreOutputs
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.events import BlockRemoved, BlockStored, KVCacheEvent, Tier
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.scheduling.rates import UNMEASURED
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service import compilations, messages
@@ -30,7 +30,7 @@ from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 from tests.support.slow_grammars import EmptyGrammar, Watched
 from tests.support.waiting import until
 
-CAPACITY = KvCapacity(4, 40, 0)
+CAPACITY = KVCacheConfig(4, 40, 0)
 
 
 class Engine:
@@ -43,7 +43,7 @@ class Engine:
             7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=PaceMeter(UNMEASURED, 1)
         )
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
-        self.core = EngineCore(Scheduler(config, KvMemory(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
+        self.core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
         self.hub.bind(self.core)
 
     async def open(self, session_id: str, last_sequence: int = 0) -> tuple[Session, int, pb.Snapshot]:
@@ -146,7 +146,7 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
         patch.setattr(hubs, "QUIET_INTERVAL", interval)
         publish = SessionHub.publish
 
-        def note(hub: SessionHub, step: StepOutput) -> None:
+        def note(hub: SessionHub, step: EngineCoreOutputs) -> None:
             events = messages.events_to_proto(step.kv_events)
             happened.append(pb.StepBatch(step=step.trace.step, kv_events=events))
             publish(hub, step)
@@ -377,12 +377,12 @@ def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
 
 def test_an_output_is_told_whole() -> None:
     scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
-    output = Output("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
+    output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
     (message,) = output_to_proto(output, "r")
     (told,) = message.logprobs
     assert (message.request_id, message.index, message.position, message.score) == ("r", 1, 2, -1.5)
     assert (told.logprob, list(told.top_token_ids), list(told.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
-    assert not output_to_proto(Output("k", [4]), "r")[0].HasField("score")
+    assert not output_to_proto(EngineCoreOutput("k", [4]), "r")[0].HasField("score")
 
 
 async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_long(
@@ -391,13 +391,13 @@ async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_l
     monkeypatch.setattr(messages, "PROMPT_PIECE", 100)
     monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 4096)
     told = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
-    output = Output("k", [9], prompt_logprobs=told, prompt_position=1)
+    output = EngineCoreOutput("k", [9], prompt_logprobs=told, prompt_position=1)
     pieces = output_to_proto(output, "r")
     assert [list(piece.token_ids) for piece in pieces] == [[]] * 10 + [[9]]
     session = Session("s", 1)
     number = session.attach()
     stored = [pb.KvEvent(stored=pb.KvStored(block_hashes=[b"x"]))]
-    session.publish(5, [*pieces, *output_to_proto(Output("o", [8]), "other")], pb.Load(running=2), stored)
+    session.publish(5, [*pieces, *output_to_proto(EngineCoreOutput("o", [8]), "other")], pb.Load(running=2), stored)
     batches = await received(session, number, session.sequence)
     assert len(batches) > 3
     assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
@@ -413,22 +413,22 @@ async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_l
     assert positions == list(range(1, 1051))
 
 
-def change(came: bool, name: bytes, tier: Tier) -> KvEvent:
-    return Stored(name, tier) if came else Removed(name, tier)
+def change(came: bool, name: bytes, tier: Tier) -> KVCacheEvent:
+    return BlockStored(name, tier) if came else BlockRemoved(name, tier)
 
 
 @given(st.lists(st.builds(change, st.booleans(), st.binary(min_size=1, max_size=1), st.sampled_from(Tier))))
-def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KvEvent]) -> None:
+def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KVCacheEvent]) -> None:
     told = []
     for event in messages.events_to_proto(changes):
-        kind, blocks = (Stored, event.stored) if event.HasField("stored") else (Removed, event.removed)
+        kind, blocks = (BlockStored, event.stored) if event.HasField("stored") else (BlockRemoved, event.removed)
         tier = {pb.KV_TIER_DEVICE: Tier.DEVICE, pb.KV_TIER_HOST: Tier.HOST}[blocks.tier]
         told += [kind(name, tier) for name in blocks.block_hashes]
     assert told == changes
 
 
 def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
-    stored = [Stored(b"a", Tier.HOST), Stored(b"b", Tier.DEVICE), Stored(b"c", Tier.HOST)]
+    stored = [BlockStored(b"a", Tier.HOST), BlockStored(b"b", Tier.DEVICE), BlockStored(b"c", Tier.HOST)]
     assert [(each.tier, list(each.block_hashes)) for each in cached_to_proto(stored)] == [
         (pb.KV_TIER_DEVICE, [b"b"]),
         (pb.KV_TIER_HOST, [b"a", b"c"]),

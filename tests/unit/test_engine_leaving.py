@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_engine.executor.base import ExecutorError
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service import server as server_module
 from quire_engine.service.server import EngineServer, ServerConfig
@@ -25,7 +25,7 @@ from tests.support.processes import fetch
 from tests.support.slow_grammars import SlowSource
 from tests.support.waiting import until
 
-CAPACITY = KvCapacity(4, 4000, 0)
+CAPACITY = KVCacheConfig(4, 4000, 0)
 LONG = 600.0
 
 
@@ -34,7 +34,7 @@ class Executor(PagedExecutor):
 
     broken = False
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         if self.broken:
             raise ExecutorError("a block copy failed")
         return super().run(plan)
@@ -58,7 +58,7 @@ class Served:
             trace_step_interval=1000,
             tracing=False,
         )
-        scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KvMemory(CAPACITY))
+        scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
         self.server = EngineServer(config, self.executor, scheduler, description, SlowSource())
         self.serving = self.server.serve()

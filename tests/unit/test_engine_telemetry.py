@@ -7,11 +7,11 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
-from quire_engine.core import StepOutput, StepTrace
-from quire_engine.request import Moment, Request, Timeline
-from quire_engine.scheduling.output import Load, Output
+from quire_engine.core import EngineCoreOutputs, StepTrace
+from quire_engine.request import Request, SequenceEvent, SequenceTimings
+from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 from quire_engine.scheduling.plan import StepTimings
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.service.metrics import EngineMetrics
 from quire_engine.service.spans import SpanBuilder
 from quire_engine.structured.compiler import Outcome
@@ -20,16 +20,16 @@ from quire_proto.telemetry import Attribute, Span
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
-LOAD = Load(*[0] * 8)
+LOAD = EngineLoad(*[0] * 8)
 
 
-def step(*outputs: Output) -> StepOutput:
-    return StepOutput(list(outputs), LOAD, [], TRACE)
+def step(*outputs: EngineCoreOutput) -> EngineCoreOutputs:
+    return EngineCoreOutputs(list(outputs), LOAD, [], TRACE)
 
 
-def end(index: int, finished: int, *, last: bool = False) -> Output:
-    times = Timeline(arrived=1, admitted=2, first_token=3, finished=finished)
-    return Output("k", index=index, finish_reason=FinishReason.STOP, timeline=times, ends_request=last)
+def end(index: int, finished: int, *, last: bool = False) -> EngineCoreOutput:
+    times = SequenceTimings(arrived=1, admitted=2, first_token=3, finished=finished)
+    return EngineCoreOutput("k", index=index, finish_reason=FinishReason.STOP, timeline=times, ends_request=last)
 
 
 def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
@@ -51,7 +51,7 @@ def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> N
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     builder = SpanBuilder(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
     trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, passed=passed)
-    builder.on_step(StepOutput([], LOAD, [], trace))
+    builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
     *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
     late = int(passed) - 15
     assert [(name, start // 10**9, end // 10**9) for name, start, end in parts] == [
@@ -70,7 +70,9 @@ def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
     builder = SpanBuilder(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
     builder.on_submit(Request("k", [1, 2], SamplingParams(), traceparent=PARENT))
     output = end(0, 90, last=True)
-    output.timeline = Timeline(10, 20, 50, 90, moments=[Moment("recompute", 40), Moment("recompute", 60)])
+    output.timeline = SequenceTimings(
+        10, 20, 50, 90, moments=[SequenceEvent("recompute", 40), SequenceEvent("recompute", 60)]
+    )
     builder.on_step(step(output))
     events = {span.name: [event.timestamp for event in span.events] for span in exporter.get_finished_spans()}
     assert events == {Span.WAIT: [], Span.PREFILL: [40], Span.DECODE: [50, 60]}
@@ -82,7 +84,7 @@ def told(span: ReadableSpan) -> tuple[object, int | None]:
 
 
 def test_grammars_are_counted_by_what_became_of_them() -> None:
-    metrics = EngineMetrics("demo", Statistics(), lambda: 0.0)
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
     for outcome, seconds in ((Outcome.COMPILED, 0.004), (Outcome.KNOWN, 0.0), (Outcome.REFUSED, 0.2)):
         metrics.on_grammar(outcome, seconds)
     text = generate_latest(metrics.registry).decode()

@@ -122,7 +122,7 @@ def logits(folder: Path) -> torch.Tensor:
     from quire_engine.executor.torch.batch import pack
     from quire_engine.executor.torch.parts import load_parts
     from quire_engine.executor.torch.sizing import Pools
-    from quire_engine.scheduling.plan import Chunk
+    from quire_engine.scheduling.plan import ScheduledChunk
 
     parts = load_parts(
         read_model_config(folder),
@@ -133,7 +133,7 @@ def logits(folder: Path) -> torch.Tensor:
         attention="reference",
     )
     kv = parts.kv_cache(Pools(1 << 20, 0))
-    batch = pack([Chunk(0, list(range(3, 33)), 0, [1, 2])], 16).forward
+    batch = pack([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).forward
     parts.attention.prepare(batch.attention)
     with torch.inference_mode():
         hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.device, parts.attention)

@@ -26,7 +26,7 @@ from quire_engine.executor.torch.sizing import Pools
 from quire_engine.kernels import library as kernels
 from quire_engine.models.loading import read_model_config
 from quire_engine.models.options import LoadOptions
-from quire_engine.scheduling.plan import PENDING, Chunk
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import small_model, small_prompts
@@ -63,12 +63,12 @@ def parts_of_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> 
     return replace(parts, attention=GraphReference(parts.attention._shape))
 
 
-def decode_chunks(lengths: list[int], first_block: int = 1) -> list[Chunk]:
+def decode_chunks(lengths: list[int], first_block: int = 1) -> list[ScheduledChunk]:
     """A chunk of one token for each sequence of so many tokens, each with blocks of its own."""
     chunks, block = [], first_block
     for id, length in enumerate(lengths):
         count = -(-length // BLOCK_SIZE)
-        chunks.append(Chunk(id, [id + 3], length - 1, list(range(block, block + count))))
+        chunks.append(ScheduledChunk(id, [id + 3], length - 1, list(range(block, block + count))))
         block += count
     return chunks
 
@@ -172,8 +172,8 @@ def test_pending_tokens_are_put_where_the_graph_reads_them(folders: Path) -> Non
             assert torch.equal(made, known)
 
 
-def replace_last(chunk: Chunk) -> Chunk:
-    return replace(chunk, token_ids=[*chunk.token_ids[:-1], PENDING])
+def replace_last(chunk: ScheduledChunk) -> ScheduledChunk:
+    return replace(chunk, token_ids=[*chunk.token_ids[:-1], PLACEHOLDER_TOKEN_ID])
 
 
 def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
@@ -195,7 +195,7 @@ def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
 def test_what_has_no_graph_is_computed_without(lengths: list[int], folders: Path) -> None:
     recorder = FakeRecorder()
     runner = ModelRunner(parts_of_model("llama3", folders), POOLS, recorder)
-    chunks = [Chunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
+    chunks = [ScheduledChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
     with torch.inference_mode():
         assert len(runner.forward(pack(chunks, BLOCK_SIZE).forward)) == sum(lengths)
     assert recorder.replays == 0

@@ -1,20 +1,20 @@
 """Pools and tables: who gets which block, and what is copied when a sequence is swapped."""
 
 import pytest
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Removed, Stored, Tier
-from quire_engine.kv.memory import Hit, KvMemory, SwapCost
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.events import BlockRemoved, BlockStored, Tier
+from quire_engine.kv.memory import CachedBlock, KVCacheManager, SwapCost
 from quire_engine.kv.pool import BlockPool
 from quire_engine.kv.table import BlockTable
 
 SIZE = 4
 
 
-def memory(device: int = 20, host: int = 20, **settings: bool) -> KvMemory:
-    return KvMemory(KvCapacity(SIZE, device, host), **settings)
+def memory(device: int = 20, host: int = 20, **settings: bool) -> KVCacheManager:
+    return KVCacheManager(KVCacheConfig(SIZE, device, host), **settings)
 
 
-def filled(kv: KvMemory, tokens: list[int]) -> BlockTable:
+def filled(kv: KVCacheManager, tokens: list[int]) -> BlockTable:
     """A table whose tokens are all computed."""
     table = BlockTable(b"")
     cached = kv.admit(table, kv.match(table, tokens))
@@ -23,7 +23,7 @@ def filled(kv: KvMemory, tokens: list[int]) -> BlockTable:
     return table
 
 
-def on_device(hits: list[Hit]) -> list[int]:
+def on_device(hits: list[CachedBlock]) -> list[int]:
     assert all(hit.tier is Tier.DEVICE for hit in hits)
     return [hit.block_id for hit in hits]
 
@@ -151,8 +151,8 @@ def test_events_tell_exactly_what_can_be_hit() -> None:
     stored = [event.block_hash for event in kv.stored()]
     filled(kv, [70, 71, 72, 73])
     changes = kv.drain_events()
-    assert changes[0] == Removed(stored[2], Tier.DEVICE), "the tail goes first"
-    assert isinstance(changes[1], Stored)
+    assert changes[0] == BlockRemoved(stored[2], Tier.DEVICE), "the tail goes first"
+    assert isinstance(changes[1], BlockStored)
 
 
 def filler(start: int = 50, blocks: int = 4) -> list[int]:
@@ -205,7 +205,7 @@ def test_what_the_device_gives_up_after_a_second_use_comes_back_from_the_host_by
     evicting = filled(kv, [50 + token for token in range(4 * SIZE)])
     out = kv.take_copies().out
     assert len(out) == 3
-    assert [event.tier for event in kv.drain_events() if isinstance(event, Stored)].count(Tier.HOST) == 3
+    assert [event.tier for event in kv.drain_events() if isinstance(event, BlockStored)].count(Tier.HOST) == 3
     kv.release(evicting)
     table = BlockTable(b"")
     hits = kv.match(table, tokens)
@@ -236,12 +236,12 @@ def test_a_host_block_that_is_to_be_read_is_not_written_in_the_same_plan() -> No
 
 def test_events_of_both_tiers_tell_what_can_be_hit() -> None:
     kv = memory(device=5, host=3)
-    known: set[Stored] = set()
+    known: set[BlockStored] = set()
     for start in range(0, 400, 16):
         for _ in range(2):
             kv.release(filled(kv, [start + token for token in range(16)]))
         for event in kv.drain_events():
-            (known.add if isinstance(event, Stored) else known.discard)(Stored(event.block_hash, event.tier))
+            (known.add if isinstance(event, BlockStored) else known.discard)(BlockStored(event.block_hash, event.tier))
         assert known == set(kv.stored())
     assert {event.tier for event in known} == {Tier.DEVICE, Tier.HOST}
 
@@ -276,7 +276,7 @@ def test_sequences_that_part_at_the_end_of_a_block_copy_nothing() -> None:
 
 
 def test_what_others_hold_costs_nothing_to_compute_again() -> None:
-    kv = KvMemory(KvCapacity(SIZE, 20, 20, block_bytes=100))
+    kv = KVCacheManager(KVCacheConfig(SIZE, 20, 20, block_bytes=100))
     one, two = filled(kv, [*range(8), 20]), filled(kv, [*range(8), 30])
     assert kv.swap_cost(one, 9) == SwapCost(bytes_to_move=600, uncached_tokens=1)
     kv.release(two)

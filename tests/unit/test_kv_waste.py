@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core import EngineCore
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
-from quire_engine.kv.waste import Waste, device_waste, unreachable_blocks
+from quire_engine.kv.waste import KVCacheFragmentation, device_waste, unreachable_blocks
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -21,7 +21,7 @@ def tables(scheduler: Scheduler) -> list[tuple[BlockTable, int]]:
     return [(s.table, s.num_computed) for queue in (scheduler.running, scheduler.swapped) for s in queue]
 
 
-def counted(scheduler: Scheduler) -> Waste:
+def counted(scheduler: Scheduler) -> KVCacheFragmentation:
     """Slot by slot: every slot of a held block, and the ones that some sequence computed a token into."""
     held = {block_id for table, _ in tables(scheduler) for block_id in table.block_ids}
     filled = {
@@ -30,7 +30,7 @@ def counted(scheduler: Scheduler) -> Waste:
         for position in range(num_computed)
         if table.block_ids
     }
-    return Waste(len(held) * SIZE - len(filled), len(held) * SIZE)
+    return KVCacheFragmentation(len(held) * SIZE - len(filled), len(held) * SIZE)
 
 
 @given(
@@ -43,8 +43,8 @@ def counted(scheduler: Scheduler) -> Waste:
 def test_waste_is_what_a_count_of_all_slots_says_and_no_block_is_unreachable(
     lengths: list[tuple[int, int, int]], budget: int, blocks: int, prefix_caching: bool
 ) -> None:
-    capacity = KvCapacity(SIZE, 1 + blocks, 20, block_bytes=1)
-    memory = KvMemory(capacity, prefix_caching=prefix_caching)
+    capacity = KVCacheConfig(SIZE, 1 + blocks, 20, block_bytes=1)
+    memory = KVCacheManager(capacity, prefix_caching=prefix_caching)
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=budget, max_model_len=56), memory)
     executor = SimulatedExecutor(capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
     core = EngineCore(scheduler, executor, lambda _: None)
@@ -61,7 +61,7 @@ def test_waste_is_what_a_count_of_all_slots_says_and_no_block_is_unreachable(
 
 
 def test_a_block_that_nobody_holds_is_unreachable_in_either_pool() -> None:
-    memory = KvMemory(KvCapacity(SIZE, 10, 10))
+    memory = KVCacheManager(KVCacheConfig(SIZE, 10, 10))
     table = BlockTable(b"")
     table.block_ids += [memory.device.allocate(), memory.device.allocate()]
     assert unreachable_blocks(memory, [table]) == 0
@@ -71,11 +71,11 @@ def test_a_block_that_nobody_holds_is_unreachable_in_either_pool() -> None:
 
 
 def test_a_block_that_tables_share_is_as_full_as_the_fullest_has_it() -> None:
-    memory = KvMemory(KvCapacity(SIZE, 10, 0))
+    memory = KVCacheManager(KVCacheConfig(SIZE, 10, 0))
     one, two = BlockTable(b""), BlockTable(b"")
     block_id = memory.device.allocate()
     memory.device.acquire(block_id)
     one.block_ids.append(block_id)
     two.block_ids.append(block_id)
-    assert device_waste(memory, [(one, 1), (two, 3)]) == Waste(1, SIZE)
-    assert Waste(0, 0).part == 0
+    assert device_waste(memory, [(one, 1), (two, 3)]) == KVCacheFragmentation(1, SIZE)
+    assert KVCacheFragmentation(0, 0).part == 0

@@ -20,7 +20,7 @@ from quire_engine.llm.batch import Batch
 from quire_engine.llm.settings import EngineSettings
 from quire_engine.llm.submission import Submission
 from quire_engine.request import Request, Sequence
-from quire_engine.scheduling.plan import StepPlan
+from quire_engine.scheduling.plan import SchedulerOutput
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams as EngineParams
 from quire_proto.sampling import choice_seed
@@ -390,7 +390,7 @@ def test_every_setting_of_the_engine_is_one_of_the_llm_unless_it_is_the_services
 
 
 def test_a_request_that_fails_is_returned_with_its_error_and_the_others_are_right(offline, caplog):
-    def fail(plan: StepPlan) -> None:
+    def fail(plan: SchedulerOutput) -> None:
         if any(chunk.start == 0 and chunk.token_ids[0] == 13 for chunk in plan.chunks):
             raise RuntimeError("this one")
 
@@ -432,7 +432,7 @@ def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_
     offline = Offline(tmp_path, max_num_seqs=4)
     finished: list[int] = []
 
-    def interrupt(plan: StepPlan) -> None:
+    def interrupt(plan: SchedulerOutput) -> None:
         if plan.step == at:
             signal.raise_signal(signal.SIGINT)
             finished.append(plan.step)
@@ -452,7 +452,7 @@ def test_an_interrupt_ends_everything_between_two_steps_and_the_llm_goes_on(tmp_
 def test_a_second_interrupt_does_not_wait_for_a_step_that_hangs(tmp_path):
     offline = Offline(tmp_path)
 
-    def hang(plan: StepPlan) -> None:
+    def hang(plan: SchedulerOutput) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         pytest.fail("the step went on")
@@ -488,7 +488,7 @@ def test_a_process_that_ignores_interrupts_goes_on_ignoring_them(tmp_path):
 def test_memory_that_cannot_be_trusted_ends_the_llm(tmp_path):
     offline = Offline(tmp_path)
 
-    def fail(plan: StepPlan) -> None:
+    def fail(plan: SchedulerOutput) -> None:
         raise CopyError("lost")
 
     offline.executor.before = fail
@@ -516,7 +516,7 @@ def test_however_many_prompts_there_are_only_a_few_wait_in_the_engine(tmp_path):
     offline = Offline(tmp_path, max_num_seqs=4)
     most = 0
 
-    def watch(plan: StepPlan) -> None:
+    def watch(plan: SchedulerOutput) -> None:
         nonlocal most
         most = max(most, len(offline.llm._batch._live))
 
@@ -534,7 +534,7 @@ def test_with_priorities_all_prompts_are_in_order_however_many_there_are(tmp_pat
     offline = Offline(tmp_path, max_num_seqs=1, scheduling_policy="priority")
     started: list[int] = []
 
-    def watch(plan: StepPlan) -> None:
+    def watch(plan: SchedulerOutput) -> None:
         started.extend(chunk.token_ids[0] for chunk in plan.chunks if chunk.start == 0)
 
     offline.executor.before = watch

@@ -5,15 +5,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput, Stop
+from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect, Stop
 from quire_engine.executor.base import CopyError, Executor
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
-from quire_engine.request import Request, Status
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
+from quire_engine.request import Request, SequenceStatus
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
-from quire_engine.scheduling.plan import PENDING, Chunk, StepPlan
+from quire_engine.scheduling.output import EngineCoreOutput
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.presets import PRESETS
 from quire_proto.errors import ErrorCode
@@ -22,25 +22,25 @@ from quire_proto.sampling import FinishReason, SamplingParams, choice_seed
 from tests.support.overlapping_executor import OverlappingPagedExecutor, PagedStep
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_beams, expected_output
 
-CAPACITY = KvCapacity(block_size=4, device_blocks=30, host_blocks=30)
+CAPACITY = KVCacheConfig(block_size=4, device_blocks=30, host_blocks=30)
 PROMPT = [1, 2, 3]
 
 
 class Engine:
     """A core that is stepped by hand, all that it planned, and what it published."""
 
-    def __init__(self, executor: Executor | None = None, capacity: KvCapacity = CAPACITY, **limits: int) -> None:
+    def __init__(self, executor: Executor | None = None, capacity: KVCacheConfig = CAPACITY, **limits: int) -> None:
         settings = {"max_num_batched_tokens": 64, "max_model_len": 100, "vocab_size": VOCAB_SIZE, **limits}
         self.executor = executor or OverlappingPagedExecutor(capacity)
-        self.memory = KvMemory(capacity)
+        self.memory = KVCacheManager(capacity)
         self.scheduler = Scheduler(SchedulerConfig(**settings), self.memory)
-        self.steps: list[StepOutput] = []
+        self.steps: list[EngineCoreOutputs] = []
         self.core = EngineCore(self.scheduler, self.executor, self.steps.append)
-        self.plans: list[StepPlan] = []
+        self.plans: list[SchedulerOutput] = []
         make, self.scheduler.plan = self.scheduler.plan, self.plan
-        self._make: Callable[[], StepPlan] = make
+        self._make: Callable[[], SchedulerOutput] = make
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> SchedulerOutput:
         self.plans.append(self._make())
         return self.plans[-1]
 
@@ -54,7 +54,7 @@ class Engine:
         for _ in range(count):
             self.core.step()
 
-    def run(self) -> dict[str, list[Output]]:
+    def run(self) -> dict[str, list[EngineCoreOutput]]:
         """Steps until nothing is left; the outputs of each request."""
         for _ in range(1000):
             if not self.core._has_work:
@@ -63,18 +63,18 @@ class Engine:
         assert not self.core._has_work
         self.memory.check()
         assert self.memory.device.num_free == self.memory.device.num_blocks
-        outputs: dict[str, list[Output]] = {}
+        outputs: dict[str, list[EngineCoreOutput]] = {}
         for step in self.steps:
             for output in step.outputs:
                 outputs.setdefault(output.request_id, []).append(output)
         return outputs
 
     @property
-    def chunks(self) -> list[list[Chunk]]:
+    def chunks(self) -> list[list[ScheduledChunk]]:
         return [plan.chunks for plan in self.plans]
 
 
-def tokens(outputs: list[Output]) -> list[int]:
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
@@ -100,8 +100,8 @@ def test_the_next_step_is_launched_before_the_result_of_the_last_one_and_drawn_a
     ]  # fmt: skip
     assert [[chunk.token_ids for chunk in chunks] for chunks in engine.chunks] == [
         [PROMPT],
-        [[PENDING]],
-        [[PENDING]],
+        [[PLACEHOLDER_TOKEN_ID]],
+        [[PLACEHOLDER_TOKEN_ID]],
         [],
     ]
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> N
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
 @pytest.mark.parametrize("aborted", [(1, 2), (0, 2), (0, 1, 2), (0, 1, 2, 3)])
 def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
-    make_executor: Callable[[KvCapacity], PagedExecutor], aborted: tuple[int, ...]
+    make_executor: Callable[[KVCacheConfig], PagedExecutor], aborted: tuple[int, ...]
 ) -> None:
     engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
     engine.add("many", n=4, max_tokens=3)
@@ -215,7 +215,7 @@ def test_outputs_that_part_wait_for_their_first_tokens_and_run_ahead_then() -> N
     engine.add("a", n=3, max_tokens=4)
     (outputs,) = engine.run().values()
     assert [len(chunks) for chunks in engine.chunks[:4]] == [1, 0, 3, 3]
-    assert PENDING not in [token for chunk in engine.chunks[2] for token in chunk.token_ids]
+    assert PLACEHOLDER_TOKEN_ID not in [token for chunk in engine.chunks[2] for token in chunk.token_ids]
     for index in range(3):
         own = [output for output in outputs if output.index == index]
         assert tokens(own) == expected_output(PROMPT, choice_seed(0, index), 4)
@@ -229,13 +229,15 @@ def test_beams_wait_for_each_other_while_others_run_ahead() -> None:
     beams = expected_beams(PROMPT, search.sampling, frozenset())
     assert [output.token_ids for output in outputs["search"]] == [beam.token_ids for beam in beams]
     assert tokens(outputs["a"]) == expected_output([4, 5], choice_seed(0, 0), 12)
-    pending = [chunk.sequence_id for chunks in engine.chunks for chunk in chunks if PENDING in chunk.token_ids]
+    pending = [
+        chunk.sequence_id for chunks in engine.chunks for chunk in chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids
+    ]
     assert set(pending) == {1}
     assert len(pending) == 11
 
 
 def test_nobody_runs_out_of_memory_before_the_token_that_may_end_it_is_known() -> None:
-    engine = Engine(capacity=KvCapacity(4, 4, 0))
+    engine = Engine(capacity=KVCacheConfig(4, 4, 0))
     request = engine.add("a", list(range(8)), max_tokens=4)
     sequence = engine.scheduler.waiting.first()
     sequence.limit = 100  # as if it had been admitted by mistake: it cannot grow beyond its 12 tokens
@@ -245,13 +247,13 @@ def test_nobody_runs_out_of_memory_before_the_token_that_may_end_it_is_known() -
     assert outputs[-1].error.code is ErrorCode.OVERLOADED
 
 
-@pytest.mark.parametrize(("host_blocks", "way"), [(0, Status.PREEMPTED), (40, Status.SWAPPED)])
+@pytest.mark.parametrize(("host_blocks", "way"), [(0, SequenceStatus.PREEMPTED), (40, SequenceStatus.SWAPPED)])
 def test_a_prompt_that_gives_way_while_its_first_tokens_are_drawn_draws_them_again(
-    host_blocks: int, way: Status
+    host_blocks: int, way: SequenceStatus
 ) -> None:
-    ways: list[Status] = []
+    ways: list[SequenceStatus] = []
     for device_blocks in range(12, 24):
-        engine = Engine(capacity=KvCapacity(2, device_blocks, host_blocks))
+        engine = Engine(capacity=KVCacheConfig(2, device_blocks, host_blocks))
         planner = engine.scheduler._planner
         lose = planner.lose
         planner.lose = lambda sequence, lose=lose: (ways.append(sequence.status), lose(sequence))
@@ -270,7 +272,7 @@ def test_a_prompt_that_gives_way_while_its_first_tokens_are_drawn_draws_them_aga
 
 
 def test_what_a_step_under_way_computes_is_swapped_out_with_the_rest() -> None:
-    engine = Engine(capacity=KvCapacity(2, 12, 40))
+    engine = Engine(capacity=KVCacheConfig(2, 12, 40))
     for number in range(2):
         engine.add(str(number), [number] * 6, max_tokens=12)
     outputs = engine.run()
@@ -304,7 +306,7 @@ def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
 
 
 @pytest.mark.parametrize("make_executor", [OverlappingPagedExecutor, PagedExecutor])
-def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[KvCapacity], PagedExecutor]) -> None:
+def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[KVCacheConfig], PagedExecutor]) -> None:
     engine = Engine(make_executor(CAPACITY))
     stop, _ = stop_after(3)
     engine.add("stops", max_tokens=20, stop_token_ids=(stop,))
@@ -351,7 +353,7 @@ class PoisonedExecutor(OverlappingPagedExecutor):
         super().__init__(CAPACITY)
         self.fails = self.is_poisoned
 
-    def is_poisoned(self, where: str, plan: StepPlan) -> bool:
+    def is_poisoned(self, where: str, plan: SchedulerOutput) -> bool:
         return where != "draw" and any(self.poison in chunk.token_ids for chunk in plan.chunks)
 
 
@@ -407,13 +409,13 @@ def test_what_a_failed_step_should_have_filled_is_never_found() -> None:
 class FailingOnce(OverlappingPagedExecutor):
     """Fails at one place of one step."""
 
-    def __init__(self, where: str, step: int, capacity: KvCapacity = CAPACITY) -> None:
+    def __init__(self, where: str, step: int, capacity: KVCacheConfig = CAPACITY) -> None:
         super().__init__(capacity)
         self.failed = False
         self.where, self.step = where, step
         self.fails = self.fails_now
 
-    def fails_now(self, where: str, plan: StepPlan) -> bool:
+    def fails_now(self, where: str, plan: SchedulerOutput) -> bool:
         fails = (where, plan.step) == (self.where, self.step)
         self.failed = self.failed or fails
         return fails
@@ -437,7 +439,7 @@ def test_a_step_that_fails_once_costs_nobody_anything(where: str, step: int) -> 
 
 @pytest.mark.parametrize("host_blocks", [0, 40])
 def test_who_gave_way_while_its_step_failed_is_computed_again(host_blocks: int) -> None:
-    capacity = KvCapacity(2, 12, host_blocks)
+    capacity = KVCacheConfig(2, 12, host_blocks)
     for step in range(1, 12):
         executor = FailingOnce("forward", step, capacity)
         engine = Engine(executor, capacity)
@@ -457,12 +459,12 @@ class BrokenCopies(OverlappingPagedExecutor):
         super().__init__(CAPACITY)
         self.where = where
 
-    def launch(self, plan: StepPlan) -> PagedStep:
+    def launch(self, plan: SchedulerOutput) -> PagedStep:
         step = super().launch(plan)
         step.copy_fails = plan.step == 2 and self.where == "result"
         return step
 
-    def check(self, where: str, plan: StepPlan) -> None:
+    def check(self, where: str, plan: SchedulerOutput) -> None:
         if plan.step == 2 and where == self.where:
             raise CopyError("no such memory")
 
@@ -479,7 +481,7 @@ def test_a_failed_copy_ends_the_engine(where: str) -> None:
 
 def test_a_failed_copy_of_a_step_that_is_given_up_ends_the_engine_too() -> None:
     class Both(FailingOnce):
-        def launch(self, plan: StepPlan) -> PagedStep:
+        def launch(self, plan: SchedulerOutput) -> PagedStep:
             step = super().launch(plan)
             step.copy_fails = plan.step == 2
             return step
@@ -492,7 +494,7 @@ def test_a_failed_copy_of_a_step_that_is_given_up_ends_the_engine_too() -> None:
 
 
 def test_simulated_steps_that_overlap_answer_the_same_in_less_time() -> None:
-    answers: list[dict[str, list[Output]]] = []
+    answers: list[dict[str, list[EngineCoreOutput]]] = []
     seconds: list[float] = []
     for depth in (1, 2):
         slept: list[float] = []

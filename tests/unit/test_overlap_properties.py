@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from quire_engine.core import Inspect
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.events import Stored, Tier
-from quire_engine.kv.memory import Hit
-from quire_engine.scheduling.output import Load
-from quire_engine.scheduling.plan import PENDING, StepPlan
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.events import BlockStored, Tier
+from quire_engine.kv.memory import CachedBlock
+from quire_engine.scheduling.output import EngineLoad
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, SchedulerOutput
 
 from tests.support.engine_machine import Client, EngineMachine
 from tests.support.overlapping_executor import Misuse, OverlappingPagedExecutor
@@ -43,7 +43,7 @@ def no_misuse() -> Iterator[None]:
 class OverlapMachine(EngineMachine):
     """The engine of the other machine, on an executor that overlaps steps and sometimes fails one."""
 
-    def make_executor(self, capacity: KvCapacity) -> OverlappingPagedExecutor:
+    def make_executor(self, capacity: KVCacheConfig) -> OverlappingPagedExecutor:
         self.executor = OverlappingPagedExecutor(capacity)
         self.executor.fails = self.fails
         self.failing: str | None = None
@@ -54,7 +54,7 @@ class OverlapMachine(EngineMachine):
         self.memory.admit = lambda table, hits: self.check_hits(hits) or admit(table, hits)
         return self.executor
 
-    def check_hits(self, hits: Sequence[Hit]) -> None:
+    def check_hits(self, hits: Sequence[CachedBlock]) -> None:
         self.check_still([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
 
     def check_still(self, block_ids: list[int]) -> None:
@@ -66,7 +66,7 @@ class OverlapMachine(EngineMachine):
                     written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
                     assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
 
-    def fails(self, where: str, plan: StepPlan) -> bool:
+    def fails(self, where: str, plan: SchedulerOutput) -> bool:
         if where == "launch":
             self.check_plan(plan)
         if where == "run" and self.blames:
@@ -76,9 +76,9 @@ class OverlapMachine(EngineMachine):
         fails, self.failing = where == self.failing, None if where == self.failing else self.failing
         return fails
 
-    def check_plan(self, plan: StepPlan) -> None:
+    def check_plan(self, plan: SchedulerOutput) -> None:
         super().check_plan(plan)
-        pending = [chunk for chunk in plan.chunks if PENDING in chunk.token_ids]
+        pending = [chunk for chunk in plan.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
         under_way = {draw.sequence_id for step in self.executor.under_way for c in step.plan.chunks for draw in c.draws}
         assert all(chunk.sequence_id in under_way for chunk in pending), "nothing draws the token that is pending"
 
@@ -108,7 +108,7 @@ class OverlapMachine(EngineMachine):
         with no_misuse():
             self.core._carry_out(Inspect(self.check_snapshot))
 
-    def check_snapshot(self, load: Load, stored: list[Stored]) -> None:
+    def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
         assert not self.executor.under_way
         assert set(stored) == self.cached, "a snapshot holds what was not told, or will be told again"
         assert load == self.scheduler.load()

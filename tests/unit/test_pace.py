@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.core import EngineCore, StepOutput, StepTrace
+from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.pace import WARM, Pace, PaceMeter
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
@@ -19,7 +19,7 @@ from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
-CAPACITY = KvCapacity(16, 4000, 0, block_bytes=1000)
+CAPACITY = KVCacheConfig(16, 4000, 0, block_bytes=1000)
 Step = tuple[int, int, float]
 
 
@@ -28,7 +28,7 @@ def steps(latency: Latency, count: int, seed: int) -> Iterator[Step]:
     source, made = random.Random(seed), []
     executor = SimulatedExecutor(CAPACITY, latency, sleep=lambda _: None)
     config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4000)
-    core = EngineCore(Scheduler(config, KvMemory(CAPACITY), rates=latency.rates), executor, made.append)
+    core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY), rates=latency.rates), executor, made.append)
     for number in range(count):
         if source.random() < 0.15 or not core.scheduler.has_work:
             prompt = [source.randrange(1000) for _ in range(source.randrange(20, 900))]
@@ -38,7 +38,7 @@ def steps(latency: Latency, count: int, seed: int) -> Iterator[Step]:
         yield taken(made.pop(), latency)
 
 
-def taken(step: StepOutput, latency: Latency) -> Step:
+def taken(step: EngineCoreOutputs, latency: Latency) -> Step:
     trace, times = step.trace, step.trace.timings
     seconds = times.forward + times.sample + latency.overhead_seconds
     return trace.num_tokens - trace.num_decode, trace.num_draws, seconds

@@ -14,12 +14,12 @@ from prometheus_client.registry import Collector
 from pydantic_settings import BaseSettings
 from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
-from quire_engine.core import StepOutput, StepTrace
-from quire_engine.kv.waste import Waste
-from quire_engine.scheduling.output import Load
+from quire_engine.core import EngineCoreOutputs, StepTrace
+from quire_engine.kv.waste import KVCacheFragmentation
+from quire_engine.scheduling.output import EngineLoad
 from quire_engine.scheduling.plan import StepTimings
-from quire_engine.scheduling.preemption import Preemption, Reason
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason
+from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.service.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.structured.compiler import Outcome
@@ -151,10 +151,10 @@ def labels_of(collector: Collector | CollectorRegistry) -> dict[str, set[str]]:
 
 def busy_engine() -> EngineMetrics:
     """Metrics that all have values."""
-    statistics = Statistics()
-    statistics.preemptions[next(iter(Preemption)), next(iter(Reason))] += 1
+    statistics = SchedulerStats()
+    statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
     told = EngineMetrics("m", statistics, lambda: 0.0)
     told.on_grammar(Outcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
-    told.on_step(StepOutput([], Load(*[0] * 8), [], TRACE, waste=Waste(0, 0, 0)))
+    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, waste=KVCacheFragmentation(0, 0, 0)))
     return told

@@ -3,22 +3,22 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory, SwapCost
-from quire_engine.request import Request, Status
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager, SwapCost
+from quire_engine.request import Request, SequenceStatus
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import StepPlan, StepResult
-from quire_engine.scheduling.policy import AGING, Job, fcfs, priority, sjf
-from quire_engine.scheduling.preemption import Preemption, Reason, decide
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
+from quire_engine.scheduling.policy import AGING, QueuedRequest, fcfs, priority, sjf
+from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason, choose_preemption_mode
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
-JOBS = st.builds(Job, st.integers(1, 10_000), st.integers(0, 10**9), st.integers(-5, 5))
+JOBS = st.builds(QueuedRequest, st.integers(1, 10_000), st.integers(0, 10**9), st.integers(-5, 5))
 
 
 @given(JOBS, JOBS)
-def test_policies_rank_as_they_are_called(one: Job, other: Job) -> None:
+def test_policies_rank_as_they_are_called(one: QueuedRequest, other: QueuedRequest) -> None:
     assert fcfs(one) == fcfs(other)
     assert (priority(one) < priority(other)) == (one.priority < other.priority)
     shorter = one.uncached_tokens <= other.uncached_tokens and one.served_at_arrival <= other.served_at_arrival
@@ -26,32 +26,32 @@ def test_policies_rank_as_they_are_called(one: Job, other: Job) -> None:
 
 
 @given(JOBS)
-def test_a_job_is_overtaken_by_nothing_that_comes_after_it_has_aged(job: Job) -> None:
+def test_a_job_is_overtaken_by_nothing_that_comes_after_it_has_aged(job: QueuedRequest) -> None:
     late = job.served_at_arrival + int(job.uncached_tokens / AGING) + 1
-    assert sjf(job) < sjf(Job(1, late, 0))
+    assert sjf(job) < sjf(QueuedRequest(1, late, 0))
 
 
 @pytest.mark.parametrize(
     ("room", "may_swap", "moved", "uncached", "expected"),
     [
-        (False, True, 1, 1000, (Preemption.RECOMPUTE, Reason.HOST_FULL)),
-        (True, False, 1, 1000, (Preemption.RECOMPUTE, Reason.TOO_MANY_SWAPPED)),
-        (True, True, 4000, 5, (Preemption.SWAP, Reason.CHEAPER)),
-        (True, True, 6000, 5, (Preemption.RECOMPUTE, Reason.CHEAPER)),
+        (False, True, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL)),
+        (True, False, 1, 1000, (PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED)),
+        (True, True, 4000, 5, (PreemptionMode.SWAP, PreemptionReason.CHEAPER)),
+        (True, True, 6000, 5, (PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER)),
     ],
 )
 def test_the_cheaper_way_in_seconds_is_taken(
-    room: bool, may_swap: bool, moved: int, uncached: int, expected: tuple[Preemption, Reason]
+    room: bool, may_swap: bool, moved: int, uncached: int, expected: tuple[PreemptionMode, PreemptionReason]
 ) -> None:
     rates = Rates(tokens_per_second=10, bytes_per_second=10_000)
-    assert decide(SwapCost(moved, uncached), rates, host_has_room=room, may_swap=may_swap) == expected
+    assert choose_preemption_mode(SwapCost(moved, uncached), rates, host_has_room=room, may_swap=may_swap) == expected
 
 
 class Bench:
     """A scheduler that is stepped by hand; every token drawn is 9."""
 
     def __init__(self, device: int = 1000, host: int = 0, rates: Rates | None = None, **limits: object) -> None:
-        self.memory = KvMemory(KvCapacity(4, device, host))
+        self.memory = KVCacheManager(KVCacheConfig(4, device, host))
         given = {} if rates is None else {"rates": rates}
         self.scheduler = Scheduler(SchedulerConfig(max_model_len=4000, **limits), self.memory, **given)
         self.order: list[str] = []
@@ -61,10 +61,10 @@ class Bench:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         self.scheduler.add(Request(request_id, tokens, params, **fields))
 
-    def step(self) -> StepPlan:
+    def step(self) -> SchedulerOutput:
         plan = self.scheduler.plan()
         self.order += [name for name in self.scheduler.request_ids(plan) if name not in self.order]
-        self.scheduler.commit(plan, StepResult({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        self.scheduler.commit(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
         return plan
 
     def drain(self) -> list[str]:
@@ -175,14 +175,14 @@ def test_a_static_batch_stays_closed_until_its_last_sequence_has_ended() -> None
 @pytest.mark.parametrize(
     ("host", "rates", "max_swapped", "reason", "status"),
     [
-        (40, Rates(1, 1e9), 9, Reason.CHEAPER, Status.SWAPPED),
-        (40, Rates(1e9, 1), 9, Reason.CHEAPER, Status.PREEMPTED),
-        (0, Rates(1, 1e9), 9, Reason.HOST_FULL, Status.PREEMPTED),
-        (40, Rates(1, 1e9), 0, Reason.TOO_MANY_SWAPPED, Status.PREEMPTED),
+        (40, Rates(1, 1e9), 9, PreemptionReason.CHEAPER, SequenceStatus.SWAPPED),
+        (40, Rates(1e9, 1), 9, PreemptionReason.CHEAPER, SequenceStatus.PREEMPTED),
+        (0, Rates(1, 1e9), 9, PreemptionReason.HOST_FULL, SequenceStatus.PREEMPTED),
+        (40, Rates(1, 1e9), 0, PreemptionReason.TOO_MANY_SWAPPED, SequenceStatus.PREEMPTED),
     ],
 )
 def test_a_victim_goes_the_way_that_costs_least_and_says_why(
-    host: int, rates: Rates, max_swapped: int, reason: Reason, status: Status
+    host: int, rates: Rates, max_swapped: int, reason: PreemptionReason, status: SequenceStatus
 ) -> None:
     bench = Bench(device=10, host=host, rates=rates, max_swapped=max_swapped)
     bench.add("one", 15, max_tokens=20)
@@ -192,5 +192,5 @@ def test_a_victim_goes_the_way_that_costs_least_and_says_why(
     victim = next(iter(bench.scheduler.swapped or bench.scheduler.preempted))
     assert (victim.request.request_id, victim.status) == ("two", status)
     assert [moment.reason for moment in victim.timeline.moments] == [reason]
-    way = Preemption.SWAP if status is Status.SWAPPED else Preemption.RECOMPUTE
+    way = PreemptionMode.SWAP if status is SequenceStatus.SWAPPED else PreemptionMode.RECOMPUTE
     assert bench.scheduler.statistics.preemptions == {(way, reason): 1}

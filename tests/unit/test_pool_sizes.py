@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, decide, table
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.errors import ModelError
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -135,7 +135,7 @@ def test_nothing_left_is_refused_with_all_the_numbers() -> None:
 def test_the_table_says_what_was_measured_and_what_became_of_it(
     request_: PoolRequest, measured: Measured, rule: str
 ) -> None:
-    text = table(request_, measured, KvCapacity(16, 1001, 501, MIB), 32768)
+    text = table(request_, measured, KVCacheConfig(16, 1001, 501, MIB), 32768)
     lines = {line.split("  ")[1]: line for line in text.splitlines()}
     assert rule in lines["limit"]
     assert "500.0 MiB" in lines["weights"]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.torch import profile
 from quire_engine.executor.torch.profile import largest_step, measure_rates
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 
 VOCAB = 50
 
@@ -35,23 +35,23 @@ class Machine:
 
     depth = 1
 
-    def __init__(self, capacity: KvCapacity, noise: list[float], token: float = 1e-5, byte: float = 1e-9) -> None:
+    def __init__(self, capacity: KVCacheConfig, noise: list[float], token: float = 1e-5, byte: float = 1e-9) -> None:
         self.capacity = capacity
         self.now = 0.0
-        self.runs: list[StepPlan] = []
+        self.runs: list[SchedulerOutput] = []
         self._noise, self._token, self._byte = noise, token, byte
 
     def clock(self) -> float:
         return self.now
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         for chunk in plan.chunks:
             assert all(1 <= block < self.capacity.device_blocks for block in chunk.block_ids)
-        assert all(copy.target < self.capacity.host_blocks for copy in plan.copies_out)
+        assert all(copy.target < self.capacity.host_blocks for copy in plan.blocks_to_swap_out)
         seconds = plan.num_tokens * self._token + plan.num_copies * self.capacity.block_bytes * self._byte
         self.now += seconds + self._noise[len(self.runs) % len(self._noise)]
         self.runs.append(plan)
-        return StepResult()
+        return ModelOutput()
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Machine], Machine]:
 
 
 def test_rates_are_what_the_machine_does_when_nothing_disturbs_it(timed: Callable[[Machine], Machine]) -> None:
-    machine = timed(Machine(KvCapacity(16, 100, 50, 4096), noise=[0.01, 0.003, 0.0, 0.02, 0.001]))
+    machine = timed(Machine(KVCacheConfig(16, 100, 50, 4096), noise=[0.01, 0.003, 0.0, 0.02, 0.001]))
     rates = measure_rates(machine, 2048, VOCAB)
     assert rates.tokens_per_second == pytest.approx(1e5)
     assert rates.bytes_per_second == pytest.approx(1e9)
@@ -72,7 +72,7 @@ def test_rates_are_what_the_machine_does_when_nothing_disturbs_it(timed: Callabl
 
 @given(st.integers(2, 40), st.integers(0, 40), st.integers(1, 1000), st.sampled_from([1, 16]))
 def test_any_pool_can_be_measured(device: int, host: int, length: int, block_size: int) -> None:
-    machine = Machine(KvCapacity(block_size, device, host, 4096), noise=[0.0])
+    machine = Machine(KVCacheConfig(block_size, device, host, 4096), noise=[0.0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "perf_counter", machine.clock)
         rates = measure_rates(machine, length, VOCAB)
@@ -81,13 +81,13 @@ def test_any_pool_can_be_measured(device: int, host: int, length: int, block_siz
 
 
 def test_a_slow_machine_is_not_kept_waiting(timed: Callable[[Machine], Machine]) -> None:
-    machine = timed(Machine(KvCapacity(16, 100, 50, 4096), noise=[0.0], token=0.1, byte=1e-3))
+    machine = timed(Machine(KVCacheConfig(16, 100, 50, 4096), noise=[0.0], token=0.1, byte=1e-3))
     rates = measure_rates(machine, 2048, VOCAB)
     assert len(machine.runs) == 2, "one try each"
     assert rates.tokens_per_second == pytest.approx(10)
 
 
 def test_only_a_few_blocks_are_touched(timed: Callable[[Machine], Machine]) -> None:
-    machine = timed(Machine(KvCapacity(16, 1 << 20, 1 << 20, 1 << 20), noise=[0.0]))
+    machine = timed(Machine(KVCacheConfig(16, 1 << 20, 1 << 20, 1 << 20), noise=[0.0]))
     measure_rates(machine, 2048, VOCAB)
     assert max(plan.num_copies for plan in machine.runs) <= 16

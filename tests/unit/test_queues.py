@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.kv.table import BlockTable
-from quire_engine.request import Group, Request, Sequence, Timeline
+from quire_engine.request import Request, Sequence, SequenceGroup, SequenceTimings
 from quire_engine.scheduling.queue import AdmittedQueue, WaitingQueue
 from quire_proto.sampling import SamplingParams
 
 
 def sequence(sequence_id: int, rank: float = 0.0, tokens: int = 3) -> Sequence:
-    group = Group(Request(str(sequence_id), [1] * tokens, SamplingParams()), None)
-    made = Sequence(sequence_id, group, 0, [1] * tokens, table=BlockTable(b""), timeline=Timeline(0), limit=99)
+    group = SequenceGroup(Request(str(sequence_id), [1] * tokens, SamplingParams()), None)
+    made = Sequence(sequence_id, group, 0, [1] * tokens, table=BlockTable(b""), timeline=SequenceTimings(0), limit=99)
     made.rank = rank
     return made
 

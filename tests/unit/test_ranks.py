@@ -35,14 +35,14 @@ from quire_engine.executor.torch.ranks.memory import decide_for_all, in_memory
 from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.ranks.wire import Message, WireError, as_json, from_json, receive, send
 from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, decide
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.config import DecoderConfig, ExpertsConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.fallback.config import FallbackConfig
 from quire_engine.models.ranks import Ranks, largest_share, share
 from quire_engine.models.weights import Checkpoint
-from quire_engine.scheduling.plan import PENDING, Chunk
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from safetensors.torch import save_file
 
 CPU = torch.device("cpu")
@@ -197,17 +197,17 @@ def test_text_that_is_no_json_is_refused() -> None:
 
 
 @st.composite
-def chunks(draw: st.DrawFn) -> list[Chunk]:
+def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
     made = []
     for number in range(draw(st.integers(1, 5))):
         start, tokens = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 999), min_size=1, max_size=9))
-        tokens[-1] = draw(st.sampled_from([tokens[-1], PENDING]))
-        made.append(Chunk(number, tokens, start, list(range(20)), targets=tokens[: draw(st.integers(0, 3))]))
+        tokens[-1] = draw(st.sampled_from([tokens[-1], PLACEHOLDER_TOKEN_ID]))
+        made.append(ScheduledChunk(number, tokens, start, list(range(20)), targets=tokens[: draw(st.integers(0, 3))]))
     return made
 
 
 @given(chunks())
-def test_a_batch_arrives_as_it_was(chunks: list[Chunk]) -> None:
+def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
     batch = pack(chunks, 4).forward
     again = batch_from_arrays(batch_to_arrays(batch))
     for kind, one, other in ((ForwardBatch, batch, again), (AttentionBatch, batch.attention, again.attention)):
@@ -219,7 +219,7 @@ def test_a_batch_arrives_as_it_was(chunks: list[Chunk]) -> None:
 
 
 @given(chunks(), st.data())
-def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[Chunk], data: st.DataObject) -> None:
+def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
     arrays = batch_to_arrays(pack(chunks, 4).forward)
     place = data.draw(st.sampled_from([0, 4, 5, 7, 8, 9]))
     arrays[place] = np.append(arrays[place], arrays[place][:1])
@@ -367,8 +367,8 @@ def test_one_rank_decides_as_if_there_were_no_others() -> None:
 
 
 def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
-    capacity = KvCapacity(16, 100, 10, 64)
-    assert in_memory(capacity, [MEASURED] * 4) == KvCapacity(16, 100, 10, 256)
+    capacity = KVCacheConfig(16, 100, 10, 64)
+    assert in_memory(capacity, [MEASURED] * 4) == KVCacheConfig(16, 100, 10, 256)
     assert in_memory(capacity, [MEASURED]) == in_memory(capacity, [replace(MEASURED, host=1)] * 4) == capacity
 
 

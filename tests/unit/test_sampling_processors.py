@@ -14,7 +14,7 @@ from quire_engine.sampling.noise import gumbel
 from quire_engine.sampling.processors import process
 from quire_engine.sampling.state import SequenceState
 from quire_engine.sampling.step import StepSampler
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import SampleRequest
 from quire_proto.sampling import SamplingParams
 from transformers import (
     LogitsProcessorList,
@@ -36,7 +36,7 @@ histories = st.lists(tokens, max_size=30)
 penalties = st.floats(-2, 2)
 
 
-def processed(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def processed(logits: torch.Tensor, draws: Sequence[SampleRequest]) -> torch.Tensor:
     scores = logits.clone()
     process(scores, [SequenceState(draw, logits.shape[1]) for draw in draws], no_masks())
     return scores

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire_engine.sampling import score_prompts
 from quire_engine.sampling.logprobs import MAX_ROWS, MAX_VALUES, rows_at_once
 from quire_engine.sampling.ranking import best
-from quire_engine.scheduling.plan import Chunk, StepResult
+from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk
 from quire_proto.errors import ErrorCode
 
 from tests.support.draws import make_draw, some_logits, some_tokens
@@ -17,14 +17,14 @@ from tests.support.draws import make_draw, some_logits, some_tokens
 VOCAB = 30
 
 
-def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> Chunk:
+def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> ScheduledChunk:
     tokens = some_tokens(count + 1, VOCAB, seed=id)
-    return Chunk(id, tokens[:count], 0, [], targets=tokens[1 : num_targets + 1], num_top=num_top)
+    return ScheduledChunk(id, tokens[:count], 0, [], targets=tokens[1 : num_targets + 1], num_top=num_top)
 
 
-def scored(chunks: list[Chunk], logits: torch.Tensor) -> tuple[StepResult, list[int]]:
+def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOutput, list[int]]:
     """The result, and how many rows of ``logits`` were asked for at a time. Each chunk's rows follow the last one's."""
-    result, asked, rows, start = StepResult(), [], [], 0
+    result, asked, rows, start = ModelOutput(), [], [], 0
     for one in chunks:
         rows += range(start, start + len(one.targets))
         start += len(one.token_ids)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.sampling.state import SequenceStates
 from quire_engine.sampling.step import StepSampler
-from quire_engine.scheduling.plan import Draw, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import MAX_SEED, SamplingParams
 from quire_proto.structured import choice
@@ -26,7 +26,7 @@ words = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
-def draws(draw: st.DrawFn, id: int = 0) -> Draw:
+def draws(draw: st.DrawFn, id: int = 0) -> SampleRequest:
     """Any draw at all: greedy or not, beams, every parameter on or off."""
     wanted = draw(
         st.fixed_dictionaries(
@@ -50,17 +50,17 @@ def draws(draw: st.DrawFn, id: int = 0) -> Draw:
     grammar = draw(st.sampled_from([None, None, ModuloGrammar(2), ModuloGrammar(5), ModuloGrammar(1)]))
     prompt, output = draw(st.lists(tokens, max_size=8)), draw(st.lists(st.integers(0, 5), max_size=8))
     stops, seed = draw(st.frozensets(tokens, max_size=3)), draw(st.integers(0, MAX_SEED))
-    return Draw(id, params, seed, prompt + output, len(prompt), stops, grammar, candidates)
+    return SampleRequest(id, params, seed, prompt + output, len(prompt), stops, grammar, candidates)
 
 
-def alone(draw: Draw, logits: torch.Tensor) -> StepResult:
+def alone(draw: SampleRequest, logits: torch.Tensor) -> ModelOutput:
     sampler = StepSampler(len(logits))
     result = run_step(sampler, [draw], logits[None])
     sampler.close()
     return result
 
 
-def assert_same(made: StepResult, expected: StepResult) -> None:
+def assert_same(made: ModelOutput, expected: ModelOutput) -> None:
     """Down to the last bit of every log-probability."""
     for part in ("token_ids", "logprobs", "candidates"):
         assert getattr(made, part) == getattr(expected, part)
@@ -73,8 +73,8 @@ def told(error: QuireError) -> tuple[ErrorCode, str, str | None]:
     return error.code, error.message, error.param
 
 
-def merged(results: Sequence[StepResult]) -> StepResult:
-    whole = StepResult()
+def merged(results: Sequence[ModelOutput]) -> ModelOutput:
+    whole = ModelOutput()
     for result in results:
         whole.add(result)
     return whole
@@ -114,7 +114,7 @@ def test_each_draw_is_made_from_the_row_that_it_names(rows: list[int]) -> None:
     logits = some_logits(2, VOCAB)
     styles = [{}, {"temperature": 1.5}, {"temperature": 1.5, "repetition_penalty": 1.1}, {"num_candidates": 2}]
     batch = [make_draw(id, [1, 2], seed=id, logprobs=2, **styles[id % 4]) for id in range(len(rows))]
-    made, sampler = StepResult(), StepSampler(VOCAB)
+    made, sampler = ModelOutput(), StepSampler(VOCAB)
     sampler.finish(sampler.begin(batch), logits, rows, made)
     assert_same(made, run_step(StepSampler(VOCAB), batch, logits[rows]))
     assert_same(made, merged([alone(draw, logits[row]) for draw, row in zip(batch, rows, strict=True)]))
@@ -133,7 +133,7 @@ def test_the_models_logits_are_left_as_they_were() -> None:
 # What is kept between steps
 
 
-def advance(batch: Sequence[Draw], made: StepResult) -> None:
+def advance(batch: Sequence[SampleRequest], made: ModelOutput) -> None:
     for draw in batch:
         if draw.sequence_id in made.candidates:
             draw.token_ids.append(made.candidates[draw.sequence_id].token_ids[-1])
@@ -268,7 +268,7 @@ def test_masks_are_filled_while_the_step_goes_on() -> None:
         def matcher(self) -> ModuloMatcher:
             return Slow(self)
 
-    pending, result = sampler.begin([make_draw(0, [1], grammar=Grammar(2))]), StepResult()
+    pending, result = sampler.begin([make_draw(0, [1], grammar=Grammar(2))]), ModelOutput()
     may_fill.set()
     sampler.finish(pending, torch.arange(float(VOCAB))[None], [0], result)
     assert result.token_ids == {0: 49}
@@ -299,7 +299,7 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
 
     draw, logits = make_draw(0, [1], [2, 3], grammar=Grammar(5)), some_logits(1, VOCAB)
     sampler.begin([draw])
-    pending, result = sampler.begin([draw]), StepResult()
+    pending, result = sampler.begin([draw]), ModelOutput()
     assert pending.masks is not None
     assert not wait([pending.masks.errors], timeout=0.05).done
     may_accept.set()
@@ -378,7 +378,7 @@ def test_a_row_that_is_not_finite_ends_its_sequences_alone(bad: float, row: int)
     logits = some_logits(5, VOCAB)
     expected = run_step(StepSampler(VOCAB), batch, logits.repeat(2, 1))
     logits[row, 11] = bad
-    made, sampler = StepResult(), StepSampler(VOCAB)
+    made, sampler = ModelOutput(), StepSampler(VOCAB)
     sampler.finish(sampler.begin(batch), logits, [id % 5 for id in range(10)], made)
     assert set(made.errors) == {row, row + 5}
     assert {error.code for error in made.errors.values()} == {ErrorCode.INTERNAL}
@@ -388,7 +388,7 @@ def test_a_row_that_is_not_finite_ends_its_sequences_alone(bad: float, row: int)
 
 
 def test_a_draw_that_has_an_error_already_is_left_out() -> None:
-    made, sampler = StepResult(), StepSampler(VOCAB)
+    made, sampler = ModelOutput(), StepSampler(VOCAB)
     made.errors[0] = QuireError(ErrorCode.INTERNAL, "It failed before.")
     batch = [make_draw(0, [1], logprobs=1), make_draw(1, [1])]
     sampler.finish(sampler.begin(batch), some_logits(2, VOCAB), [0, 1], made)

@@ -13,7 +13,7 @@ from quire_engine.sampling.argmax import lowest_argmax
 from quire_engine.sampling.ranking import best
 from quire_engine.sampling.rows import SamplingRows
 from quire_engine.sampling.sampler import finite_rows, sample
-from quire_engine.scheduling.plan import Draw, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
 from tests.support.draws import ModuloGrammar, make_draw, some_logits, some_tokens
@@ -48,7 +48,7 @@ TOLD: list[dict[str, object]] = [{}, {}, {"logprobs": 0}, {"logprobs": 3}, {"num
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[Draw], torch.Tensor]:
+def batches(draw: st.DrawFn) -> tuple[list[SampleRequest], torch.Tensor]:
     """Draws of every kind, some of which must fail, and their logits, some of which tie or are not finite."""
     wanted = [
         draw(st.sampled_from(STYLES)) | draw(st.sampled_from(CHANGES)) | draw(st.sampled_from(TOLD))
@@ -66,13 +66,13 @@ def batches(draw: st.DrawFn) -> tuple[list[Draw], torch.Tensor]:
     return draws, logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-def drawn(sampler: StepSampler, draws: list[Draw], logits: torch.Tensor) -> Drawn:
+def drawn(sampler: StepSampler, draws: list[SampleRequest], logits: torch.Tensor) -> Drawn:
     """Drawn while nothing is read."""
     with no_waiting():
         return sampler.draw(sampler.begin(draws), logits, range(len(draws)))
 
 
-def told(result: StepResult) -> tuple[object, ...]:
+def told(result: ModelOutput) -> tuple[object, ...]:
     errors = {id: (error.code, error.message, error.param) for id, error in result.errors.items()}
     return result.token_ids, result.logprobs, result.candidates, errors
 
@@ -82,10 +82,10 @@ def told(result: StepResult) -> tuple[object, ...]:
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[Draw], torch.Tensor]) -> None:
+def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[SampleRequest], torch.Tensor]) -> None:
     draws, logits = batch
     sampler, waiting = StepSampler(VOCAB, may_wait=False), StepSampler(VOCAB)
-    made, expected = StepResult(), StepResult()
+    made, expected = ModelOutput(), ModelOutput()
     one = drawn(sampler, draws, logits)
     one.collect(made)
     other = waiting.draw(waiting.begin(draws), logits, range(len(draws)))
@@ -100,7 +100,9 @@ def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[Draw],
 
 @settings(max_examples=30, deadline=None)
 @given(batches())
-def test_everything_that_a_draw_needs_is_on_the_device_of_the_logits(batch: tuple[list[Draw], torch.Tensor]) -> None:
+def test_everything_that_a_draw_needs_is_on_the_device_of_the_logits(
+    batch: tuple[list[SampleRequest], torch.Tensor],
+) -> None:
     """The meta device has no numbers to read, and refuses tensors of other devices."""
     draws, logits = batch
     sampler = StepSampler(VOCAB)
@@ -112,7 +114,7 @@ def test_everything_that_a_draw_needs_is_on_the_device_of_the_logits(batch: tupl
 def test_the_logits_may_be_overwritten_once_the_draws_are_enqueued() -> None:
     draws = [make_draw(0, [1], logprobs=2), make_draw(1, [1], num_candidates=2), make_draw(2, [1], top_p=0.9)]
     logits, sampler = some_logits(3, VOCAB), StepSampler(VOCAB, may_wait=False)
-    made, expected = StepResult(), StepResult()
+    made, expected = ModelOutput(), ModelOutput()
     sampler.finish(sampler.begin(draws), logits.clone(), range(3), expected)
     one = drawn(sampler, draws, logits)
     logits.fill_(math.nan)
@@ -259,9 +261,11 @@ def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     wanted = [style | change | told for style in STYLES for change in changes for told in TOLD]
     draws = [make_draw(id, some_tokens(9, VOCAB, id), [1, 7], seed=id, **one) for id, one in enumerate(wanted)]
     logits, sampler = some_logits(len(draws), VOCAB), StepSampler(VOCAB)
-    expected, made, on_device = StepResult(), StepResult(), logits.cuda()
+    expected, made, on_device = ModelOutput(), ModelOutput(), logits.cuda()
     sampler.finish(sampler.begin(draws), logits, range(len(draws)), expected)
-    sampler.finish(sampler.begin(draws), on_device, range(len(draws)), StepResult())  # takes pinned memory, which waits
+    sampler.finish(
+        sampler.begin(draws), on_device, range(len(draws)), ModelOutput()
+    )  # takes pinned memory, which waits
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
-from quire_engine.request import Request, Sequence, Status
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
+from quire_engine.request import Request, Sequence, SequenceStatus
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
 
@@ -17,7 +17,7 @@ class Bench:
     """A scheduler that is stepped by hand; every token drawn is 9."""
 
     def __init__(self, device: int = 100, host: int = 0, **limits: int) -> None:
-        self.memory = KvMemory(KvCapacity(SIZE, device, host), prefix_caching=False)
+        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=False)
         self.scheduler = Scheduler(SchedulerConfig(max_model_len=400, **limits), self.memory)
 
     def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
@@ -29,23 +29,23 @@ class Bench:
         group = self.scheduler._registry.group(request_id)
         return list(group.sequences.values()) if group else []
 
-    def step(self) -> StepPlan:
+    def step(self) -> SchedulerOutput:
         plan = self.scheduler.plan()
-        self.scheduler.commit(plan, StepResult({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        self.scheduler.commit(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
         return plan
 
-    def step_until(self, condition: Callable[[StepPlan], object]) -> StepPlan:
+    def step_until(self, condition: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
         for _ in range(200):
             if condition(plan := self.step()):
                 return plan
         raise AssertionError("it never happened")
 
 
-def preempted(plan: StepPlan) -> bool:
+def preempted(plan: SchedulerOutput) -> bool:
     return plan.preempted > 0
 
 
-def lengths(plan: StepPlan) -> list[tuple[int, int]]:
+def lengths(plan: SchedulerOutput) -> list[tuple[int, int]]:
     return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in plan.chunks]
 
 
@@ -75,10 +75,10 @@ def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
     bench.step()
     late = bench.add("b", 24, max_tokens=2)
     bench.step()
-    assert late.status is Status.WAITING
+    assert late.status is SequenceStatus.WAITING
     bench.step()
     bench.step()
-    assert late.status is Status.RUNNING
+    assert late.status is SequenceStatus.RUNNING
 
 
 def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
@@ -87,14 +87,18 @@ def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
     bench.step()
     waiting = bench.add("three", 1)
     plan = bench.step_until(preempted)
-    assert (one.status, two.status, waiting.status) == (Status.RUNNING, Status.SWAPPED, Status.WAITING)
+    assert (one.status, two.status, waiting.status) == (
+        SequenceStatus.RUNNING,
+        SequenceStatus.SWAPPED,
+        SequenceStatus.WAITING,
+    )
     assert [chunk.sequence_id for chunk in plan.chunks] == [one.id]
     bench.step()
-    assert waiting.status is Status.WAITING, "admitted although a sequence is swapped out"
+    assert waiting.status is SequenceStatus.WAITING, "admitted although a sequence is swapped out"
 
 
 def test_swap_is_preferred_while_the_host_has_room() -> None:
-    for host, expected in ((20, Status.SWAPPED), (2, Status.PREEMPTED), (0, Status.PREEMPTED)):
+    for host, expected in ((20, SequenceStatus.SWAPPED), (2, SequenceStatus.PREEMPTED), (0, SequenceStatus.PREEMPTED)):
         bench = Bench(device=10, host=host)
         bench.add("one", 15)
         two = bench.add("two", 13)
@@ -122,7 +126,7 @@ def test_a_prompt_that_takes_the_whole_pool_runs_when_it_is_alone() -> None:
     bench = Bench(device=9)
     sequence = bench.add("a", 31, max_tokens=1)
     bench.step()
-    assert sequence.status is Status.FINISHED
+    assert sequence.status is SequenceStatus.FINISHED
 
 
 def test_a_step_that_copies_out_copies_nothing_in() -> None:
@@ -132,8 +136,8 @@ def test_a_step_that_copies_out_copies_nothing_in() -> None:
     seen_in = seen_out = 0
     for _ in range(500):
         plan = bench.step()
-        assert not (plan.copies_in and plan.copies_out)
-        seen_in, seen_out = seen_in + len(plan.copies_in), seen_out + len(plan.copies_out)
+        assert not (plan.blocks_to_swap_in and plan.blocks_to_swap_out)
+        seen_in, seen_out = seen_in + len(plan.blocks_to_swap_in), seen_out + len(plan.blocks_to_swap_out)
     assert not bench.scheduler.has_work
     assert seen_in
     assert seen_out

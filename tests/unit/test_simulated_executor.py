@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan, StepResult
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.copy import BlockCopy
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
-CAPACITY = KvCapacity(block_size=4, device_blocks=100, host_blocks=10, block_bytes=1000)
+CAPACITY = KVCacheConfig(block_size=4, device_blocks=100, host_blocks=10, block_bytes=1000)
 LATENCY = Latency(
     tokens_per_second=1000,
     weights_seconds=0.01,
@@ -31,14 +32,14 @@ def executor(seed: int = 0, latency: Latency = LATENCY) -> tuple[SimulatedExecut
 
 
 @st.composite
-def draws(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> Draw:
+def draws(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> SampleRequest:
     """A draw of any kind, somewhere in an output."""
     logprobs = draw(st.sampled_from([None, 0, 3]))
     min_tokens = draw(st.integers(0, 3))
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 1.0])), max_tokens=9, min_tokens=min_tokens, logprobs=logprobs
     )
-    return Draw(
+    return SampleRequest(
         sequence_id,
         params,
         draw(st.integers(0, 5)),
@@ -50,12 +51,12 @@ def draws(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> Draw:
 
 
 @st.composite
-def chunks(draw: st.DrawFn, sequence_id: int) -> Chunk:
+def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
     token_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
     start = draw(st.integers(0, len(token_ids) - 1))
     count = draw(st.integers(0, 3))
     num_targets = draw(st.sampled_from([0, 0, len(token_ids) - start - 1, len(token_ids) - start]))
-    return Chunk(
+    return ScheduledChunk(
         sequence_id,
         token_ids[start:],
         start,
@@ -67,9 +68,9 @@ def chunks(draw: st.DrawFn, sequence_id: int) -> Chunk:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> StepPlan:
+def plans(draw: st.DrawFn) -> SchedulerOutput:
     copies = st.lists(st.builds(BlockCopy, st.integers(1, 9), st.integers(0, 9)), max_size=3)
-    return StepPlan(
+    return SchedulerOutput(
         draw(st.integers(1, 100)),
         [draw(chunks(index)) for index in range(draw(st.integers(0, 4)))],
         draw(copies),
@@ -79,7 +80,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
 
 
 @given(plans())
-def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: StepPlan) -> None:
+def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: SchedulerOutput) -> None:
     result = executor()[0].run(plan)
     asked = [draw for chunk in plan.chunks for draw in chunk.draws]
     assert set(result.token_ids) == {draw.sequence_id for draw in asked if not draw.num_candidates}
@@ -92,7 +93,7 @@ def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: StepPl
 
 
 @given(plans())
-def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(plan: StepPlan) -> None:
+def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(plan: SchedulerOutput) -> None:
     result = executor()[0].run(plan)
     rankings = [list(zip(c.token_ids, c.logprobs, strict=True)) for c in result.candidates.values()]
     rankings += [list(score.top) for score in result.logprobs.values()]
@@ -106,7 +107,7 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(pla
 
 
 @given(plans())
-def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: StepPlan) -> None:
+def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: SchedulerOutput) -> None:
     result = executor()[0].run(plan)
     for chunk in plan.chunks:
         assert all(len(score.top) == chunk.num_top for score in result.prompt_logprobs.get(chunk.sequence_id, []))
@@ -120,7 +121,7 @@ def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: StepPlan)
 
 
 @given(plans())
-def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: StepPlan) -> None:
+def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: SchedulerOutput) -> None:
     result = executor()[0].run(plan)
     for draw in (draw for chunk in plan.chunks for draw in chunk.draws):
         drawn = result.candidates[draw.sequence_id].token_ids if draw.num_candidates else []
@@ -130,9 +131,9 @@ def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: StepPlan)
 
 
 @given(plans())
-def test_an_answer_depends_on_nothing_else_in_the_step(plan: StepPlan) -> None:
+def test_an_answer_depends_on_nothing_else_in_the_step(plan: SchedulerOutput) -> None:
     whole = executor()[0].run(plan)
-    apart = StepResult()
+    apart = ModelOutput()
     for part in reversed(plan.split()):
         part.step += 1
         apart.add(executor()[0].run(part))
@@ -145,8 +146,10 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
         run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).run
         tokens = []
         for position in range(1, 9):
-            draw = Draw(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
-            tokens.append(run(StepPlan(1, [Chunk(0, [5], position - 1, [1, 2, 3], (draw,))])).token_ids[0])
+            draw = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
+            tokens.append(
+                run(SchedulerOutput(1, [ScheduledChunk(0, [5], position - 1, [1, 2, 3], (draw,))])).token_ids[0]
+            )
         return tokens
 
     assert len({tuple(drawn(seed, draw_seed, 1)) for seed in (0, 1) for draw_seed in (0, 1)}) == 4
@@ -156,7 +159,7 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
 
 @given(plans())
 @settings(max_examples=50)
-def test_a_step_takes_the_time_of_the_formula(plan: StepPlan) -> None:
+def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
     run, slept = executor()
     timings = run.run(plan).timings
     forward = 0.0
@@ -166,14 +169,14 @@ def test_a_step_takes_the_time_of_the_formula(plan: StepPlan) -> None:
             pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
             forward += max(chunk.end * 1e-4, pairs * 1e-5)
     assert timings.forward == pytest.approx(forward)
-    copies = len(plan.copies_out) + len(plan.copies_in)
-    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(plan.copies_within) * 2 * 4 * 1e-4)
+    copies = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(plan.blocks_to_copy) * 2 * 4 * 1e-4)
     assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.draws) for chunk in plan.chunks))
     assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
 
 
 def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
-    plan = [StepPlan(step, [Chunk(0, [1], 0, [1])]) for step in range(200)]
+    plan = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
     exact, shaken = LATENCY, Latency(**{**vars_of(LATENCY), "jitter": 0.2})
 
     def seconds(seed: int, latency: Latency) -> list[float]:

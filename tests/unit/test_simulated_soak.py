@@ -8,15 +8,15 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.waste import unreachable_blocks
-from quire_engine.request import Delivered, Request
+from quire_engine.request import Request, ResumedOutput
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Output
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.scheduling.output import EngineCoreOutput
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.presets import PRESETS
@@ -42,7 +42,7 @@ class Client:
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     error: QuireError | None = None
 
-    def hear(self, output: Output) -> None:
+    def hear(self, output: EngineCoreOutput) -> None:
         assert not self.ended, "an output came after the end"
         assert output.index not in self.reasons, "a choice went on after its end"
         tokens = self.token_ids.setdefault(output.index, self.delivered(output.index))
@@ -84,7 +84,7 @@ class Soak:
         choose = self.random.choice
         size = choose((1, 4, 4, 16))
         tokens = self.random.randint(MAX_MODEL_LEN, 2 * MAX_MODEL_LEN)
-        capacity = KvCapacity(size, 1 + -(-tokens // size), choose((0, 20, 100, 600)) // size, block_bytes=1 << 10)
+        capacity = KVCacheConfig(size, 1 + -(-tokens // size), choose((0, 20, 100, 600)) // size, block_bytes=1 << 10)
         limits = SchedulerConfig(
             max_num_seqs=choose((4, 16, 16, 64)),
             max_num_batched_tokens=choose((5, 32, 256, 256)),
@@ -97,7 +97,7 @@ class Soak:
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
         )
-        self.memory = KvMemory(capacity, prefix_caching=choose((True, True, False)))
+        self.memory = KVCacheManager(capacity, prefix_caching=choose((True, True, False)))
         rates = Rates(1e3, choose((1e3, 1e9, 1e9)))
         self.scheduler = Scheduler(limits, self.memory, rates=rates)
         executor = Interrupted(self, capacity, seed, depth)
@@ -177,12 +177,12 @@ class Soak:
             **common, n=n, best_of=best_of, temperature=choose((0.0, 1.0)), logprobs=choose((None, None, 3))
         )
 
-    def make_history(self, params: SamplingParams) -> tuple[Delivered, ...]:
+    def make_history(self, params: SamplingParams) -> tuple[ResumedOutput, ...]:
         """What an earlier attempt delivered, of some requests."""
         if params.beam_width or self.random.random() > 0.05:
             return ()
         return tuple(
-            Delivered(index, [5] * self.random.randint(0, params.max_tokens - 1), self.random.random() < 0.3)
+            ResumedOutput(index, [5] * self.random.randint(0, params.max_tokens - 1), self.random.random() < 0.3)
             for index in range(params.num_drawn - 1)
         )
 
@@ -199,7 +199,7 @@ class Soak:
         choices = self.random.choice(((), (), (0,), (1, 2), (0, 63)))
         self.scheduler.abort(request_id, choices)
 
-    def receive(self, step: StepOutput) -> None:
+    def receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:
             client = self.clients[output.request_id]
             client.hear(output)
@@ -223,11 +223,11 @@ class Soak:
 class Interrupted(SimulatedExecutor):
     """Aborts come before a step's work and after it too: between its plan and its commit."""
 
-    def __init__(self, soak: Soak, capacity: KvCapacity, seed: int, depth: int) -> None:
+    def __init__(self, soak: Soak, capacity: KVCacheConfig, seed: int, depth: int) -> None:
         super().__init__(capacity, LATENCY, seed=seed, vocab_size=VOCAB_SIZE, depth=depth, sleep=lambda _: None)
         self._soak = soak
 
-    def answer(self, plan: StepPlan) -> StepResult:
+    def answer(self, plan: SchedulerOutput) -> ModelOutput:
         self._soak.abort_some(0.03)
         result = super().answer(plan)
         self._soak.abort_some(0.03)

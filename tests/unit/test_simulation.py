@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.latency import Latency
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.config import Batching, SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.recorder import Recorder
@@ -28,8 +28,8 @@ SECOND = Latency(
     bytes_per_second=1e9,
 )
 LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=100, max_model_len=5000)
-ROOMY = KvCapacity(block_size=16, device_blocks=1001, host_blocks=0)
-TIGHT = KvCapacity(block_size=16, device_blocks=301, host_blocks=200, block_bytes=1000)
+ROOMY = KVCacheConfig(block_size=16, device_blocks=1001, host_blocks=0)
+TIGHT = KVCacheConfig(block_size=16, device_blocks=301, host_blocks=200, block_bytes=1000)
 
 
 def arrival(time: float, num_prompt: int, num_output: int, row: int = 0) -> Arrival:
@@ -43,7 +43,7 @@ def arrivals(count: int = 120, seed: int = 1, seconds: float = 300.0) -> list[Ar
 def run(
     requests: list[Arrival],
     limits: SchedulerConfig = LIMITS,
-    capacity: KvCapacity = ROOMY,
+    capacity: KVCacheConfig = ROOMY,
     latency: Latency = SECOND,
     seed: int = 0,
 ) -> Recorder:
@@ -180,7 +180,7 @@ def test_settings_of_the_latency_replace_those_of_the_preset_one_by_one(tmp_path
 def test_pools_are_sized_in_blocks_or_bytes(tmp_path: Path) -> None:
     config = SimulationConfig(trace=tmp_path, kv_cache_memory=1 << 30, swap_space=0.5, block_size=32)
     block_bytes = 32 * 131_072
-    assert config.capacity == KvCapacity(32, 1 + (1 << 30) // block_bytes, (1 << 29) // block_bytes, block_bytes)
+    assert config.capacity == KVCacheConfig(32, 1 + (1 << 30) // block_bytes, (1 << 29) // block_bytes, block_bytes)
     override = SimulationConfig(trace=tmp_path, kv_cache_memory=1 << 30, num_gpu_blocks_override=7)
     assert override.capacity.device_blocks == 8
     assert override.limits("fcfs").max_model_len == 7 * 16

@@ -12,7 +12,7 @@ from quire_engine.assembly import load_executor, make_scheduler
 from quire_engine.bench.config import BenchConfig
 from quire_engine.bench.measure import SystemFailedError
 from quire_engine.bench.workload import Workload
-from quire_engine.core import EngineCore, StepOutput, StepTrace
+from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
 from quire_engine.models.errors import ModelError
 from quire_engine.request import Request
 
@@ -52,7 +52,7 @@ class Quire:
         """See ``System.seconds``."""
         made, failed = 0, ""
 
-        def receive(step: StepOutput) -> None:
+        def receive(step: EngineCoreOutputs) -> None:
             nonlocal made, failed
             made += sum(len(output.token_ids) for output in step.outputs)
             failed = next((str(output.error) for output in step.outputs if output.error), failed)

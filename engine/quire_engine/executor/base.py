@@ -2,11 +2,9 @@
 
 from typing import Protocol
 
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
-
-__all__ = ["CopyError", "Executor", "ExecutorError", "KvCapacity", "LaunchedStep", "OverlappingExecutor", "Rates"]
 
 
 class ExecutorError(Exception):
@@ -23,7 +21,7 @@ class Executor(Protocol):
     """Carries out plans, one after the other, on one device."""
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """What the scheduler's pools are made from. Constant."""
         ...
 
@@ -35,11 +33,11 @@ class Executor(Protocol):
     @property
     def depth(self) -> int:
         """Plans that may be under way at once. Constant: 1 runs step by step, and what has 2 is an
-        ``OverlappingExecutor``.
+        ``AsyncExecutor``.
         """
         ...
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         """Copies, computes and samples.
 
         Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
@@ -53,7 +51,7 @@ class Executor(Protocol):
         ...
 
 
-class LaunchedStep(Protocol):
+class AsyncModelOutput(Protocol):
     """A plan that is under way. ``draw`` is called once, then ``result`` once.
 
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
@@ -69,24 +67,24 @@ class LaunchedStep(Protocol):
         """
         ...
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.run``."""
         ...
 
 
-class OverlappingExecutor(Executor, Protocol):
+class AsyncExecutor(Executor, Protocol):
     """Computes a step while the next one is planned. Steps are carried out in the order of their launch: what one
     writes, the next one reads, and what one reads or writes, copies in either direction included, only later ones
     overwrite. The scheduler relies on it: blocks are given to others while a step under way still uses them.
 
     With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
     have this step's tokens drawn. So when a step is launched, the one before it has had its ``draw`` but not its
-    ``result``, and nothing else is under way; or nothing is, and then no token is ``PENDING``. What the plan holds is
-    to be read in ``launch``, but for the token lists of its draws: block tables change afterwards. ``run`` may be
-    called when nothing is under way.
+    ``result``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``. What the
+    plan holds is to be read in ``launch``, but for the token lists of its draws: block tables change afterwards.
+    ``run`` may be called when nothing is under way.
     """
 
-    def launch(self, plan: StepPlan) -> LaunchedStep:
+    def launch(self, plan: SchedulerOutput) -> AsyncModelOutput:
         """Begins with the copies and the forward pass. Raises as ``Executor.run``; then nothing of the plan but its
         copies is under way.
         """

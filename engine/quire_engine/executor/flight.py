@@ -1,15 +1,15 @@
-"""``Flight``: a plan on its way through an executor, from its launch to its result. Knows no scheduler."""
+"""``InFlightStep``: a plan on its way through an executor, from its launch to its result. Knows no scheduler."""
 
 import logging
 from typing import cast
 
-from quire_engine.executor.base import Executor, ExecutorError, LaunchedStep, OverlappingExecutor
-from quire_engine.scheduling.plan import StepPlan, StepResult
+from quire_engine.executor.base import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
+from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 
 log = logging.getLogger(__name__)
 
 
-class Flight:
+class InFlightStep:
     """Launches ``plan``. Whatever goes wrong, and whenever, is raised by ``result``, so that it is dealt with in the
     order of the steps. Only an ``ExecutorError`` of a step that is given up is raised at once: nothing can follow it.
 
@@ -17,16 +17,16 @@ class Flight:
     ``begun`` (on ``perf_counter``) are the moment when the planning began, and ``schedule`` the seconds that it took.
     """
 
-    def __init__(self, executor: Executor, plan: StepPlan, started: int, begun: float, schedule: float) -> None:
+    def __init__(self, executor: Executor, plan: SchedulerOutput, started: int, begun: float, schedule: float) -> None:
         self.plan = plan
         self.started = started
         self.begun = begun
         self.schedule = schedule
         self._failure: Exception | None = None
-        self._step: LaunchedStep = _NotBegun(executor, plan)
+        self._step: AsyncModelOutput = _NotBegun(executor, plan)
         if executor.depth > 1 and not plan.is_empty:
             try:
-                self._step = cast("OverlappingExecutor", executor).launch(plan)
+                self._step = cast("AsyncExecutor", executor).launch(plan)
             except Exception as failure:  # noqa: BLE001 - ``result`` raises it
                 self._failure = failure
 
@@ -50,7 +50,7 @@ class Flight:
         if not self.has_failed:
             self._abandon(RuntimeError("the step before it failed"))
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.run``."""
         if self._failure is not None:
             raise self._failure
@@ -70,13 +70,13 @@ class Flight:
 class _NotBegun:
     """A step of an executor that can only run it as a whole, or one that there is nothing to run of."""
 
-    def __init__(self, executor: Executor, plan: StepPlan) -> None:
+    def __init__(self, executor: Executor, plan: SchedulerOutput) -> None:
         self._executor = executor
         self._plan = plan
 
     def draw(self) -> None:
         """Comes with the run."""
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelOutput:
         """Runs the plan."""
-        return StepResult() if self._plan.is_empty else self._executor.run(self._plan)
+        return ModelOutput() if self._plan.is_empty else self._executor.run(self._plan)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from quire_engine.scheduling.plan import Chunk, StepPlan, StepTimings
+from quire_engine.scheduling.plan import ScheduledChunk, SchedulerOutput, StepTimings
 from quire_engine.scheduling.rates import Rates
 
 
@@ -41,21 +41,21 @@ class Latency:
         """What an engine would measure when it starts."""
         return Rates(self.tokens_per_second, self.bytes_per_second)
 
-    def timings(self, plan: StepPlan, block_size: int, block_bytes: int) -> StepTimings:
+    def timings(self, plan: SchedulerOutput, block_size: int, block_bytes: int) -> StepTimings:
         """Seconds of each part of the step, before jitter and without the overhead."""
         num_draws = sum(len(chunk.draws) for chunk in plan.chunks)
         return StepTimings(
             swap=plan.num_copies * block_bytes / self.bytes_per_second
-            + len(plan.copies_within) * 2 * block_size * self.context_seconds,
+            + len(plan.blocks_to_copy) * 2 * block_size * self.context_seconds,
             forward=self._forward(plan) if plan.chunks else 0.0,
             sample=num_draws * self.draw_seconds,
         )
 
-    def _forward(self, plan: StepPlan) -> float:
+    def _forward(self, plan: SchedulerOutput) -> float:
         linear = max(self.weights_seconds, plan.num_tokens / self.tokens_per_second)
         return linear + sum(map(self._attention, plan.chunks))
 
-    def _attention(self, chunk: Chunk) -> float:
+    def _attention(self, chunk: ScheduledChunk) -> float:
         length, end = len(chunk.token_ids), chunk.end
         pairs = length * (chunk.start + end + 1) / 2  # the first sees start + 1 tokens, the last all
         return max(end * self.context_seconds, pairs * self.pair_seconds)

@@ -10,8 +10,15 @@ from quire_proto.logprobs import TokenLogprobs
 
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.mixing import mix, uniform
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.scheduling.plan import PENDING, Candidates, Chunk, Draw, StepPlan, StepResult
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.scheduling.plan import (
+    PLACEHOLDER_TOKEN_ID,
+    BeamCandidates,
+    ModelOutput,
+    SampleRequest,
+    ScheduledChunk,
+    SchedulerOutput,
+)
 from quire_engine.scheduling.rates import Rates
 
 VOCAB_SIZE = 32_000
@@ -30,7 +37,7 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        capacity: KvCapacity,
+        capacity: KVCacheConfig,
         latency: Latency,
         *,
         seed: int = 0,
@@ -46,7 +53,7 @@ class SimulatedExecutor:
         self._sleep = sleep
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """As it was given."""
         return self._capacity
 
@@ -55,19 +62,19 @@ class SimulatedExecutor:
         """Those of the latency model."""
         return self._latency.rates
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         """See ``Executor.run``. Never fails."""
         result = self.answer(plan)
         self.take_time(plan, result)
         return result
 
-    def launch(self, plan: StepPlan) -> "SimulatedStep":
-        """See ``OverlappingExecutor.launch``. Never fails."""
+    def launch(self, plan: SchedulerOutput) -> "SimulatedStep":
+        """See ``AsyncExecutor.launch``. Never fails."""
         return SimulatedStep(self, plan)
 
-    def answer(self, plan: StepPlan) -> StepResult:
+    def answer(self, plan: SchedulerOutput) -> ModelOutput:
         """What the step makes, in no time."""
-        result = StepResult()
+        result = ModelOutput()
         for chunk in plan.chunks:
             for draw in chunk.draws:
                 self._draw(chunk, draw, result)
@@ -75,7 +82,7 @@ class SimulatedExecutor:
                 result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
         return result
 
-    def take_time(self, plan: StepPlan, result: StepResult) -> None:
+    def take_time(self, plan: SchedulerOutput, result: ModelOutput) -> None:
         """Lets the time of the step pass, and writes it into ``result``."""
         timings = self._latency.timings(plan, self._capacity.block_size, self._capacity.block_bytes)
         factor = 1 + self._latency.jitter * (2 * uniform(self._seed, plan.step) - 1)
@@ -90,14 +97,14 @@ class SimulatedExecutor:
     def close(self) -> None:
         """There is nothing to give back."""
 
-    def _draw(self, chunk: Chunk, draw: Draw, result: StepResult) -> None:
+    def _draw(self, chunk: ScheduledChunk, draw: SampleRequest, result: ModelOutput) -> None:
         greedy = draw.params.greedy or draw.num_candidates > 0
         place = mix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
         barred = _barred(draw)
         if draw.num_candidates:
             ranking = self._ranking(place, draw.num_candidates, barred)
             token_ids, logprobs = zip(*ranking, strict=True)
-            result.candidates[draw.sequence_id] = Candidates(list(token_ids), list(logprobs))
+            result.candidates[draw.sequence_id] = BeamCandidates(list(token_ids), list(logprobs))
             return
         if not (barred or draw.params.wants_logprobs):
             result.token_ids[draw.sequence_id] = place % self._vocab_size
@@ -119,7 +126,7 @@ class SimulatedExecutor:
                 break
         return ranking
 
-    def _score(self, chunk: Chunk) -> list[TokenLogprobs]:
+    def _score(self, chunk: ScheduledChunk) -> list[TokenLogprobs]:
         """Log-probabilities of the chunk's targets, each after the token before it."""
         positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.targets))
         followed: Sequence[int] = chunk.token_ids[: len(chunk.targets)]
@@ -137,28 +144,28 @@ class SimulatedExecutor:
 class SimulatedStep:
     """A plan under way. It is answered when its tokens are drawn, and its time passes when the result is taken."""
 
-    def __init__(self, executor: SimulatedExecutor, plan: StepPlan) -> None:
+    def __init__(self, executor: SimulatedExecutor, plan: SchedulerOutput) -> None:
         self._executor = executor
         self._plan = plan
-        self._result = StepResult()
+        self._result = ModelOutput()
 
     def draw(self) -> None:
-        """See ``LaunchedStep.draw``."""
+        """See ``AsyncModelOutput.draw``."""
         self._result = self._executor.answer(self._plan)
 
-    def result(self) -> StepResult:
-        """See ``LaunchedStep.result``."""
+    def result(self) -> ModelOutput:
+        """See ``AsyncModelOutput.result``."""
         self._executor.take_time(self._plan, self._result)
         return self._result
 
 
-def _last_token(chunk: Chunk, draw: Draw) -> int:
+def _last_token(chunk: ScheduledChunk, draw: SampleRequest) -> int:
     """The token before the one to be drawn; any, if the sequence ended before it was drawn."""
     last = chunk.token_ids[-1]
-    return draw.token_ids[-1] if last == PENDING else last
+    return draw.token_ids[-1] if last == PLACEHOLDER_TOKEN_ID else last
 
 
-def _barred(draw: Draw) -> frozenset[int]:
+def _barred(draw: SampleRequest) -> frozenset[int]:
     """Tokens that may not be drawn yet."""
     is_early = len(draw.token_ids) - draw.num_prompt < draw.params.min_tokens
     return draw.stop_token_ids if is_early else frozenset()

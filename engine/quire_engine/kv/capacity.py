@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class KvCapacity:
+class KVCacheConfig:
     """Blocks that there is memory for. Device block 0 is the null page, never given to a sequence. ``block_bytes`` is
     what one block takes, in either pool.
     """

@@ -12,7 +12,7 @@ class Tier(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BlockStored:
     """Block ``block_hash`` can now be hit in ``tier``."""
 
     block_hash: bytes
@@ -20,11 +20,11 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class BlockRemoved:
     """Block ``block_hash`` can no longer be hit in ``tier``."""
 
     block_hash: bytes
     tier: Tier
 
 
-KvEvent = Stored | Removed
+KVCacheEvent = BlockStored | BlockRemoved

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopies, BlockCopy
-from quire_engine.kv.events import KvEvent, Stored, Tier
+from quire_engine.kv.events import BlockStored, KVCacheEvent, Tier
 from quire_engine.kv.pool import BlockPool
 from quire_engine.kv.table import BlockTable
 
 
-class Hit(NamedTuple):
+class CachedBlock(NamedTuple):
     """A block that holds what is needed, and the pool that it is in."""
 
     block_id: int
@@ -39,7 +39,7 @@ class SwapCost:
     uncached_tokens: int
 
 
-class KvMemory:
+class KVCacheManager:
     """Moves blocks between pools and tables. All counts are in blocks, all lengths in tokens.
 
     With ``host_caching``, named blocks that the device pool gives up stay in the host pool until that needs the room,
@@ -49,12 +49,12 @@ class KvMemory:
     with ``write_through_selective``; the remembered names are what the ghost entries are in ARC and 2Q.)
     """
 
-    def __init__(self, capacity: KvCapacity, *, prefix_caching: bool = True, host_caching: bool = True) -> None:
+    def __init__(self, capacity: KVCacheConfig, *, prefix_caching: bool = True, host_caching: bool = True) -> None:
         self.block_size = capacity.block_size
         self.block_bytes = capacity.block_bytes
         self.prefix_caching = prefix_caching
         self.host_caching = prefix_caching and host_caching and capacity.host_blocks > 0
-        self._events: list[KvEvent] = []
+        self._events: list[KVCacheEvent] = []
         self._copies = BlockCopies()
         self._held: list[int] = []
         # Device blocks with a second use, and names that were given up after one, the longest ago first.
@@ -73,14 +73,14 @@ class KvMemory:
 
     # Finding and starting
 
-    def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[Hit]:
+    def match(self, table: BlockTable, token_ids: Sequence[int]) -> list[CachedBlock]:
         """Blocks that already hold the longest prefix of ``token_ids``. At least one token is left to compute.
 
         They are only found, not taken: pass them to ``admit`` before anything else changes.
         """
         if not self.prefix_caching:
             return []
-        hits: list[Hit] = []
+        hits: list[CachedBlock] = []
         for index in range((len(token_ids) - 1) // self.block_size):
             table.extend_names(token_ids, index + 1, self.block_size)
             hit = self._find(table.names[index])
@@ -89,7 +89,7 @@ class KvMemory:
             hits.append(hit)
         return hits
 
-    def free_after(self, hits: Sequence[Hit], num_tokens: int) -> int:
+    def free_after(self, hits: Sequence[CachedBlock], num_tokens: int) -> int:
         """Device blocks that stay free, below 0 if they do not suffice, when ``hits`` are taken and grown to
         ``num_tokens``.
         """
@@ -97,7 +97,7 @@ class KvMemory:
         revived = sum(self.device.is_free(block_id) for block_id in on_device)
         return self.device.num_free - revived - (self.blocks_for(num_tokens) - len(on_device))
 
-    def admit(self, table: BlockTable, hits: Sequence[Hit]) -> int:
+    def admit(self, table: BlockTable, hits: Sequence[CachedBlock]) -> int:
         """Starts an empty table with the blocks that ``match`` found; returns the tokens that they hold."""
         # All hits are taken before anything is allocated, which could be one of them.
         for hit in hits:
@@ -224,13 +224,13 @@ class KvMemory:
         self._held.clear()
         return copies
 
-    def drain_events(self) -> list[KvEvent]:
+    def drain_events(self) -> list[KVCacheEvent]:
         """What changed in the prefix cache since the last call, in order."""
         events = self._events.copy()
         self._events.clear()
         return events
 
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[BlockStored]:
         """Everything that can be hit, in both tiers."""
         return self.device.stored() + (self.host.stored() if self.host_caching else [])
 
@@ -241,12 +241,12 @@ class KvMemory:
 
     # Inside
 
-    def _find(self, name: bytes) -> Hit | None:
+    def _find(self, name: bytes) -> CachedBlock | None:
         block_id = self.device.find(name)
         if block_id is not None:
-            return Hit(block_id, Tier.DEVICE)
+            return CachedBlock(block_id, Tier.DEVICE)
         block_id = self.host.find(name) if self.host_caching else None
-        return None if block_id is None else Hit(block_id, Tier.HOST)
+        return None if block_id is None else CachedBlock(block_id, Tier.HOST)
 
     def _hold(self, host_block_id: int) -> None:
         self.host.acquire(host_block_id)

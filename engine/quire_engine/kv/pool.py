@@ -9,7 +9,7 @@ foremost. The idea is that of vLLM's free block queue.
 from collections import OrderedDict
 from collections.abc import Callable
 
-from quire_engine.kv.events import KvEvent, Removed, Stored, Tier
+from quire_engine.kv.events import BlockRemoved, BlockStored, KVCacheEvent, Tier
 
 
 class BlockPool:
@@ -25,7 +25,7 @@ class BlockPool:
         tier: Tier,
         *,
         reserved: int = 0,
-        emit: Callable[[KvEvent], None] | None = None,
+        emit: Callable[[KVCacheEvent], None] | None = None,
         on_evict: Callable[[int, bytes], None] | None = None,
     ) -> None:
         self._tier = tier
@@ -93,16 +93,16 @@ class BlockPool:
             return
         self._index[name] = block_id
         self._names[block_id] = name
-        self._emit(Stored(name, self._tier))
+        self._emit(BlockStored(name, self._tier))
 
     def touch(self, block_id: int) -> None:
         """Lets a free block be missed more than all others."""
         if self._references[block_id] == 0:
             self._free.move_to_end(block_id)
 
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[BlockStored]:
         """Everything that can be hit, in the order in which it was stored."""
-        return [Stored(name, self._tier) for name in self._index]
+        return [BlockStored(name, self._tier) for name in self._index]
 
     def check(self) -> None:
         """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
@@ -118,8 +118,8 @@ class BlockPool:
             self._on_evict(block_id, name)
         self._names[block_id] = None
         del self._index[name]
-        self._emit(Removed(name, self._tier))
+        self._emit(BlockRemoved(name, self._tier))
 
 
-def _ignore(event: KvEvent) -> None:
+def _ignore(event: KVCacheEvent) -> None:
     del event

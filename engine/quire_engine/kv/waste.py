@@ -6,13 +6,13 @@ Tables are given as pairs of a table and the tokens that are computed in it.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.pool import BlockPool
 from quire_engine.kv.table import BlockTable
 
 
 @dataclass(frozen=True, slots=True)
-class Waste:
+class KVCacheFragmentation:
     """Slots of the device blocks that are in use, and those of them that hold no computed token; and blocks of both
     pools that nobody can reach, None where they were not looked for.
     """
@@ -27,7 +27,7 @@ class Waste:
         return self.empty_slots / self.held_slots if self.held_slots else 0.0
 
 
-def device_waste(memory: KvMemory, tables: Iterable[tuple[BlockTable, int]]) -> Waste:
+def device_waste(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
     """What ``tables``, all that hold device blocks, leave empty. O(tables): only last blocks can be.
 
     A block that several tables share counts once, as full as the fullest of them has it.
@@ -39,10 +39,10 @@ def device_waste(memory: KvMemory, tables: Iterable[tuple[BlockTable, int]]) -> 
             block_id = table.block_ids[index]
             missing = size - max(0, num_computed - index * size)
             empty[block_id] = min(missing, empty.get(block_id, size))
-    return Waste(sum(empty.values()), _in_use(memory.device) * size)
+    return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device) * size)
 
 
-def unreachable_blocks(memory: KvMemory, tables: Iterable[BlockTable]) -> int:
+def unreachable_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> int:
     """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
     or memory was lost. O(blocks held).
     """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from quire_proto.text.model_text import ModelText
 
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.llm.collector import RequestCollector
 from quire_engine.llm.outputs import RequestOutput
 from quire_engine.llm.progress import Progress
@@ -49,7 +49,7 @@ class Batch:
                 self._leave_idle()
         return [self._results[index] for index in sorted(self._results)]
 
-    def take(self, step: StepOutput) -> None:
+    def take(self, step: EngineCoreOutputs) -> None:
         """Receives the news of a step. What a stop string has ended is ended in the engine once the step is over."""
         finished = prompt_tokens = output_tokens = 0
         for output in step.outputs:

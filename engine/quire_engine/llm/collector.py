@@ -10,7 +10,7 @@ from quire_proto.text.output import OutputText
 
 from quire_engine.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from quire_engine.llm.submission import Submission
-from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.output import EngineCoreOutput
 
 TokenText = Callable[[int], str]
 
@@ -28,7 +28,7 @@ class ChoiceCollector:
         self.finish_reason: FinishReason | None = None
         self.score: float | None = None
 
-    def take(self, output: Output) -> None:
+    def take(self, output: EngineCoreOutput) -> None:
         """Adds new tokens; those after a stop string are not part of the output."""
         if self.finish_reason is not None:
             return
@@ -44,7 +44,7 @@ class ChoiceCollector:
     def fail(self) -> None:
         """Ends an output whose request has failed."""
         if self.finish_reason is None:
-            self.take(Output("", finish_reason=FinishReason.ERROR))
+            self.take(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
 
     def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
         """The output, ended, as choice ``index``; with log-probabilities if ``token_text`` is given."""
@@ -88,7 +88,7 @@ class RequestCollector:
         """Whether every output has ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    def take(self, output: Output) -> bool:
+    def take(self, output: EngineCoreOutput) -> bool:
         """Adds what a step made. True when a stop string has ended an output that the engine goes on with."""
         self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
@@ -114,7 +114,7 @@ class RequestCollector:
     def _token_text(self, token_id: int) -> str:
         return (self._text.token_bytes(token_id) or b"").decode(errors="replace")
 
-    def _fail(self, output: Output) -> None:
+    def _fail(self, output: EngineCoreOutput) -> None:
         self._result.error = output.error
         for choice in self._choices:
             choice.fail()

@@ -12,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.model_text import ModelText
 
 from quire_engine.assembly import load_executor, make_grammars, make_scheduler
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.llm.batch import Batch
 from quire_engine.llm.interrupt import interrupts_held
 from quire_engine.llm.outputs import RequestOutput
@@ -136,7 +136,7 @@ class LLM:
         if not self._usable:
             raise QuireError(ErrorCode.UNAVAILABLE, "This LLM was closed, or has failed in the middle of a step.")
 
-    def _publish(self, step: StepOutput) -> None:
+    def _publish(self, step: EngineCoreOutputs) -> None:
         if self._batch is not None:
             self._batch.take(step)
 

@@ -11,7 +11,7 @@ from quire_engine.sampling.grammar_mask import grammar_param
 from quire_engine.sampling.groups import Group, Groups
 from quire_engine.sampling.logprobs import as_logprobs
 from quire_engine.sampling.state import SequenceState
-from quire_engine.scheduling.plan import Candidates, Draw, StepResult
+from quire_engine.scheduling.plan import BeamCandidates, ModelOutput, SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Drawn:
     _grammar_errors: Mapping[int, QuireError]
     _downloads: Downloads
 
-    def collect(self, result: StepResult) -> None:
+    def collect(self, result: ModelOutput) -> None:
         """Waits until the draws are made, and writes into ``result`` what came of each: a token, with its
         log-probabilities where they are asked for, candidates, or an error. A draw that has an error there already is
         left out.
@@ -68,14 +68,14 @@ class Drawn:
             if not is_possible
         )
 
-    def _collect_logprobs(self, result: StepResult) -> None:
+    def _collect_logprobs(self, result: ModelOutput) -> None:
         group = self._groups.told
         made = as_logprobs(self._downloads.told.wait(), numbers_told(group))
         for state, logprobs in zip(group.states, made, strict=True):
             if state.sequence_id in result.token_ids:
                 result.logprobs[state.sequence_id] = logprobs
 
-    def _collect_candidates(self, result: StepResult) -> None:
+    def _collect_candidates(self, result: ModelOutput) -> None:
         group = self._groups.beams
         if not group:
             return
@@ -83,7 +83,7 @@ class Drawn:
         for state, token_ids, logprobs in zip(group.states, ids, values, strict=True):
             if state.sequence_id not in result.errors:
                 count = min(state.draw.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
-                result.candidates[state.sequence_id] = Candidates(token_ids[:count], logprobs[:count])
+                result.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
 
 
 def numbers_told(group: Group) -> list[int]:
@@ -96,6 +96,6 @@ def not_finite() -> QuireError:
     return QuireError(ErrorCode.INTERNAL, "The model computed numbers that are not finite for this request.")
 
 
-def _nothing_allowed(draw: Draw) -> QuireError:
+def _nothing_allowed(draw: SampleRequest) -> QuireError:
     param = grammar_param(draw) if draw.grammar else "bad_words" if draw.params.bad_words else "min_tokens"
     return invalid(param, f"The output cannot go on: {param} and what it is combined with allow no token any more.")

@@ -6,7 +6,7 @@ import torch
 
 from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import cells, token_array
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import SampleRequest
 
 
 class Forbidden:
@@ -16,7 +16,7 @@ class Forbidden:
 
     __slots__ = ("_always", "_by_last", "_draw", "_min_length", "_stops")
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: SampleRequest) -> None:
         self._draw = draw
         self._min_length = draw.num_prompt + draw.params.min_tokens
         self._stops = sorted(draw.stop_token_ids)
@@ -28,7 +28,7 @@ class Forbidden:
                 self._by_last.setdefault(word[-2], []).append(word)
 
     @classmethod
-    def of(cls, draw: Draw) -> "Forbidden | None":
+    def of(cls, draw: SampleRequest) -> "Forbidden | None":
         """What the draw's parameters forbid at any time."""
         asked = draw.params.bad_words or (draw.params.min_tokens and draw.stop_token_ids)
         return cls(draw) if asked else None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from quire_engine.device.transfers import upload_arrays
 from quire_engine.grammar import GrammarError, Matcher
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import SampleRequest
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class GrammarPlace:
 
     __slots__ = ("_draw", "_error", "_matcher", "_num_taken")
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: SampleRequest) -> None:
         self._draw = draw
         self._num_taken = draw.num_prompt
         self._matcher: Matcher | None = None
@@ -145,7 +145,7 @@ def _added(device: torch.device) -> torch.Tensor:
     return upload_arrays((_ADDED,), device)[0]
 
 
-def grammar_param(draw: Draw) -> str:
+def grammar_param(draw: SampleRequest) -> str:
     """What REST calls the parameter that asked for the draw's grammar."""
     structured = draw.params.structured
     return "response_format" if structured is None else structured.param

@@ -15,7 +15,7 @@ import torch
 
 from quire_engine.device.transfers import upload_arrays
 from quire_engine.sampling.cells import FloatArray, TokenArray, cells, per_cell
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import SampleRequest
 
 _LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 _TINY: float = torch.finfo(torch.float32).tiny
@@ -37,7 +37,7 @@ class Penalties:
         "repetition",
     )
 
-    def __init__(self, draw: Draw) -> None:
+    def __init__(self, draw: SampleRequest) -> None:
         params = draw.params
         # A penalty that float32 rounds to 0 would divide by it.
         self.repetition = max(params.repetition_penalty, _TINY)
@@ -49,7 +49,7 @@ class Penalties:
         self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
 
     @classmethod
-    def of(cls, draw: Draw) -> "Penalties | None":
+    def of(cls, draw: SampleRequest) -> "Penalties | None":
         """Those that the draw's parameters ask for."""
         params = draw.params
         asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty

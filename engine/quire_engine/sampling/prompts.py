@@ -9,15 +9,15 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_engine.sampling.drawn import not_finite
 from quire_engine.sampling.logprobs import rows_at_once, token_logprobs
 from quire_engine.sampling.sampler import finite_rows
-from quire_engine.scheduling.plan import Chunk, StepResult
+from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk
 
 
 def score_prompts(
-    chunks: Sequence[Chunk],
+    chunks: Sequence[ScheduledChunk],
     rows: torch.Tensor,
     vocab_size: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
-    result: StepResult,
+    result: ModelOutput,
 ) -> None:
     """Writes ``result.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the places in
     the batch of the tokens that the targets follow, chunk after chunk, and ``logits_of`` makes logits [R, V] of some of
@@ -42,7 +42,7 @@ def _piece(logits: torch.Tensor, targets: Sequence[int], num_top: Sequence[int])
     return [one if good else None for one, good in zip(made, finite, strict=True)]
 
 
-def _report(chunk: Chunk, made: Sequence[TokenLogprobs | None], result: StepResult) -> None:
+def _report(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], result: ModelOutput) -> None:
     logprobs = [one for one in made if one is not None]
     if len(logprobs) == len(made):
         result.prompt_logprobs[chunk.sequence_id] = logprobs

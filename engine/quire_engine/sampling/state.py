@@ -1,4 +1,4 @@
-"""What is kept for a sequence between its draws: a cache, made from its ``Draw`` and at any time made anew."""
+"""What is kept for a sequence between its draws: a cache, made from its ``SampleRequest`` and at any time made anew."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from quire_engine.sampling.bias import Bias
 from quire_engine.sampling.forbidden import Forbidden
 from quire_engine.sampling.grammar_mask import GrammarPlace
 from quire_engine.sampling.penalties import Penalties
-from quire_engine.scheduling.plan import Draw
+from quire_engine.scheduling.plan import SampleRequest
 
 MAX_SEQUENCES = 1 << 16
 
@@ -19,7 +19,7 @@ class SequenceState:
         "wants_logprobs",
     )  # fmt: skip
 
-    def __init__(self, draw: Draw, vocab_size: int) -> None:
+    def __init__(self, draw: SampleRequest, vocab_size: int) -> None:
         self.draw = draw
         self.sequence_id = draw.sequence_id
         self.greedy = draw.params.greedy
@@ -48,7 +48,7 @@ class SequenceStates:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def of(self, draw: Draw) -> SequenceState:
+    def of(self, draw: SampleRequest) -> SequenceState:
         """The state of the draw's sequence."""
         state = self._by_id.get(draw.sequence_id)
         # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them too.

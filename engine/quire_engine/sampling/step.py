@@ -24,7 +24,7 @@ from quire_engine.sampling.processors import process
 from quire_engine.sampling.ranking import best
 from quire_engine.sampling.sampler import finite_rows, sample
 from quire_engine.sampling.state import SequenceState, SequenceStates
-from quire_engine.scheduling.plan import Draw, StepResult
+from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class StepSampler:
         """Drops what is kept for sequences that have ended."""
         self._states.drop(sequence_ids)
 
-    def begin(self, draws: Sequence[Draw]) -> PendingDraws:
+    def begin(self, draws: Sequence[SampleRequest]) -> PendingDraws:
         """Looks up what the draws need, and begins to fill the masks of those that have a grammar: their lists hold
         every token before the one to be drawn by now.
         """
@@ -74,7 +74,7 @@ class StepSampler:
         groups = groups.without(masks.errors)
         return Drawn(step.token_ids, pending.states, rows, groups, masks.errors, step.draw_rest(groups, masks, rows))
 
-    def finish(self, pending: PendingDraws, logits: torch.Tensor, rows: Sequence[int], result: StepResult) -> None:
+    def finish(self, pending: PendingDraws, logits: torch.Tensor, rows: Sequence[int], result: ModelOutput) -> None:
         """Makes the draws, waits for them, and writes into ``result`` what came of each."""
         self.draw(pending, logits, rows).collect(result)
 

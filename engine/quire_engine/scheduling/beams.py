@@ -12,7 +12,7 @@ from itertools import islice
 
 from quire_proto.sampling import FinishReason, SamplingParams
 
-from quire_engine.scheduling.plan import Candidates
+from quire_engine.scheduling.plan import BeamCandidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class BeamSearch:
         self._penalty = params.length_penalty
         self._early_stopping = params.early_stopping
 
-    def advance(self, beams: Sequence[tuple[list[int], Candidates]]) -> list[Continuation]:
+    def advance(self, beams: Sequence[tuple[list[int], BeamCandidates]]) -> list[Continuation]:
         """One step, from each beam's output tokens and candidates, in the order of ``logprobs``. Returns the beams that
         go on, best first; none when the search has ended.
         """
@@ -66,14 +66,14 @@ class BeamSearch:
         self.logprobs = [each.logprob for each in going_on]
         return going_on if going_on and self._can_improve() else []
 
-    def _best_continuations(self, rows: Sequence[Candidates]) -> list[Continuation]:
+    def _best_continuations(self, rows: Sequence[BeamCandidates]) -> list[Continuation]:
         """Of equal ones, those of the earlier beam, and of the lower token id, go first."""
         # Each row is best first already, so merging looks at little more than what is kept.
         merged = merge(*(self._continuations(parent, row) for parent, row in enumerate(rows)))
         best = islice(merged, self.num_candidates)
         return [Continuation(parent, token_id, -negative) for negative, parent, token_id in best]
 
-    def _continuations(self, parent: int, row: Candidates) -> Iterator[tuple[float, int, int]]:
+    def _continuations(self, parent: int, row: BeamCandidates) -> Iterator[tuple[float, int, int]]:
         before = self.logprobs[parent]
         for token_id, logprob in zip(row.token_ids, row.logprobs, strict=True):
             yield -(before + logprob), parent, token_id

@@ -7,11 +7,11 @@ from quire_proto.errors import QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
-from quire_engine.request import Timeline
+from quire_engine.request import SequenceTimings
 
 
 @dataclass(slots=True)
-class Output:
+class EngineCoreOutput:
     """New tokens of one choice of a request, its end, or both.
 
     ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
@@ -27,7 +27,7 @@ class Output:
     finish_reason: FinishReason | None = None
     error: QuireError | None = None
     cached_tokens: int = 0
-    timeline: Timeline | None = None
+    timeline: SequenceTimings | None = None
     index: int = 0
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -37,7 +37,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What an engine is busy with; see ``quire.v1.Load``."""
 
     running: int

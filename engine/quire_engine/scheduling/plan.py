@@ -12,16 +12,14 @@ from quire_proto.sampling import SamplingParams
 from quire_engine.grammar import Grammar
 from quire_engine.kv.copy import BlockCopy
 
-__all__ = ["PENDING", "BlockCopy", "Candidates", "Chunk", "Draw", "StepPlan", "StepResult", "StepTimings"]
-
-PENDING = -1
+PLACEHOLDER_TOKEN_ID = -1
 """Stands in a chunk for the token that the step before this one draws for the same sequence. Only an executor whose
 depth is above 1 is given any.
 """
 
 
 @dataclass(slots=True)
-class Draw:
+class SampleRequest:
     """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
     first of several outputs of one prompt, whose sequences are only made then.
 
@@ -46,12 +44,12 @@ class Draw:
 
 
 @dataclass(slots=True)
-class Chunk:
+class ScheduledChunk:
     """The tokens of one sequence that a step computes.
 
-    ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PENDING``; the ``start`` tokens
-    before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the sequence's block
-    table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
+    ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PLACEHOLDER_TOKEN_ID``; the
+    ``start`` tokens before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the
+    sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
     ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
     or change it.
 
@@ -65,7 +63,7 @@ class Chunk:
     token_ids: list[int]
     start: int
     block_ids: list[int]
-    draws: tuple[Draw, ...] = ()
+    draws: tuple[SampleRequest, ...] = ()
     targets: list[int] = field(default_factory=list)
     num_top: int = 0
 
@@ -76,29 +74,30 @@ class Chunk:
         """
         return self.start + len(self.token_ids)
 
-    def resolved(self) -> "Chunk":
-        """The same chunk without ``PENDING``: what that stood for has been drawn by now."""
-        if PENDING not in self.token_ids[-1:]:
+    def resolved(self) -> "ScheduledChunk":
+        """The same chunk without ``PLACEHOLDER_TOKEN_ID``: what that stood for has been drawn by now."""
+        if PLACEHOLDER_TOKEN_ID not in self.token_ids[-1:]:
             return self
         (draw,) = self.draws
         return replace(self, token_ids=[*self.token_ids[:-1], draw.token_ids[self.end - 1]])
 
 
 @dataclass(slots=True)
-class StepPlan:
+class SchedulerOutput:
     """What one step does, in this order: the copies, then the chunks, then the draws.
 
-    Blocks are copied first from the device to the host (``copies_out``), then within the device (``copies_within``),
-    then from the host to the device (``copies_in``), each list in its own order: a block may be the target of one copy
-    and the source of a later one. ``ended`` are sequences that have ended: nothing needs to be kept for them any more,
-    and no step under way draws for them. ``preempted`` counts the sequences that had to give way.
+    Blocks are copied first from the device to the host (``blocks_to_swap_out``), then within the device
+    (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
+    may be the target of one copy and the source of a later one. ``ended`` are sequences that have ended: nothing needs
+    to be kept for them any more, and no step in flight draws for them. ``preempted`` counts the sequences that were
+    preempted.
     """
 
     step: int
-    chunks: list[Chunk] = field(default_factory=list)
-    copies_out: list[BlockCopy] = field(default_factory=list)
-    copies_within: list[BlockCopy] = field(default_factory=list)
-    copies_in: list[BlockCopy] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
+    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     preempted: int = 0
 
@@ -110,18 +109,20 @@ class StepPlan:
     @property
     def num_copies(self) -> int:
         """Blocks that move between the pools."""
-        return len(self.copies_out) + len(self.copies_in)
+        return len(self.blocks_to_swap_out) + len(self.blocks_to_swap_in)
 
     @property
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
-        return not (self.chunks or self.copies_out or self.copies_within or self.copies_in or self.ended)
+        return not (
+            self.chunks or self.blocks_to_swap_out or self.blocks_to_copy or self.blocks_to_swap_in or self.ended
+        )
 
-    def split(self) -> list["StepPlan"]:
+    def split(self) -> list["SchedulerOutput"]:
         """One plan for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
-        ``PENDING``.
+        ``PLACEHOLDER_TOKEN_ID``.
         """
-        return [StepPlan(self.step, [chunk.resolved()]) for chunk in self.chunks]
+        return [SchedulerOutput(self.step, [chunk.resolved()]) for chunk in self.chunks]
 
 
 @dataclass(slots=True)
@@ -140,7 +141,7 @@ class StepTimings:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class BeamCandidates:
     """The most probable next tokens of one beam, best first, and their log-probabilities after all that the sampling
     parameters add or take away.
     """
@@ -150,7 +151,7 @@ class Candidates:
 
 
 @dataclass(slots=True)
-class StepResult:
+class ModelOutput:
     """What a step made, keyed by sequence id.
 
     For each draw, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates, or an
@@ -159,12 +160,12 @@ class StepResult:
 
     token_ids: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    candidates: dict[int, Candidates] = field(default_factory=dict)
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[int, QuireError] = field(default_factory=dict)
     timings: StepTimings = field(default_factory=StepTimings)
 
-    def add(self, other: "StepResult") -> None:
+    def add(self, other: "ModelOutput") -> None:
         """Takes in what another part of the same step made."""
         self.token_ids.update(other.token_ids)
         self.logprobs.update(other.logprobs)

@@ -11,30 +11,30 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from quire_engine.kv.events import Tier
-from quire_engine.kv.memory import Hit, KvMemory
-from quire_engine.request import Group, Moment, Sequence, Status
+from quire_engine.kv.memory import CachedBlock, KVCacheManager
+from quire_engine.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import PENDING, Chunk, StepPlan
-from quire_engine.scheduling.policy import POLICIES, Job
-from quire_engine.scheduling.preemption import Preemption, Reason, decide
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.scheduling.policy import POLICIES, QueuedRequest
+from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason, choose_preemption_mode
 from quire_engine.scheduling.queue import AdmittedQueue, WaitingQueue
 from quire_engine.scheduling.rates import Rates
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.statistics import SchedulerStats
 
 RANKED_AGAIN = 4
 
 _precedence = attrgetter("precedence")
 
 
-class Planner:
+class BatchScheduler:
     """Owns the queues. ``starved`` are sequences that the last plan found no memory for, however much gave way."""
 
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: KvMemory,
+        memory: KVCacheManager,
         rates: Rates,
-        statistics: Statistics,
+        statistics: SchedulerStats,
         clock: Callable[[], int],
     ) -> None:
         self.running = AdmittedQueue()
@@ -61,26 +61,26 @@ class Planner:
 
     def join(self, sequence: Sequence) -> None:
         """A sequence that parted from a running one runs too."""
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         self.running.push(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence ends, wherever it is."""
-        if sequence.status is Status.WAITING:
+        if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         else:
             self._queue(sequence.status).remove(sequence)
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
 
     def lose(self, sequence: Sequence) -> None:
         """What was computed for a sequence that has given way cannot be used: all of it is computed again."""
-        if sequence.status is Status.SWAPPED:
+        if sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
-            self._start_over(sequence, Reason.LOST)
+            self._start_over(sequence, PreemptionReason.LOST)
 
-    def plan(self, step: int, *, ahead: bool = False) -> StepPlan:
+    def plan(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
         """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still under way."""
-        plan = StepPlan(step)
+        plan = SchedulerOutput(step)
         self.starved.clear()
         budget = self._plan_running(plan, self._config.max_num_batched_tokens)
         if not plan.preempted:
@@ -90,14 +90,14 @@ class Planner:
         if not (ahead or plan.chunks or plan.preempted or self.starved or self._memory.has_copies):
             self._unblock(plan)
         copies = self._memory.take_copies()
-        plan.copies_out, plan.copies_within, plan.copies_in = copies.out, copies.within, copies.into
+        plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = copies.out, copies.within, copies.into
         return plan
 
     # Running
 
-    def _plan_running(self, plan: StepPlan, budget: int) -> int:
-        search: Group | None = None
-        running = Status.RUNNING  # a member of an enumeration is slow to look up
+    def _plan_running(self, plan: SchedulerOutput, budget: int) -> int:
+        search: SequenceGroup | None = None
+        running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in list(self.running):
             if budget == 0 or self.starved or sequence.status is not running:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
@@ -112,7 +112,7 @@ class Planner:
                 budget -= self._schedule(sequence, length, plan)
         return budget
 
-    def _make_room(self, unit: list[Sequence], budget: int, plan: StepPlan) -> bool:
+    def _make_room(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
         while self._missing(unit, budget) > self._memory.device.num_free:
             victims = self._together(self.running.last())
@@ -138,14 +138,14 @@ class Planner:
         """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
         return [victim] if victim.group.beams is None else _running_beams(victim.group)[::-1]
 
-    def _schedule(self, sequence: Sequence, length: int, plan: StepPlan) -> int:
+    def _schedule(self, sequence: Sequence, length: int, plan: SchedulerOutput) -> int:
         """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
         start, known = sequence.num_scheduled, sequence.token_ids
         end = start + length
         self._memory.grow(sequence.table, start, end)
-        token_ids = known[start:end] or [PENDING]
+        token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         draws = sequence.draws if end >= len(known) else ()
-        chunk = Chunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
+        chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
         if start < sequence.group.num_prompt and self._tells_prompt(sequence.group):
             chunk.targets = sequence.token_ids[start + 1 : min(end + 1, sequence.group.num_prompt)]
             chunk.num_top = sequence.request.sampling.prompt_logprobs or 0
@@ -153,7 +153,7 @@ class Planner:
         sequence.num_scheduled = end
         return length
 
-    def _tells_prompt(self, group: Group) -> bool:
+    def _tells_prompt(self, group: SequenceGroup) -> bool:
         """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
         cached.
         """
@@ -161,39 +161,39 @@ class Planner:
 
     # Giving way
 
-    def _preempt(self, victim: Sequence, plan: StepPlan) -> None:
+    def _preempt(self, victim: Sequence, plan: SchedulerOutput) -> None:
         """Takes a running sequence off the device, the cheaper way."""
         plan.preempted += 1
         self.running.remove(victim)
-        way, reason = decide(
+        way, reason = choose_preemption_mode(
             self._memory.swap_cost(victim.table, victim.num_scheduled),
             self._rates,
             host_has_room=self._memory.can_swap_out(victim.num_scheduled),
             may_swap=len(self.swapped) < self._config.max_swapped,
         )
         self._statistics.preemptions[way, reason] += 1
-        if way is Preemption.SWAP:
+        if way is PreemptionMode.SWAP:
             self._swap_out(victim, reason)
         else:
             self._start_over(victim, reason)
 
-    def _swap_out(self, victim: Sequence, reason: Reason) -> None:
+    def _swap_out(self, victim: Sequence, reason: PreemptionReason) -> None:
         # Its blocks are copied after the step under way, so with what that computes for it.
         victim.num_computed = victim.num_scheduled
         blocks = self._memory.swap_out(victim.table, victim.num_computed)
         self._statistics.blocks_swapped_out += blocks
-        victim.status = Status.SWAPPED
+        victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
         self._note(victim, "swap_out", blocks, reason)
 
-    def _start_over(self, victim: Sequence, reason: Reason) -> None:
+    def _start_over(self, victim: Sequence, reason: PreemptionReason) -> None:
         self._memory.release(victim.table)
         victim.num_computed = victim.num_scheduled = 0
-        victim.status = Status.PREEMPTED
+        victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)
         self._note(victim, "recompute", 0, reason)
 
-    def _unblock(self, plan: StepPlan) -> None:
+    def _unblock(self, plan: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
         beside what runs. The newest search gives way; one that is alone, and the next to return, ends.
         """
@@ -211,10 +211,10 @@ class Planner:
 
     # Coming back
 
-    def _plan_returns(self, plan: StepPlan, budget: int) -> int:
+    def _plan_returns(self, plan: SchedulerOutput, budget: int) -> int:
         """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
         while budget and (sequence := self._next_to_return()) is not None and self._has_place(sequence):
-            is_swapped = sequence.status is Status.SWAPPED
+            is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in(sequence, budget) if is_swapped else self._admit_again(sequence)):
                 break
             if sequence.num_unscheduled:
@@ -253,7 +253,7 @@ class Planner:
             return True
         return not any(sequence.timeline.first_token for sequence in self.running)
 
-    def _plan_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _plan_waiting(self, plan: SchedulerOutput, budget: int) -> None:
         self._rank_some_again()
         while self.waiting and budget:
             sequence = self._next_waiting()
@@ -265,7 +265,7 @@ class Planner:
             self._note_admission(sequence, hits, plan.step)
             budget -= self._schedule(sequence, min(sequence.num_unscheduled, budget), plan)
 
-    def _fitting_hits(self, sequence: Sequence) -> list[Hit] | None:
+    def _fitting_hits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """What is cached of a sequence that can be admitted now; None when it has to wait.
 
         There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
@@ -283,7 +283,7 @@ class Planner:
         return (
             self._memory.prefix_caching
             and len(others) > 1
-            and any(other.status is Status.RUNNING and other.num_uncomputed > 1 for other in others.values())
+            and any(other.status is SequenceStatus.RUNNING and other.num_uncomputed > 1 for other in others.values())
         )
 
     def _has_place(self, sequence: Sequence) -> bool:
@@ -294,7 +294,7 @@ class Planner:
         others = any(running.group is not sequence.group for running in self.running)
         return self._watermark if others else 0
 
-    def _admit(self, sequence: Sequence, hits: list[Hit]) -> None:
+    def _admit(self, sequence: Sequence, hits: list[CachedBlock]) -> None:
         group = sequence.group
         if group.age is None:
             group.age = self._ages
@@ -303,7 +303,7 @@ class Planner:
         sequence.num_computed = sequence.num_scheduled = self._memory.admit(sequence.table, hits)
         self.join(sequence)
 
-    def _note_admission(self, sequence: Sequence, hits: list[Hit], step: int) -> None:
+    def _note_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
         """What is counted when a sequence is admitted for the first time."""
         sequence.timeline.admitted = self._clock()
         sequence.timeline.first_step = step
@@ -339,15 +339,19 @@ class Planner:
         looks = self._by_length and not self._tells_prompt(sequence.group)
         cached = len(self._memory.match(sequence.table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * self._memory.block_size
-        return self._policy(Job(uncached, sequence.served_at_arrival, sequence.request.priority))
+        return self._policy(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
 
-    def _queue(self, status: Status) -> AdmittedQueue:
-        return {Status.RUNNING: self.running, Status.SWAPPED: self.swapped, Status.PREEMPTED: self.preempted}[status]
+    def _queue(self, status: SequenceStatus) -> AdmittedQueue:
+        return {
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+            SequenceStatus.PREEMPTED: self.preempted,
+        }[status]
 
     def _note(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
-        sequence.timeline.moments.append(Moment(name, self._clock(), blocks, reason))
+        sequence.timeline.moments.append(SequenceEvent(name, self._clock(), blocks, reason))
 
 
-def _running_beams(group: Group) -> list[Sequence]:
+def _running_beams(group: SequenceGroup) -> list[Sequence]:
     """The beams of a search that run, by precedence."""
-    return sorted((beam for beam in group.sequences.values() if beam.status is Status.RUNNING), key=_precedence)
+    return sorted((beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_precedence)

@@ -11,7 +11,7 @@ AGING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class QueuedRequest:
     """What a policy may know of a sequence that waits: the tokens that it needs computed and that no cache holds, all
     tokens that the engine had computed when it arrived, and its request's priority.
     """
@@ -21,13 +21,13 @@ class Job:
     priority: int
 
 
-def fcfs(job: Job) -> float:
+def fcfs(job: QueuedRequest) -> float:
     """First come, first served."""
     del job
     return 0.0
 
 
-def sjf(job: Job) -> float:
+def sjf(job: QueuedRequest) -> float:
     """The shortest job first, by the tokens that it needs computed, aged by those that others were given meanwhile.
 
     Waiting while the engine computes a token counts as much as being ``AGING`` tokens shorter. The token that is served
@@ -37,9 +37,9 @@ def sjf(job: Job) -> float:
     return job.uncached_tokens + AGING * job.served_at_arrival
 
 
-def priority(job: Job) -> float:
+def priority(job: QueuedRequest) -> float:
     """Small numbers first; first come, first served among equals."""
     return float(job.priority)
 
 
-POLICIES: Mapping[Policy, Callable[[Job], float]] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
+POLICIES: Mapping[Policy, Callable[[QueuedRequest], float]] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}

@@ -6,14 +6,14 @@ from quire_engine.kv.memory import SwapCost
 from quire_engine.scheduling.rates import Rates
 
 
-class Preemption(StrEnum):
+class PreemptionMode(StrEnum):
     """The two ways, as metrics and spans name them."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
 
 
-class Reason(StrEnum):
+class PreemptionReason(StrEnum):
     """Why a victim went that way."""
 
     CHEAPER = "cheaper"
@@ -22,14 +22,16 @@ class Reason(StrEnum):
     LOST = "lost"
 
 
-def decide(cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool) -> tuple[Preemption, Reason]:
+def choose_preemption_mode(
+    cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
+) -> tuple[PreemptionMode, PreemptionReason]:
     """How a victim with this cost gives way, and why: ``host_has_room`` for its blocks, and ``may_swap`` one more."""
     if not cost.bytes_to_move:
-        return Preemption.RECOMPUTE, Reason.CHEAPER
+        return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
     if not host_has_room:
-        return Preemption.RECOMPUTE, Reason.HOST_FULL
+        return PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL
     if not may_swap:
-        return Preemption.RECOMPUTE, Reason.TOO_MANY_SWAPPED
+        return PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED
     swap = cost.bytes_to_move / rates.bytes_per_second
     recompute = cost.uncached_tokens / rates.tokens_per_second
-    return (Preemption.SWAP if swap <= recompute else Preemption.RECOMPUTE), Reason.CHEAPER
+    return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER

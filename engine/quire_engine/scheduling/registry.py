@@ -5,30 +5,30 @@ from collections.abc import Callable, Iterable
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import choice_seed
 
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
-from quire_engine.request import Group, Request, Sequence, Timeline
+from quire_engine.request import Request, Sequence, SequenceGroup, SequenceTimings
 from quire_engine.scheduling.beams import BeamSearch
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import Draw, StepPlan
+from quire_engine.scheduling.plan import SampleRequest, SchedulerOutput
 
 
 class Registry:
     """All live requests and sequences. Ids of sequences only grow, in the order of arrival."""
 
-    def __init__(self, config: SchedulerConfig, memory: KvMemory, clock: Callable[[], int]) -> None:
+    def __init__(self, config: SchedulerConfig, memory: KVCacheManager, clock: Callable[[], int]) -> None:
         self._config = config
         self._memory = memory
         self._clock = clock
         self._next_id = 0
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, SequenceGroup] = {}
         self._sequences: dict[int, Sequence] = {}
         self._ended: list[int] = []
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def group(self, request_id: str) -> Group | None:
+    def group(self, request_id: str) -> SequenceGroup | None:
         """The live request of this id."""
         return self._groups.get(request_id)
 
@@ -42,7 +42,7 @@ class Registry:
         """
         stops = self._stop_token_ids(request)
         beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
-        group = Group(request, beams)
+        group = SequenceGroup(request, beams)
         self._groups[request.request_id] = group
         history = {delivered.index: delivered for delivered in request.history}
         choices = range(request.sampling.num_told)
@@ -86,7 +86,7 @@ class Registry:
         if not group.sequences:
             del self._groups[group.request.request_id]
 
-    def take_ended(self, under_way: Iterable[StepPlan]) -> list[int]:
+    def take_ended(self, under_way: Iterable[SchedulerOutput]) -> list[int]:
         """Ids of the sequences that were closed since the last call, but for those that a plan under way draws for:
         they are told later, because that draw would make anew what the executor forgets.
         """
@@ -97,7 +97,7 @@ class Registry:
         self._ended = [each for each in self._ended if each in drawn]
         return ended
 
-    def _root(self, group: Group, width: int) -> Sequence:
+    def _root(self, group: SequenceGroup, width: int) -> Sequence:
         """One sequence for all choices, whose ids it reserves."""
         root = self._born(group, 0, [])
         if group.beams is not None:
@@ -108,12 +108,12 @@ class Registry:
             root.draws = (own, *(self._draw(root, i, self._take_id()) for i in range(1, width)))
         return root
 
-    def _born(self, group: Group, index: int, output: list[int]) -> Sequence:
+    def _born(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
         request = group.request
         table = BlockTable(extra_key(self._config.model_revision, request.cache_salt))
         tokens = [*request.prompt_token_ids, *output]
         limit = min(group.num_prompt + request.sampling.max_tokens, self._config.max_model_len)
-        timeline = Timeline(arrived=self._clock())
+        timeline = SequenceTimings(arrived=self._clock())
         sequence = Sequence(self._take_id(), group, index, tokens, table=table, timeline=timeline, limit=limit)
         sequence.draws = (self._draw(sequence, index),)
         self._enter(sequence)
@@ -123,10 +123,10 @@ class Registry:
         self._sequences[sequence.id] = sequence
         sequence.group.sequences[sequence.id] = sequence
 
-    def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> Draw:
+    def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
         group = sequence.group
         request = group.request
-        return Draw(
+        return SampleRequest(
             sequence_id=sequence.id if sequence_id is None else sequence_id,
             params=request.sampling,
             seed=choice_seed(request.sampling.seed, index),

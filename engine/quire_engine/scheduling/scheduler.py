@@ -24,18 +24,18 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
-from quire_engine.kv.memory import KvMemory
-from quire_engine.kv.waste import Waste, device_waste, unreachable_blocks
-from quire_engine.request import Group, Request, Sequence, Status
+from quire_engine.kv.memory import KVCacheManager
+from quire_engine.kv.waste import KVCacheFragmentation, device_waste, unreachable_blocks
+from quire_engine.request import Request, Sequence, SequenceGroup, SequenceStatus
 from quire_engine.scheduling.admission import check_request
 from quire_engine.scheduling.beams import Continuation
 from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import Load, Output
-from quire_engine.scheduling.plan import Candidates, Chunk, StepPlan, StepResult
-from quire_engine.scheduling.planner import Planner
+from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
+from quire_engine.scheduling.plan import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
+from quire_engine.scheduling.planner import BatchScheduler
 from quire_engine.scheduling.rates import UNMEASURED, Rates
 from quire_engine.scheduling.registry import Registry
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.statistics import SchedulerStats
 
 MAX_DEPTH = 2
 
@@ -48,26 +48,26 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        memory: KvMemory,
+        memory: KVCacheManager,
         *,
         rates: Rates = UNMEASURED,
         clock: Callable[[], int] = time_ns,
     ) -> None:
         self.config = config
         self.memory = memory
-        self.statistics = Statistics()
+        self.statistics = SchedulerStats()
         self._clock = clock
         self._registry = Registry(config, memory, clock)
-        self._planner = Planner(config, memory, rates, self.statistics, clock)
+        self._planner = BatchScheduler(config, memory, rates, self.statistics, clock)
         self.waiting = self._planner.waiting
         self.running = self._planner.running
         self.swapped = self._planner.swapped
         self.preempted = self._planner.preempted
         self._step = 0
         self._committed = 0
-        self._under_way: deque[StepPlan] = deque()
-        self._outputs: list[Output] = []
-        self._complete: list[Group] = []
+        self._under_way: deque[SchedulerOutput] = deque()
+        self._outputs: list[EngineCoreOutput] = []
+        self._complete: list[SequenceGroup] = []
 
     @property
     def has_work(self) -> bool:
@@ -98,7 +98,7 @@ class Scheduler:
             for index in ending:
                 self._abort_choice(group, index)
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> SchedulerOutput:
         """What the next step does. Empty when nothing can be computed, which may be for want of what the step under way
         makes; an empty plan need not be committed.
         """
@@ -114,14 +114,14 @@ class Scheduler:
             self._under_way.append(plan)
         return plan
 
-    def retry(self, plan: StepPlan) -> list[StepPlan]:
+    def retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
         """One plan for each chunk of a step that failed, the oldest that is under way, to be run alone. Chunks whose
         sequence no longer has its blocks are struck from ``plan``.
         """
         plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
         return plan.split()
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+    def commit(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
         if self._under_way and self._under_way[0] is plan:
             self._under_way.popleft()
@@ -135,16 +135,16 @@ class Scheduler:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def request_ids(self, plan: StepPlan) -> list[str]:
+    def request_ids(self, plan: SchedulerOutput) -> list[str]:
         """Whose tokens the plan computes, in its order."""
         sequences = [self._registry.sequence(chunk.sequence_id) for chunk in plan.chunks]
         return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
         device, host = self.memory.device, self.memory.host
         admitted = sum(s.num_uncomputed for queue in (self.running, self.preempted) for s in queue)
-        return Load(
+        return EngineLoad(
             running=len(self.running),
             waiting=len(self.waiting) + len(self.preempted),
             swapped=len(self.swapped),
@@ -155,7 +155,7 @@ class Scheduler:
             host_blocks_free=host.num_free,
         )
 
-    def waste(self) -> Waste:
+    def waste(self) -> KVCacheFragmentation:
         """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
         device = device_waste(self.memory, ((sequence.table, sequence.num_scheduled) for sequence in self.running))
         if self.has_work:
@@ -167,11 +167,11 @@ class Scheduler:
     def _can_retry(self, sequence: Sequence | None) -> bool:
         if sequence is None:
             return False
-        if sequence.status is not Status.RUNNING:
+        if sequence.status is not SequenceStatus.RUNNING:
             self._planner.lose(sequence)
-        return sequence.status is Status.RUNNING
+        return sequence.status is SequenceStatus.RUNNING
 
-    def _commit_chunk(self, sequence: Sequence, chunk: Chunk, result: StepResult) -> None:
+    def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
         error = _error_of(chunk, result) if result.errors else None
         if error is not None:
             self._fail(sequence.group, error)
@@ -189,12 +189,12 @@ class Scheduler:
             self._collect(sequence, result.candidates[sequence.id])
         elif len(chunk.draws) == 1:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
-        elif sequence.status is Status.RUNNING:
+        elif sequence.status is SequenceStatus.RUNNING:
             self._part(sequence, chunk, result)
         else:  # it gave way and has no blocks to share: the same tokens are drawn when it is back
             self._planner.lose(sequence)
 
-    def _part(self, root: Sequence, chunk: Chunk, result: StepResult) -> None:
+    def _part(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
         """The first token of each choice is drawn, and each goes its own way."""
         self.running.remove(root)
         self._registry.part(root)
@@ -225,24 +225,26 @@ class Scheduler:
         if not sequence.timeline.first_token:
             sequence.timeline.first_token = self._clock()
 
-    def _tell_prompt(self, group: Group, position: int, logprobs: list[TokenLogprobs]) -> None:
+    def _tell_prompt(self, group: SequenceGroup, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Tells each of the prompt's tokens once: after a preemption they are computed again."""
         news = logprobs[group.num_told - position :] if position <= group.num_told else []
         if news:
             index = next(iter(group.open))
-            output = Output(group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.num_told)
+            output = EngineCoreOutput(
+                group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.num_told
+            )
             output.cached_tokens = group.num_cached or 0
             group.num_told += len(news)
             self._outputs.append(output)
 
-    def _count_copies(self, plan: StepPlan) -> None:
-        self.statistics.blocks_parted += len(plan.copies_within)
-        self.statistics.blocks_copied_out += len(plan.copies_out)
-        self.statistics.blocks_copied_in += len(plan.copies_in)
+    def _count_copies(self, plan: SchedulerOutput) -> None:
+        self.statistics.blocks_parted += len(plan.blocks_to_copy)
+        self.statistics.blocks_copied_out += len(plan.blocks_to_swap_out)
+        self.statistics.blocks_copied_in += len(plan.blocks_to_swap_in)
 
     # Beams
 
-    def _collect(self, beam: Sequence, candidates: Candidates) -> None:
+    def _collect(self, beam: Sequence, candidates: BeamCandidates) -> None:
         group = beam.group
         group.candidates[beam.id] = candidates
         if len(group.candidates) == len(group.sequences) and group not in self._complete:
@@ -258,7 +260,7 @@ class Scheduler:
             if group.sequences:
                 self._advance(group)
 
-    def _advance(self, group: Group) -> None:
+    def _advance(self, group: SequenceGroup) -> None:
         assert group.beams is not None
         beams = list(group.sequences.values())
         histories = [(beam.token_ids[group.num_prompt :], group.candidates[beam.id]) for beam in beams]
@@ -269,7 +271,7 @@ class Scheduler:
         else:
             self._end_search(group)
 
-    def _continue(self, group: Group, beams: list[Sequence], continuations: list[Continuation]) -> None:
+    def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
         """Beams that go on more than once part, and those that do not go on leave."""
         for beam in beams:
             if beam.width > 1:
@@ -294,7 +296,7 @@ class Scheduler:
         self._planner.join(child)
         return child
 
-    def _end_search(self, group: Group) -> None:
+    def _end_search(self, group: SequenceGroup) -> None:
         assert group.beams is not None
         if len(group.beams.finished) < len(group.open):
             self._fail(group, _too_few_beams(len(group.beams.finished)))
@@ -317,7 +319,7 @@ class Scheduler:
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 
-    def _abort_choice(self, group: Group, index: int) -> None:
+    def _abort_choice(self, group: SequenceGroup, index: int) -> None:
         """Ends one choice of several. Before they part there is no sequence of its own to end."""
         own = next((each for each in group.sequences.values() if each.index == index and each.width == 1), None)
         sequence = own or next(iter(group.sequences.values()))
@@ -325,30 +327,30 @@ class Scheduler:
         if own is not None:
             self._remove(own)
 
-    def _abort_all(self, group: Group) -> None:
+    def _abort_all(self, group: SequenceGroup) -> None:
         sequences = {each.index: each for each in group.sequences.values()}
         some = next(iter(group.sequences.values()))
         for index in list(group.open):
             self._finish_choice(self._final(sequences.get(index, some), index, FinishReason.ABORT), group)
         self._remove_all(group)
 
-    def _fail(self, group: Group, error: QuireError) -> None:
+    def _fail(self, group: SequenceGroup, error: QuireError) -> None:
         """Ends a request with an error, all its choices together."""
         output = self._final(next(iter(group.sequences.values())), next(iter(group.open)), FinishReason.ERROR)
         output.error, output.ends_request = error, True
         self._outputs.append(output)
         self._remove_all(group)
 
-    def _finish_choice(self, output: Output, group: Group) -> None:
+    def _finish_choice(self, output: EngineCoreOutput, group: SequenceGroup) -> None:
         del group.open[output.index]
         output.ends_request = not group.open
         self._outputs.append(output)
 
-    def _final(self, sequence: Sequence, index: int, reason: FinishReason) -> Output:
+    def _final(self, sequence: Sequence, index: int, reason: FinishReason) -> EngineCoreOutput:
         """The last output of a choice, without its tokens."""
         sequence.timeline.finished = self._clock()
         sequence.timeline.last_step = self._committed
-        return Output(
+        return EngineCoreOutput(
             sequence.request.request_id,
             position=sequence.num_reported,
             finish_reason=reason,
@@ -357,7 +359,7 @@ class Scheduler:
             index=index,
         )
 
-    def _remove_all(self, group: Group) -> None:
+    def _remove_all(self, group: SequenceGroup) -> None:
         for sequence in list(group.sequences.values()):
             self._remove(sequence)
 
@@ -368,12 +370,12 @@ class Scheduler:
         self._registry.close(sequence)
 
 
-def _news(sequence: Sequence, logprobs: TokenLogprobs | None) -> Output:
+def _news(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
     """What the outside has not seen of the sequence yet."""
     group, position = sequence.group, sequence.num_reported
     token_ids = sequence.token_ids[group.num_prompt + position :]
     sequence.num_reported = position + len(token_ids)
-    return Output(
+    return EngineCoreOutput(
         group.request.request_id,
         token_ids,
         position,
@@ -383,14 +385,14 @@ def _news(sequence: Sequence, logprobs: TokenLogprobs | None) -> Output:
     )
 
 
-def _error_of(chunk: Chunk, result: StepResult) -> QuireError | None:
+def _error_of(chunk: ScheduledChunk, result: ModelOutput) -> QuireError | None:
     """The first error of what the chunk computes or draws."""
     concerned = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
     return next((result.errors[each] for each in concerned if each in result.errors), None)
 
 
 def _is_ready(beam: Sequence) -> bool:
-    return beam.status is Status.RUNNING and beam.num_uncomputed == 0
+    return beam.status is SequenceStatus.RUNNING and beam.num_uncomputed == 0
 
 
 def _too_few_beams(count: int) -> QuireError:

@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from quire_engine.scheduling.preemption import Preemption, Reason
+from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason
 
 
 @dataclass(slots=True)
-class Statistics:
+class SchedulerStats:
     """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_device_tokens`` of the prompts
     were found in the device pool, and ``prefix_host_tokens`` came back from the host's. ``blocks_copied_out`` and
     ``_in`` are all that moved between the pools, those swapped among them; ``blocks_parted`` those copied because a
@@ -25,7 +25,7 @@ class Statistics:
     blocks_copied_in: int = 0
     blocks_parted: int = 0
     out_of_memory: int = 0
-    preemptions: Counter[tuple[Preemption, Reason]] = field(default_factory=Counter)
+    preemptions: Counter[tuple[PreemptionMode, PreemptionReason]] = field(default_factory=Counter)
 
     @property
     def prefix_hit_tokens(self) -> int:
@@ -35,9 +35,9 @@ class Statistics:
     @property
     def preemptions_by_swap(self) -> int:
         """Victims that were swapped out."""
-        return sum(count for (way, _), count in self.preemptions.items() if way is Preemption.SWAP)
+        return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.SWAP)
 
     @property
     def preemptions_by_recompute(self) -> int:
         """Victims that were sent back to the start."""
-        return sum(count for (way, _), count in self.preemptions.items() if way is Preemption.RECOMPUTE)
+        return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.RECOMPUTE)

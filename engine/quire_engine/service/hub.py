@@ -12,11 +12,11 @@ from itertools import count
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_engine.core import Abort, Add, EngineCore, Inspect, StepOutput
-from quire_engine.kv.events import Stored
+from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect
+from quire_engine.kv.events import BlockStored
 from quire_engine.pace import PaceMeter
 from quire_engine.request import Request
-from quire_engine.scheduling.output import Load
+from quire_engine.scheduling.output import EngineLoad
 from quire_engine.service.compilations import Compilations
 from quire_engine.service.messages import (
     abort_to_proto,
@@ -164,7 +164,7 @@ class SessionHub:
         else:
             self.core.send(Abort(key, indexes))
 
-    def publish(self, step: StepOutput) -> None:
+    def publish(self, step: EngineCoreOutputs) -> None:
         """Takes in one step's news and hands every session its share: at once where it has requests, else in time."""
         self._step = step.trace.step
         self._load = load_to_proto(step.load, self._pace.pace)
@@ -257,7 +257,7 @@ class SessionHub:
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[tuple[Session, int, pb.SessionResponse]] = loop.create_future()
 
-        def reply(load: Load, stored: list[Stored]) -> None:
+        def reply(load: EngineLoad, stored: list[BlockStored]) -> None:
             loop.call_soon_threadsafe(self._register, session_id, load, stored, opened)
 
         self.core.send(Inspect(reply))
@@ -271,8 +271,8 @@ class SessionHub:
     def _register(
         self,
         session_id: str,
-        load: Load,
-        stored: list[Stored],
+        load: EngineLoad,
+        stored: list[BlockStored],
         opened: "asyncio.Future[tuple[Session, int, pb.SessionResponse]]",
     ) -> None:
         """Runs between the news of the step before the snapshot and those of the step after it: nothing is missed."""

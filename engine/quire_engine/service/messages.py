@@ -9,10 +9,10 @@ from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_pro
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 
-from quire_engine.kv.events import KvEvent, Stored, Tier
+from quire_engine.kv.events import BlockStored, KVCacheEvent, Tier
 from quire_engine.pace import Pace
-from quire_engine.request import Delivered, Request
-from quire_engine.scheduling.output import Load, Output
+from quire_engine.request import Request, ResumedOutput
+from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Log-probabilities of so many prompt tokens go into one message: a quarter of a MiB at most.
@@ -31,12 +31,12 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
         output_token_ids=tuple(message.output_token_ids),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
-        delivered=tuple(Delivered(each.index, tuple(each.token_ids), each.finished) for each in message.delivered),
+        delivered=tuple(ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered),
         priority=message.priority,
     )
 
 
-def output_to_proto(output: Output, request_id: str) -> list[pb.SequenceOutput]:
+def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.SequenceOutput]:
     """One choice's part of a step, under the id that the router chose. Several messages where many of the prompt's
     log-probabilities are told; the last one has everything else.
     """
@@ -56,7 +56,7 @@ def output_to_proto(output: Output, request_id: str) -> list[pb.SequenceOutput]:
 
 def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
     """The answer to a request that never reached the core."""
-    return output_to_proto(Output("", finish_reason=FinishReason.ERROR, error=error), request_id)
+    return output_to_proto(EngineCoreOutput("", finish_reason=FinishReason.ERROR, error=error), request_id)
 
 
 def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
@@ -64,14 +64,14 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     earlier = {delivered.index: delivered for delivered in request.history}
     ends: list[pb.SequenceOutput] = []
     for index in range(request.sampling.num_told):
-        delivered = earlier.get(index, Delivered(index, ()))
+        delivered = earlier.get(index, ResumedOutput(index, ()))
         if not delivered.finished:
-            end = Output("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)
+            end = EngineCoreOutput("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)
             ends += output_to_proto(end, request_id)
     return ends
 
 
-def load_to_proto(load: Load, pace: Pace | None) -> pb.Load:
+def load_to_proto(load: EngineLoad, pace: Pace | None) -> pb.Load:
     """The load, field by field, and the pace once there is one."""
     return pb.Load(
         running=load.running,
@@ -86,7 +86,7 @@ def load_to_proto(load: Load, pace: Pace | None) -> pb.Load:
     )
 
 
-def events_to_proto(events: Iterable[KvEvent]) -> list[pb.KvEvent]:
+def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
     """Changes of the prefix cache, in their order; those of one kind that follow each other are one message."""
     return [
         _changes_to_proto(kind, tier, [event.block_hash for event in alike])
@@ -94,14 +94,14 @@ def events_to_proto(events: Iterable[KvEvent]) -> list[pb.KvEvent]:
     ]
 
 
-def cached_to_proto(stored: Sequence[Stored]) -> list[pb.KvStored]:
+def cached_to_proto(stored: Sequence[BlockStored]) -> list[pb.KvStored]:
     """Everything that can be hit, tier by tier."""
     hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
     return [pb.KvStored(block_hashes=held, tier=_TIER[tier]) for tier, held in hashes.items() if held]
 
 
-def _changes_to_proto(kind: type[KvEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
-    if kind is Stored:
+def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
+    if kind is BlockStored:
         return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
@@ -115,7 +115,7 @@ def _pace_to_proto(pace: Pace) -> pb.Pace:
     )
 
 
-def _prompt_piece(output: Output, request_id: str, start: int) -> pb.SequenceOutput:
+def _prompt_piece(output: EngineCoreOutput, request_id: str, start: int) -> pb.SequenceOutput:
     piece = output.prompt_logprobs[start : start + PROMPT_PIECE]
     return pb.SequenceOutput(
         request_id=request_id,

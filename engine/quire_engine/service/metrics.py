@@ -10,9 +10,9 @@ from threading import Thread
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
 from quire_proto.telemetry import Metric
 
-from quire_engine.core import StepOutput
-from quire_engine.kv.waste import Waste
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.core import EngineCoreOutputs
+from quire_engine.kv.waste import KVCacheFragmentation
+from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.structured.compiler import Outcome
 
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -25,7 +25,7 @@ class EngineMetrics:
     read.
     """
 
-    def __init__(self, model: str, statistics: Statistics, heartbeat_age: Callable[[], float]) -> None:
+    def __init__(self, model: str, statistics: SchedulerStats, heartbeat_age: Callable[[], float]) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._statistics = statistics
@@ -74,7 +74,7 @@ class EngineMetrics:
         """Takes in that a task of the service failed and is started again."""
         self._restarts.labels(self._model, task).inc()
 
-    def on_step(self, step: StepOutput) -> None:
+    def on_step(self, step: EngineCoreOutputs) -> None:
         """Takes in one step."""
         load, times = step.load, step.trace
         for gauge, value in (
@@ -113,7 +113,7 @@ class EngineMetrics:
         for (mode, reason), count in list(self._statistics.preemptions.items()):
             yield self._preemptions.labels(self._model, mode, reason), count
 
-    def _set_waste(self, waste: Waste) -> None:
+    def _set_waste(self, waste: KVCacheFragmentation) -> None:
         self._empty_slots.set(waste.empty_slots)
         if waste.unreachable_blocks is not None:
             self._unreachable.set(waste.unreachable_blocks)

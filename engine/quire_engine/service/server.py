@@ -18,7 +18,7 @@ from quire_proto.certificates import Certificates
 from quire_proto.supervise import SupervisedTask
 from quire_proto.tls import ServerTls
 
-from quire_engine.core import EngineCore, StepOutput, Stop
+from quire_engine.core import EngineCore, EngineCoreOutputs, Stop
 from quire_engine.executor.base import Executor
 from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.scheduler import Scheduler
@@ -143,11 +143,11 @@ class EngineServer:
             with suppress(RuntimeError):  # a step that hung is over, and nobody waits for it any more
                 self._loop.call_soon_threadsafe(self._core_ended.set)
 
-    def _publish(self, step: StepOutput) -> None:
+    def _publish(self, step: EngineCoreOutputs) -> None:
         """On the core's thread: hands the step's news to the event loop, which keeps their order."""
         self._loop.call_soon_threadsafe(self._on_step, step)
 
-    def _on_step(self, step: StepOutput) -> None:
+    def _on_step(self, step: EngineCoreOutputs) -> None:
         self._hub.publish(step)
         self._metrics.on_step(step)
 

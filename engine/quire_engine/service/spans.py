@@ -15,9 +15,9 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
 from quire_proto.telemetry import Attribute, Event, Span
 from quire_proto.tracing import extract
 
-from quire_engine.core import StepOutput, StepTrace
-from quire_engine.request import Moment, Request, Timeline
-from quire_engine.scheduling.output import Load, Output
+from quire_engine.core import EngineCoreOutputs, StepTrace
+from quire_engine.request import Request, SequenceEvent, SequenceTimings
+from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 
 SLOW_FACTOR = 4.0
 MAX_STEPS_PER_SECOND = 20.0
@@ -57,7 +57,7 @@ class SpanBuilder:
         """Forgets a request whose end nobody will report."""
         self._traced.pop(key, None)
 
-    def on_step(self, step: StepOutput) -> None:
+    def on_step(self, step: EngineCoreOutputs) -> None:
         """Exports the step, if it is one to export, and the requests that ended with it."""
         if not self._enabled:
             return
@@ -84,7 +84,7 @@ class SpanBuilder:
         self._allowance -= 1
         return True
 
-    def _export_step(self, step: StepTrace, load: Load) -> None:
+    def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
         links = [Link(self._traced[key].parent) for key in step.request_ids if key in self._traced]
         attributes = {
             Attribute.STEP_ID: step.step,
@@ -112,7 +112,7 @@ class SpanBuilder:
             begin = end
         root.end(begin)
 
-    def _export_choice(self, traced: _Traced, output: Output) -> None:
+    def _export_choice(self, traced: _Traced, output: EngineCoreOutput) -> None:
         """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
         times = output.timeline
         if times is None:
@@ -124,7 +124,7 @@ class SpanBuilder:
             self._export_decode(traced, output, times)
         self._export_swaps(traced, times)
 
-    def _export_prompt(self, traced: _Traced, output: Output, times: Timeline) -> None:
+    def _export_prompt(self, traced: _Traced, output: EngineCoreOutput, times: SequenceTimings) -> None:
         end = times.finished
         self._span(Span.WAIT, traced.context, times.arrived, times.admitted or end)
         if times.admitted:
@@ -137,7 +137,7 @@ class SpanBuilder:
             early = [moment for moment in times.moments if moment.time < read]
             self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
 
-    def _export_decode(self, traced: _Traced, output: Output, times: Timeline) -> None:
+    def _export_decode(self, traced: _Traced, output: EngineCoreOutput, times: SequenceTimings) -> None:
         span = self._tracer.start_span(
             Span.DECODE,
             context=traced.context,
@@ -153,7 +153,7 @@ class SpanBuilder:
         _add_events(span, [moment for moment in times.moments if moment.time >= times.first_token])
         span.end(times.finished)
 
-    def _export_swaps(self, traced: _Traced, times: Timeline) -> None:
+    def _export_swaps(self, traced: _Traced, times: SequenceTimings) -> None:
         """A ``swap_out`` lasts for as long as the sequence was off the device."""
         for index, moment in enumerate(times.moments):
             attributes = {Attribute.BLOCKS: moment.blocks}
@@ -172,20 +172,20 @@ class SpanBuilder:
         end: int,
         attributes: dict[str, int] | None = None,
         *,
-        moments: Sequence[Moment] = (),
+        moments: Sequence[SequenceEvent] = (),
     ) -> None:
         span = self._tracer.start_span(name, context=context, start_time=start, attributes=attributes)
         _add_events(span, moments)
         span.end(end)
 
 
-def _add_events(span: trace.Span, moments: Sequence[Moment]) -> None:
+def _add_events(span: trace.Span, moments: Sequence[SequenceEvent]) -> None:
     for moment in moments:
         name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
         span.add_event(name, _preemption(moment), timestamp=moment.time)
 
 
-def _preemption(moment: Moment) -> dict[str, str | int]:
+def _preemption(moment: SequenceEvent) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {Attribute.PREEMPTION: moment.name, Attribute.BLOCKS: moment.blocks}
     return attributes | ({Attribute.PREEMPTION_REASON: str(moment.reason)} if moment.reason else {})
 

@@ -12,7 +12,7 @@ from quire_proto.settings import CommandSettings
 from quire_engine.config import PREFIX, Names
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import VOCAB_SIZE
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.config import Batching, Policy, SchedulerConfig
 from quire_engine.simulation.presets import PRESETS, Preset, PresetName
 
@@ -83,11 +83,11 @@ class EngineSettings(CommandSettings):
         return replace(self._preset.latency, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """The pools; the null block comes on top of what was asked for."""
         block_bytes = self._preset.token_bytes * self.block_size
         blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
-        return KvCapacity(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
+        return KVCacheConfig(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
 
     def limits(self, policy: Policy) -> SchedulerConfig:
         """What the scheduler keeps, under this policy."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from quire_proto.errors import QuireError
 
-from quire_engine.core import StepOutput
+from quire_engine.core import EngineCoreOutputs
 from quire_engine.kv.waste import device_waste, unreachable_blocks
-from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.scheduling.scheduler import Scheduler
 
 INSPECTION_STEPS = 256
@@ -66,7 +66,7 @@ class Recorder:
         """The engine did not take it."""
         self.lives[request_id].error = error.code.name
 
-    def observe(self, began: float, ended: float, step: StepOutput) -> None:
+    def observe(self, began: float, ended: float, step: EngineCoreOutputs) -> None:
         """A step was made, from ``began`` to ``ended``."""
         self._admit(began, step.trace.request_ids)
         for output in step.outputs:
@@ -87,7 +87,7 @@ class Recorder:
                 life.admitted = time
                 self.admissions.append(life.rank)
 
-    def _note(self, time: float, output: Output) -> None:
+    def _note(self, time: float, output: EngineCoreOutput) -> None:
         life = self.lives[output.request_id]
         if output.token_ids:
             if life.last_token is None:
@@ -101,7 +101,7 @@ class Recorder:
         if output.error is not None:
             life.error = output.error.code.name
 
-    def _sample(self, began: float, ended: float, step: StepOutput) -> None:
+    def _sample(self, began: float, ended: float, step: EngineCoreOutputs) -> None:
         load, samples = step.load, self.samples
         waste = device_waste(self.scheduler.memory, ((s.table, s.num_computed) for s in self.scheduler.running))
         samples.time.append(ended)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.scheduling.statistics import Statistics
+from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.simulation.recorder import Recorder, Samples
 
 Floats = npt.NDArray[np.float64]
@@ -140,7 +140,7 @@ def overtakes(admissions: Sequence[int]) -> list[int]:
     return counts
 
 
-def _reasons(counted: Statistics) -> Mapping[str, int]:
+def _reasons(counted: SchedulerStats) -> Mapping[str, int]:
     """Victims by why they gave way as they did."""
     reasons: Counter[str] = Counter()
     for (_, reason), count in counted.preemptions.items():

@@ -8,11 +8,11 @@ from time import perf_counter
 from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams
 
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KvCapacity
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -29,7 +29,7 @@ class Simulation:
     def __init__(
         self,
         limits: SchedulerConfig,
-        capacity: KvCapacity,
+        capacity: KVCacheConfig,
         latency: Latency,
         *,
         seed: int = 0,
@@ -38,7 +38,7 @@ class Simulation:
     ) -> None:
         self.clock = VirtualClock()
         executor = SimulatedExecutor(capacity, latency, seed=seed, vocab_size=limits.vocab_size, sleep=self.clock.sleep)
-        memory = KvMemory(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+        memory = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
         self.scheduler = Scheduler(limits, memory, rates=latency.rates, clock=self.clock)
         self.recorder = Recorder(self.scheduler)
         self._core = EngineCore(self.scheduler, executor, self._receive)
@@ -77,5 +77,5 @@ class Simulation:
         except QuireError as error:
             self.recorder.refuse(request_id, error)
 
-    def _receive(self, step: StepOutput) -> None:
+    def _receive(self, step: EngineCoreOutputs) -> None:
         self.recorder.observe(self._step_began, self.clock.seconds, step)

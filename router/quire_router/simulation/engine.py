@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from quire.v1 import engine_pb2
-from quire_engine.core import EngineCore, StepOutput
+from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.memory import KvMemory
+from quire_engine.kv.memory import KVCacheManager
 from quire_engine.pace import PaceMeter
 from quire_engine.request import Request
 from quire_engine.scheduling.scheduler import Scheduler
@@ -30,7 +30,7 @@ class SimulatedEngine:
         executor = SimulatedExecutor(
             settings.capacity, settings.latency, seed=seed, vocab_size=limits.vocab_size, sleep=self._pass
         )
-        self.memory = KvMemory(
+        self.memory = KVCacheManager(
             settings.capacity, prefix_caching=settings.enable_prefix_caching, host_caching=settings.enable_host_caching
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
@@ -39,7 +39,7 @@ class SimulatedEngine:
         self._now = 0
         self._idle_steps = 0
         self._inbox: list[Request] = []
-        self._step: StepOutput | None = None
+        self._step: EngineCoreOutputs | None = None
 
     @property
     def is_stepping(self) -> bool:
@@ -79,7 +79,7 @@ class SimulatedEngine:
         assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
         return self._now
 
-    def end(self) -> tuple[StepOutput, engine_pb2.Load]:
+    def end(self) -> tuple[EngineCoreOutputs, engine_pb2.Load]:
         """What the step made and what the engine says after it, at the moment of its end."""
         step, self._step = self._step, None
         assert step is not None, "no step is under way"
@@ -92,7 +92,7 @@ class SimulatedEngine:
         prompt_tokens = trace.num_tokens - trace.num_decode
         self._meter.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
 
-    def _receive(self, step: StepOutput) -> None:
+    def _receive(self, step: EngineCoreOutputs) -> None:
         self._step = step
 
     def _time(self) -> int:

@@ -8,9 +8,9 @@ from heapq import heapify, heappop, heappush
 
 from quire.v1 import engine_pb2
 from quire_engine.executor.mixing import mix
-from quire_engine.kv.events import KvEvent
+from quire_engine.kv.events import KVCacheEvent
 from quire_engine.kv.waste import unreachable_blocks
-from quire_engine.scheduling.output import Output
+from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.simulation.clock import NANOSECONDS
 from quire_engine.simulation.config import EngineSettings
 from quire_proto.sampling import SamplingParams
@@ -190,7 +190,7 @@ class FleetSimulation:
         self._tell(engine, load, step.kv_events)
         self._begin_step(engine)
 
-    def _note(self, output: Output) -> None:
+    def _note(self, output: EngineCoreOutput) -> None:
         index = int(output.request_id)
         life = self._lives[index]
         if output.token_ids:
@@ -203,7 +203,7 @@ class FleetSimulation:
         if output.ends_request:
             self._end(index, None if output.error is None else output.error.code.name)
 
-    def _tell(self, engine: int, load: engine_pb2.Load, events: list[KvEvent]) -> None:
+    def _tell(self, engine: int, load: engine_pb2.Load, events: list[KVCacheEvent]) -> None:
         """The engine's news are on their way. Whoever has requests that wait will look whether they bring room."""
         self._news[engine].loads.tell(self._now, load)
         if events:

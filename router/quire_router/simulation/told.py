@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from quire.v1 import engine_pb2
-from quire_engine.kv.events import KvEvent, Stored, Tier
+from quire_engine.kv.events import BlockStored, KVCacheEvent, Tier
 from quire_engine.simulation.config import EngineSettings
 
 from quire_router.placement import tier
@@ -26,7 +26,7 @@ def describe(settings: EngineSettings) -> engine_pb2.DescribeResponse:
     )
 
 
-def cache_changes(events: Sequence[KvEvent]) -> list[CacheChange]:
+def cache_changes(events: Sequence[KVCacheEvent]) -> list[CacheChange]:
     """The events in their order, those alike that follow each other together."""
-    groups = groupby(events, key=lambda event: (isinstance(event, Stored), event.tier))
+    groups = groupby(events, key=lambda event: (isinstance(event, BlockStored), event.tier))
     return [CacheChange(stored, _TIERS[where], [e.block_hash for e in group]) for (stored, where), group in groups]

@@ -9,7 +9,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBatch, int32
 from quire_engine.device.transfers import upload
-from quire_engine.scheduling.plan import PENDING, Chunk, Draw
+from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,11 @@ class ForwardBatch:
     def check_vocabulary(self, size: int) -> None:
         """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
         lowest, highest = (int(bound) for bound in self.token_ids.aminmax())
-        if lowest < PENDING or highest >= size or (lowest == PENDING and not len(self.pending_rows)):
+        if (
+            lowest < PLACEHOLDER_TOKEN_ID
+            or highest >= size
+            or (lowest == PLACEHOLDER_TOKEN_ID and not len(self.pending_rows))
+        ):
             raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
 
 
@@ -49,14 +53,14 @@ class StepBatch:
     """
 
     forward: ForwardBatch
-    draws: list[Draw]
+    draws: list[SampleRequest]
     draw_rows: list[int]
     draw_waits: list[bool]
-    scored: list[Chunk]
+    scored: list[ScheduledChunk]
     pending_ids: list[int]
 
 
-def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
+def pack(chunks: Sequence[ScheduledChunk], block_size: int) -> StepBatch:
     """The batch of ``chunks``, each of at least one token."""
     lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
     starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
@@ -81,15 +85,15 @@ def pack(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
         ),
         sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
         scored_rows=_target_rows(chunks, queries[:-1]),
-        pending_rows=(token_ids == PENDING).nonzero().squeeze(1),
+        pending_rows=(token_ids == PLACEHOLDER_TOKEN_ID).nonzero().squeeze(1),
     )
     return StepBatch(
         forward,
         draws=[draw for chunk in sampled for draw in chunk.draws],
         draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
-        draw_waits=[chunk.token_ids[-1] == PENDING for chunk in sampled for _ in chunk.draws],
+        draw_waits=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.draws],
         scored=[chunk for chunk in chunks if chunk.targets],
-        pending_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PENDING],
+        pending_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID],
     )
 
 
@@ -126,7 +130,7 @@ def place(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor) ->
         token_ids.index_copy_(0, upload(rows, token_ids.device), pending)
 
 
-def _target_rows(chunks: Sequence[Chunk], firsts: np.ndarray) -> torch.Tensor:
+def _target_rows(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> torch.Tensor:
     """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
     counts = np.fromiter((len(chunk.targets) for chunk in chunks), np.int64, len(chunks))
     bounds = _bounds(counts)

@@ -27,18 +27,18 @@ from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.sizing import PoolRequest, Pools, table
 from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, timed
 from quire_engine.executor.torch.threads import configure_threads, usable_threads
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.loading import read_model_config
 from quire_engine.models.options import Quantization
 from quire_engine.sampling import StepSampler
-from quire_engine.scheduling.plan import Chunk, StepPlan, StepResult, StepTimings
+from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk, SchedulerOutput, StepTimings
 from quire_engine.scheduling.rates import UNMEASURED
 
 log = logging.getLogger(__name__)
 
 
 class TorchExecutor:
-    """Carries out plans one after the other. Used by one thread. An ``OverlappingExecutor``.
+    """Carries out plans one after the other. Used by one thread. An ``AsyncExecutor``.
 
     ``depth`` is constant: plans that may be under way at once. ``config`` is the model's, ``max_model_len`` the longest
     sequence in tokens, and ``rates`` are measured once it is loaded.
@@ -163,7 +163,7 @@ class TorchExecutor:
         trial.run(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """Blocks of both pools; constant."""
         return self._runner.capacity
 
@@ -172,19 +172,19 @@ class TorchExecutor:
         """What weights and KV memory are held in: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: SchedulerOutput) -> ModelOutput:
         """See ``Executor.run``."""
         launched = self.launch(plan)
         launched.draw()
         return launched.result()
 
-    def launch(self, plan: StepPlan) -> TorchStep:
-        """See ``OverlappingExecutor.launch``. On the CPU the forward pass is over when this returns.
+    def launch(self, plan: SchedulerOutput) -> TorchStep:
+        """See ``AsyncExecutor.launch``. On the CPU the forward pass is over when this returns.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
         wait for the step, whatever it is that takes long there.
         """
-        result = StepResult()
+        result = ModelOutput()
         self._sampler.forget(plan.ended)
         with device_errors(), computing(self._device):
             self._copy(plan, result.timings)
@@ -200,16 +200,16 @@ class TorchExecutor:
         self._sampler.close()
         self._end_ranks()
 
-    def _copy(self, plan: StepPlan, timings: StepTimings) -> None:
+    def _copy(self, plan: SchedulerOutput, timings: StepTimings) -> None:
         with timed(timings, "swap"):
-            self._runner.copy(plan.copies_out, plan.copies_within, plan.copies_in)
+            self._runner.copy(plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in)
 
     def _forward(self, batch: StepBatch) -> Forward:
         pending = self._last.token_ids(batch.pending_ids) if self._last and batch.pending_ids else None
         return Forward(batch, self._runner, self._sampler, self.config.vocab_size, pending)
 
 
-def _chunks_with_tokens(chunks: Sequence[Chunk], result: StepResult) -> list[Chunk]:
+def _chunks_with_tokens(chunks: Sequence[ScheduledChunk], result: ModelOutput) -> list[ScheduledChunk]:
     """The chunks that there is something to compute for; one without tokens has nothing to draw from either."""
     for chunk in chunks:
         if not chunk.token_ids:

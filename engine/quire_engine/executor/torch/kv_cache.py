@@ -15,10 +15,10 @@ import torch
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.executor.torch.streams import CopyOrder, copy_order
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
+from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
 from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import BlockCopy
 
 MIN_BLOCKS = 2
 
@@ -47,7 +47,7 @@ class KvCache:
                 f"The KV cache of {pools.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
-        self.capacity = KvCapacity(block_size, blocks, host_blocks, block_bytes)
+        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
         self.device = _untouched((blocks, *shape), dtype, device)
         self._host = _untouched((host_blocks, *shape), dtype, torch.device("cpu"))
         self._release = _pin(self._host, device) if device.type == "cuda" and host_blocks else None

@@ -22,7 +22,7 @@ from quire_engine.executor.torch.graphs import (
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.executor.torch.tapes import make_tapes
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Runner(Protocol):
     """Computes batches, on one device or on several that act as one. Used by one thread, in inference mode."""
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """Blocks of both pools; constant."""
         ...
 
@@ -83,7 +83,7 @@ class ModelRunner:
             self._graphs = self._record(parts, record, alone)
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """See ``Runner.capacity``."""
         return self._kv.capacity
 

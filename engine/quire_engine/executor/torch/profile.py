@@ -9,7 +9,8 @@ from time import perf_counter
 from quire_proto.sampling import MAX_LOGPROBS, SamplingParams
 
 from quire_engine.executor.base import Executor
-from quire_engine.scheduling.plan import BlockCopy, Chunk, Draw, StepPlan
+from quire_engine.kv.copy import BlockCopy
+from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.scheduling.rates import Rates
 
 # What costs most to draw: everything that needs more than the logits.
@@ -23,12 +24,14 @@ TIMED_COPY_BYTES = 8 << 20
 TRIES, MOST_SECONDS = 5, 0.2
 
 
-def largest_step(max_num_batched_tokens: int, max_num_seqs: int, length: int, block_size: int, vocab: int) -> StepPlan:
+def largest_step(
+    max_num_batched_tokens: int, max_num_seqs: int, length: int, block_size: int, vocab: int
+) -> SchedulerOutput:
     """As many tokens and as many sequences as a step can have, each drawing a token and with log-probabilities of the
     prompt. ``length`` is the longest sequence. All tokens lie in block 1, so that a pool of two blocks is enough.
     """
     sizes = _sizes(max_num_batched_tokens, max_num_seqs, length)
-    return StepPlan(0, [_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
+    return SchedulerOutput(0, [_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
@@ -37,8 +40,8 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     """
     size = executor.capacity.block_size
     tokens = min(TIMED_TOKENS, longest, executor.capacity.usable_tokens)
-    prompt = Chunk(0, _tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
-    seconds = _best_seconds(lambda: executor.run(StepPlan(0, [prompt])))
+    prompt = ScheduledChunk(0, _tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
+    seconds = _best_seconds(lambda: executor.run(SchedulerOutput(0, [prompt])))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
 
@@ -51,7 +54,7 @@ def _bytes_per_second(executor: Executor) -> float:
         return math.inf
     out = [BlockCopy(1 + number, number) for number in range(blocks)]
     into = [BlockCopy(number, 1 + number) for number in range(blocks)]
-    seconds = _best_seconds(lambda: executor.run(StepPlan(0, copies_out=out, copies_in=into)))
+    seconds = _best_seconds(lambda: executor.run(SchedulerOutput(0, blocks_to_swap_out=out, blocks_to_swap_in=into)))
     return 2 * blocks * capacity.block_bytes / seconds
 
 
@@ -75,11 +78,13 @@ def _sizes(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Itera
         left -= size
 
 
-def _chunk(number: int, size: int, block_size: int, vocab: int) -> Chunk:
+def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
     tokens = _tokens(size, vocab)
-    draw = Draw(number, COSTLY, number, tokens, len(tokens))
+    draw = SampleRequest(number, COSTLY, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
-    return Chunk(number, tokens, 0, blocks, (draw,), targets=tokens[1 : SCORED_TOKENS + 1], num_top=MAX_LOGPROBS)
+    return ScheduledChunk(
+        number, tokens, 0, blocks, (draw,), targets=tokens[1 : SCORED_TOKENS + 1], num_top=MAX_LOGPROBS
+    )
 
 
 def _tokens(count: int, vocab: int) -> list[int]:

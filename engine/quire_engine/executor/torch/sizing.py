@@ -4,7 +4,7 @@ model and no device.
 
 from dataclasses import dataclass
 
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.errors import ModelError
 
 MIB = 1 << 20
@@ -109,7 +109,7 @@ def _host_pool(request: PoolRequest, measured: Measured, shared: int) -> int:
     return min(request.swap_bytes, max(0, shared if measured.host is None else measured.host))
 
 
-def table(request: PoolRequest, measured: Measured, capacity: KvCapacity, length: int) -> str:
+def table(request: PoolRequest, measured: Measured, capacity: KVCacheConfig, length: int) -> str:
     """What was decided, for the log. ``length`` is the longest sequence that the model may have, in tokens."""
     device, host = (count * capacity.block_bytes for count in (capacity.device_blocks, capacity.host_blocks))
     host_tokens = capacity.host_blocks * capacity.block_size

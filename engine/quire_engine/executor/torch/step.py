@@ -16,7 +16,7 @@ from quire_engine.executor.torch.devices import computing
 from quire_engine.executor.torch.model_runner import Runner
 from quire_engine.executor.torch.streams import Mark, mark
 from quire_engine.sampling import Drawn, PendingDraws, StepSampler, score_prompts
-from quire_engine.scheduling.plan import StepResult, StepTimings
+from quire_engine.scheduling.plan import ModelOutput, StepTimings
 
 
 class Forward:
@@ -32,7 +32,7 @@ class Forward:
         self._hidden = runner.forward(batch.forward, pending)
         self._logits = runner.logits(self._hidden, batch.forward.sampled_rows) if batch.draws else None
 
-    def score(self, result: StepResult) -> None:
+    def score(self, result: ModelOutput) -> None:
         """Writes the log-probabilities of prompts, for which it waits."""
         if self._batch.scored:
             logits_of = partial(self._runner.logits, self._hidden)
@@ -56,12 +56,12 @@ class Forward:
 
 
 class TorchStep:
-    """A ``LaunchedStep``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
+    """A ``AsyncModelOutput``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
 
     What ``draw`` raises is raised by ``result``, so that a step ends in one place.
     """
 
-    def __init__(self, device: torch.device, forward: Forward | None, result: StepResult) -> None:
+    def __init__(self, device: torch.device, forward: Forward | None, result: ModelOutput) -> None:
         self._device = device
         self._forward = forward
         self._result = result
@@ -71,7 +71,7 @@ class TorchStep:
         self._error: Exception | None = None
 
     def draw(self) -> None:
-        """See ``LaunchedStep.draw``. Waits only for the log-probabilities of prompts. Raises ``ExecutorError``."""
+        """See ``AsyncModelOutput.draw``. Waits only for the log-probabilities of prompts. Raises ``ExecutorError``."""
         forward, self._forward = self._forward, None  # its memory is free for the next step
         with device_errors(), computing(self._device), timed(self._result.timings, "sample"):
             try:
@@ -81,8 +81,8 @@ class TorchStep:
                 self._error = error
             self._mark = mark(self._device)
 
-    def result(self) -> StepResult:
-        """See ``LaunchedStep.result``. Waits for this step, and not for one that was launched after it."""
+    def result(self) -> ModelOutput:
+        """See ``AsyncModelOutput.result``. Waits for this step, and not for one that was launched after it."""
         assert self._mark is not None, "draw comes before result"
         with device_errors():
             with timed(self._result.timings, "forward"):

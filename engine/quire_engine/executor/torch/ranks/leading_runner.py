@@ -16,7 +16,7 @@ from quire_engine.executor.torch.ranks.group import TensorGroup
 from quire_engine.executor.torch.ranks.wire import Array, as_json
 from quire_engine.executor.torch.ranks.workers import Workers
 from quire_engine.executor.torch.sizing import Pools
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class LeadingRunner:
         return own
 
     @property
-    def capacity(self) -> KvCapacity:
+    def capacity(self) -> KVCacheConfig:
         """See ``Runner.capacity``. Blocks are everyone's; the bytes of one are a rank's."""
         return self._own.capacity
 

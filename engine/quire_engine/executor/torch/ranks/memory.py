@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, decide
-from quire_engine.kv.capacity import KvCapacity
+from quire_engine.kv.capacity import KVCacheConfig
 
 
 def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest: Pools) -> tuple[Pools, Measured]:
@@ -28,7 +28,7 @@ def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest:
     return Pools(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
 
 
-def in_memory(capacity: KvCapacity, measures: Sequence[Measured]) -> KvCapacity:
+def in_memory(capacity: KVCacheConfig, measures: Sequence[Measured]) -> KVCacheConfig:
     """The blocks as they lie in the memory that ``decide_for_all`` names: each with all ranks' parts where the ranks
     share it.
     """
