@@ -30,12 +30,12 @@ from quire_router.fleet.settings import LinkSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
-from quire_router.lifecycle import Lifecycle
+from quire_router.lifecycle import RequestRunner
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.placer import Placer
 from quire_router.placement.settings import PlacementSettings
 from quire_router.redis_access import RedisAccess
-from quire_router.routing import Routing
+from quire_router.routing import Dispatcher
 from quire_router.supervise import supervise
 from quire_router.upkeep import Upkeep
 
@@ -105,12 +105,12 @@ class Parts:
         ending.push_async_callback(self._upkeep.stop)
         self._upkeep.start()
 
-    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> Lifecycle:
+    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:
             placer.on_expected = self.expectations.note
-        routing = Routing(
+        routing = Dispatcher(
             self.fleet,
             placer,
             self.queue,
@@ -118,7 +118,7 @@ class Parts:
             hold_timeout=settings.hold_timeout,
             explain=settings.debug_route,
         )
-        return Lifecycle(
+        return RequestRunner(
             self.fleet,
             placer,
             routing,

@@ -17,7 +17,7 @@ MAX_ORPHANS = 256  # answers beyond which no more are to be taken up that others
 MAX_ORPHAN_TOKENS = 16_777_216  # of all that was taken up and runs, prompts and answers so far: 64 MiB
 
 
-class Background:
+class BackgroundRequests:
     """Reads answers to their ends, whatever these are: at most ``limit`` of them at a time."""
 
     def __init__(self, limit: int) -> None:

@@ -5,7 +5,7 @@ from quire_proto.text.model_text import ModelText
 from quire_proto.text.output import OutputText
 
 from quire_router.fleet.output import Output
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 
 
 class Choice:
@@ -43,12 +43,12 @@ class Choice:
         return self.take(Output([], len(self.token_ids), reason))
 
 
-def open_choices(generation: Generation, text: ModelText, count: int) -> list[Choice]:
+def open_choices(generation: GenerationRequest, text: ModelText, count: int) -> list[Choice]:
     """So many choices of a request, with nothing in them yet."""
     return [Choice(index, _open(generation, text)) for index in range(count)]
 
 
-def _open(generation: Generation, text: ModelText) -> OutputText:
+def _open(generation: GenerationRequest, text: ModelText) -> OutputText:
     return text.open_output(
         generation.prompt_token_ids,
         generation.stop,

@@ -7,13 +7,13 @@ from time import time
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 
-PART = "_"
-LOGPROBS_A_TOKEN = 6
+PROMPT_SEPARATOR = "_"
+LOGPROBS_PER_TOKEN = 6
 """Log-probabilities that take a router as long to write as a token of a stream: 6 µs each, against 35 to 40."""
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationRequest:
     """A request that passed the validator.
 
     ``request_id`` is opaque, ``[A-Za-z0-9_-]{1,64}``. ``prompt_token_ids`` come from the validator as
@@ -56,16 +56,16 @@ class Generation:
     retention: float | None = None
 
     @property
-    def most_tokens(self) -> int:
-        """What the request counts for at most (``counted``): with the longest output of all choices that are drawn."""
-        return self.counted(len(self.prompt_token_ids), self.params.max_tokens * self.params.num_drawn)
+    def max_cost(self) -> int:
+        """What the request counts for at most (``cost``): with the longest output of all choices that are drawn."""
+        return self.cost(len(self.prompt_token_ids), self.params.max_tokens * self.params.num_drawn)
 
-    def counted(self, prompt_tokens: int, completion_tokens: int) -> int:
+    def cost(self, prompt_tokens: int, completion_tokens: int) -> int:
         """What so many tokens of this request count for, in limits and fair shares: themselves, and their
-        log-probabilities, of which ``LOGPROBS_A_TOKEN`` weigh as much as a token.
+        log-probabilities, of which ``LOGPROBS_PER_TOKEN`` weigh as much as a token.
         """
         logprobs = self.num_logprobs(prompt_tokens, completion_tokens)
-        return prompt_tokens + completion_tokens + -(-logprobs // LOGPROBS_A_TOKEN)
+        return prompt_tokens + completion_tokens + -(-logprobs // LOGPROBS_PER_TOKEN)
 
     def num_logprobs(self, prompt_tokens: int, completion_tokens: int) -> int:
         """Log-probabilities that the answer holds when it has so many tokens in all its choices. Each choice has those
@@ -73,18 +73,18 @@ class Generation:
         """
         params = self.params
         echoed = params.num_drawn * prompt_tokens if self.echo else 0
-        outputs = (completion_tokens + echoed) * _logprobs_a_token(params.logprobs)
-        return outputs + params.num_drawn * prompt_tokens * _logprobs_a_token(params.prompt_logprobs)
+        outputs = (completion_tokens + echoed) * _logprobs_per_token(params.logprobs)
+        return outputs + params.num_drawn * prompt_tokens * _logprobs_per_token(params.prompt_logprobs)
 
 
-def _logprobs_a_token(most_probable: int | None) -> int:
+def _logprobs_per_token(most_probable: int | None) -> int:
     """A token's own log-probability and those of the most probable tokens."""
     return 0 if most_probable is None else 1 + most_probable
 
 
-def part_id(request_id: str, number: int) -> str:
+def prompt_request_id(request_id: str, number: int) -> str:
     """The id of another prompt's generation, after the first; no request's own has ``PART`` in it."""
-    return f"{request_id}{PART}{number}"
+    return f"{request_id}{PROMPT_SEPARATOR}{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +121,5 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     score: float | None = None
-    told: bool = False
+    replayed: bool = False
     route: str = ""

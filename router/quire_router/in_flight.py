@@ -13,13 +13,13 @@ from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
 from quire_router.admission.stopping import shutting_down
-from quire_router.generation import Generation
-from quire_router.progress import RETRY_AFTER, Progress
+from quire_router.generation import GenerationRequest
+from quire_router.progress import RETRY_AFTER, RequestState
 
 log = logging.getLogger(__name__)
 
 
-class InFlight:
+class RequestRegistry:
     """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
     becomes of the records (see ``journal.base.Owners``). ``timeout`` seconds, where given, end a request with DEADLINE,
     as its own deadline does; that of its reader ends the answer only. ``on_change`` is called when there are more or
@@ -29,7 +29,7 @@ class InFlight:
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout = timeout
         self.on_change: Callable[[], None] = lambda: None
-        self._requests: dict[str, Progress] = {}
+        self._requests: dict[str, RequestState] = {}
         self._of_model: Counter[str] = Counter()
         self._none = asyncio.Event()
         self._none.set()
@@ -68,7 +68,7 @@ class InFlight:
             raise internal()
 
     @contextmanager
-    def entered(self, progress: Progress) -> Iterator[None]:
+    def entered(self, progress: RequestState) -> Iterator[None]:
         """The request is in flight; all of that is undone here, on every way out, and an answer that is not complete by
         then is left.
         """
@@ -120,7 +120,7 @@ class InFlight:
         metrics.LOAD.labels(model).inc(more)
         self.on_change()
 
-    def _start_timers(self, progress: Progress) -> list[asyncio.TimerHandle]:
+    def _start_timers(self, progress: RequestState) -> list[asyncio.TimerHandle]:
         """What ends the request when its time is over, and only its answer when that of its reader is."""
         error = QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
         ends: list[tuple[float | None, Callable[[], None]]] = [
@@ -130,7 +130,7 @@ class InFlight:
         loop = asyncio.get_running_loop()
         return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
 
-    def _seconds(self, generation: Generation) -> float | None:
+    def _seconds(self, generation: GenerationRequest) -> float | None:
         """How long a request may take from now on."""
         if generation.deadline is None:
             return self._timeout
@@ -143,7 +143,7 @@ def unavailable(message: str) -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
 
 
-def _leave(progress: Progress) -> None:
+def _leave(progress: RequestState) -> None:
     """The client left before the answer was complete: it may come back for the rest of some requests, unless somebody
     cancelled them.
     """

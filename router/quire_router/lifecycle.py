@@ -14,24 +14,24 @@ from quire_proto.tracing import traceparent
 from quire_router import metrics
 from quire_router.admission.limits import Bill, Limits
 from quire_router.admission.tenant import Tenants
-from quire_router.background import Background
+from quire_router.background import BackgroundRequests
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.output import EngineFull, EngineLost
-from quire_router.generation import Delta, Generation
-from quire_router.held import Held
-from quire_router.in_flight import InFlight, unavailable
+from quire_router.generation import Delta, GenerationRequest
+from quire_router.held import OwnedDeltaStream
+from quire_router.in_flight import RequestRegistry, unavailable
 from quire_router.journal.base import Journal, Lease, Record
 from quire_router.journal.failure import write_failure
-from quire_router.mark import Mark
+from quire_router.mark import StreamCursor
 from quire_router.placement.explanation import route_header
 from quire_router.placement.placer import Placer
 from quire_router.placement.query import Decision
-from quire_router.progress import Progress
-from quire_router.reader import Reader
-from quire_router.resumption import Resumption
-from quire_router.routing import Routing
-from quire_router.shortcut import Live
-from quire_router.siblings import Siblings
+from quire_router.progress import RequestState
+from quire_router.reader import ResponseConsumer
+from quire_router.resumption import RequestResumer
+from quire_router.routing import Dispatcher
+from quire_router.shortcut import DeltaStream
+from quire_router.siblings import PromptGroup
 from quire_router.spans import attempt_span
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 
-class Lifecycle:
+class RequestRunner:
     """Runs requests that passed the validator.
 
     ``routing`` finds an engine, and ``limits`` say what a tenant may ask for. A request whose engine is lost is
@@ -56,7 +56,7 @@ class Lifecycle:
         self,
         fleet: Fleet,
         placer: Placer,
-        routing: Routing,
+        routing: Dispatcher,
         journal: Journal,
         texts: Mapping[str, ModelText],
         *,
@@ -74,9 +74,9 @@ class Lifecycle:
         self._limits = limits or Limits(Tenants())
         self._max_attempts = max_attempts
         self._tell_route = tell_route
-        self._here = InFlight(request_timeout)
-        self._background = Background(max_background)
-        self._resumption = Resumption(journal, texts, self._here, self._background, self._go_on)
+        self._here = RequestRegistry(request_timeout)
+        self._background = BackgroundRequests(max_background)
+        self._resumption = RequestResumer(journal, texts, self._here, self._background, self._go_on)
         journal.report_to(self._here)
 
     @property
@@ -94,15 +94,17 @@ class Lifecycle:
 
     # What the API asks (see ``api.backend.Runner``)
 
-    def run(self, generation: Generation) -> AsyncGenerator[Delta]:
+    def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
         """The answer, piece by piece; the last piece of each choice has a finish reason, and the last of all the usage.
         Raises ``QuireError``, also after some pieces. Closing the generator, or cancelling who iterates it, cancels the
         request on its engine.
         """
-        reader = Reader(context.get_current())
-        return Live(self._run(generation, reader), reader.shortcut)
+        reader = ResponseConsumer(context.get_current())
+        return DeltaStream(self._run(generation, reader), reader.direct_path)
 
-    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
+    async def run_once(
+        self, generation: GenerationRequest, siblings: PromptGroup | None = None
+    ) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already."""
         self._here.check_door()
         if generation.request_id in self._here:
@@ -113,10 +115,10 @@ class Lifecycle:
             if lease is None:
                 return None
             undo.pop_all()
-        reader = Reader(context.get_current(), siblings=siblings or Siblings())
+        reader = ResponseConsumer(context.get_current(), prompt_group=siblings or PromptGroup())
         return self._begin(generation, lease, bill, reader)
 
-    async def start(self, generation: Generation) -> bool:
+    async def start(self, generation: GenerationRequest) -> bool:
         """Runs a request without a listener; False when there is a record of this id already, which is taken up where
         nobody else is at it.
         """
@@ -140,10 +142,10 @@ class Lifecycle:
                 await self._resumption.adopt_left(record)
         return records
 
-    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, with what is before ``mark`` as told; see ``Runner.resume``."""
-        reader = Reader(context.get_current(), mark=mark, deadline=deadline)
-        return Live(self._resumption.resume(record.generation, reader, mark), reader.shortcut)
+        reader = ResponseConsumer(context.get_current(), cursor=mark, deadline=deadline)
+        return DeltaStream(self._resumption.resume(record.generation, reader, mark), reader.direct_path)
 
     async def cancel(self, request_id: str) -> bool:
         """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
@@ -163,7 +165,7 @@ class Lifecycle:
     # The router's life
 
     async def adopt(self) -> int:
-        """See ``Resumption.adopt``."""
+        """See ``RequestResumer.adopt``."""
         return await self._resumption.adopt()
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
@@ -175,7 +177,7 @@ class Lifecycle:
 
     # The story
 
-    async def _run(self, generation: Generation, reader: Reader) -> AsyncGenerator[Delta]:
+    async def _run(self, generation: GenerationRequest, reader: ResponseConsumer) -> AsyncGenerator[Delta]:
         self._here.check_door()
         self._here.check_id(generation.request_id)
         with ExitStack() as undo:
@@ -186,7 +188,7 @@ class Lifecycle:
             async for delta in answer:
                 yield delta
 
-    def _go_on(self, record: Record, lease: Lease, reader: Reader) -> Held:
+    def _go_on(self, record: Record, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
         """The rest of a request that was claimed. It was charged where it began. Its deadline was that of another
         reader, unless it runs for none.
         """
@@ -197,24 +199,29 @@ class Lifecycle:
         return self._begin(generation, lease, bill, reader, record)
 
     def _begin(
-        self, generation: Generation, lease: Lease, bill: Bill, reader: Reader, record: Record | None = None
-    ) -> Held:
+        self,
+        generation: GenerationRequest,
+        lease: Lease,
+        bill: Bill,
+        reader: ResponseConsumer,
+        record: Record | None = None,
+    ) -> OwnedDeltaStream:
         """The answer to a request whose record is held here from now on, and is ended or let go of whatever becomes of
         the answer; so is what it was charged.
         """
         ending = AsyncExitStack()
         try:
             text = self._texts[generation.model]
-            progress = Progress(generation, text, self._journal, lease, reader, record=record, bill=bill)
+            progress = RequestState(generation, text, self._journal, lease, reader, record=record, bill=bill)
             ending.enter_context(self._here.entered(progress))
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)
             self._journal.finish(lease, FinishReason.ERROR, write_failure(internal()))
             bill.close()
             raise internal() from None
-        return Held(self._answer(progress, ending), ending.aclose, reader.shortcut)
+        return OwnedDeltaStream(self._answer(progress, ending), ending.aclose, reader.direct_path)
 
-    async def _answer(self, progress: Progress, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
+    async def _answer(self, progress: RequestState, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
         async with ending:
             try:
                 async with aclosing(self._attempts(progress)) as deltas:
@@ -228,7 +235,7 @@ class Lifecycle:
                 self._fail(progress, internal())
                 raise internal() from None
 
-    async def _attempts(self, progress: Progress) -> AsyncGenerator[Delta]:
+    async def _attempts(self, progress: RequestState) -> AsyncGenerator[Delta]:
         await progress.reread()
         for delta in progress.recover():
             yield delta
@@ -251,7 +258,7 @@ class Lifecycle:
         for delta in progress.conclude(FinishReason.ABORT):
             yield delta
 
-    async def _attempt(self, progress: Progress, decision: Decision) -> AsyncGenerator[Delta]:
+    async def _attempt(self, progress: RequestState, decision: Decision) -> AsyncGenerator[Delta]:
         route = route_header(decision) if self._tell_route else ""
         progress.attempt += 1
         with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
@@ -272,7 +279,7 @@ class Lifecycle:
         for delta in deltas:
             yield delta
 
-    def _note(self, progress: Progress, engine_id: str, problem: EngineFull | EngineLost) -> None:
+    def _note(self, progress: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
         """What became of an attempt. Raises ``QuireError`` after too many that came to nothing."""
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
@@ -286,11 +293,11 @@ class Lifecycle:
 
     # Begin and end
 
-    async def _charge(self, generation: Generation) -> Bill:
+    async def _charge(self, generation: GenerationRequest) -> Bill:
         """What the request may use, charged before there is a record of it: who is refused may ask again."""
-        return await self._limits.enter(generation.tenant, generation.request_id, generation.most_tokens)
+        return await self._limits.enter(generation.tenant, generation.request_id, generation.max_cost)
 
-    def _fail(self, progress: Progress, error: QuireError) -> None:
+    def _fail(self, progress: RequestState, error: QuireError) -> None:
         """The request ends with an error. One that will pass is not its last word where somebody may come back, and
         that its reader did not wait is not either. Nobody comes back for a request that runs for nobody: it is taken up
         again, but not after it lost too many engines, because it may be what they die of.
@@ -299,5 +306,5 @@ class Lifecycle:
         if progress.dismissed or (error.code in _TEMPORARY and progress.resumable and not lost):
             progress.leave()
         else:
-            progress.reader.siblings.failed = True
+            progress.reader.prompt_group.failed = True
             progress.finish(FinishReason.ERROR, write_failure(error))

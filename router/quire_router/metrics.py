@@ -15,10 +15,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 
-class CountedHistogram(Histogram):
+class BulkHistogram(Histogram):
     """A histogram that can be told of many observations at once, for which the library has no call."""
 
-    def observe_all(self, counts: Sequence[int], total: float) -> None:
+    def observe_many(self, counts: Sequence[int], total: float) -> None:
         """``counts`` observations in each bucket, the one without a bound last, that add up to ``total``."""
         self._sum.inc(total)
         for bucket, count in zip(self._buckets, counts, strict=True):
@@ -58,9 +58,7 @@ LIMITS_SHARED = Gauge(
     Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.", multiprocess_mode="livemin"
 )
 TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=_SECONDS)
-ITL = CountedHistogram(
-    Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS
-)
+ITL = BulkHistogram(Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS)
 DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
 PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
 GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])

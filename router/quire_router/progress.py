@@ -18,13 +18,13 @@ from quire_router.admission.limits import Bill
 from quire_router.choice import Choice, open_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.journal.base import Journal, Lease, Record, Told
 from quire_router.placement.namespace import Names
-from quire_router.reader import Reader, reader_is_late
+from quire_router.reader import ResponseConsumer, deadline_exceeded
 from quire_router.retelling import as_told, in_parts, in_turns, parted, with_usage
-from quire_router.selection import Selection
-from quire_router.tally import tally_of
+from quire_router.selection import BestOfSelection
+from quire_router.tally import token_metrics
 
 RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""
@@ -32,7 +32,7 @@ RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 _GRAVITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
-class Progress:
+class RequestState:
     """A request between its first and its last piece.
 
     ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context that it came with.
@@ -49,17 +49,17 @@ class Progress:
 
     def __init__(
         self,
-        generation: Generation,
+        generation: GenerationRequest,
         text: ModelText,
         journal: Journal,
         lease: Lease,
-        reader: Reader,
+        reader: ResponseConsumer,
         *,
         record: Record | None = None,
         bill: Bill | None = None,
     ) -> None:
         self.generation = generation
-        self.caller = reader.caller
+        self.caller = reader.trace_context
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
@@ -71,9 +71,9 @@ class Progress:
         self._lease = lease
         self.reader = reader
         self.dismissed = False
-        self._mark = reader.mark
+        self._mark = reader.cursor
         self._bill = bill
-        self._shortcut = reader.shortcut
+        self._shortcut = reader.direct_path
         self.restored = record is not None
         self._outputs: OutputStream | None = None
         self._told = [0] * generation.params.n
@@ -86,7 +86,7 @@ class Progress:
         self._made_at_loss = 0
         self._refusals = 0
         self._unread: list[Told] = [] if record is None or self._selection is not None else record.pieces
-        self._tally = tally_of(generation.model)
+        self._tally = token_metrics(generation.model)
 
     @property
     def id(self) -> str:
@@ -114,7 +114,7 @@ class Progress:
         """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
         if only that of another of its prompts. Nobody does where another prompt's error ended the answer for good.
         """
-        generation, siblings = self.generation, self.reader.siblings
+        generation, siblings = self.generation, self.reader.prompt_group
         if siblings.failed:
             return False
         if generation.background or generation.digest:
@@ -191,7 +191,7 @@ class Progress:
     def dismiss(self) -> None:
         """Ends the answer because its reader's time is over: the request is left to whoever reads on."""
         self.dismissed = not self.interrupted.done()
-        self.interrupt(reader_is_late())
+        self.interrupt(deadline_exceeded())
 
     @property
     def cancelled(self) -> bool:
@@ -227,7 +227,7 @@ class Progress:
         and to be delivered by the task that reads this request: there is no writer, or a choice ends. Where a stop
         string in the text ended it, the output has its deltas already.
         """
-        writer = self._shortcut.writer
+        writer = self._shortcut.sink
         if writer is None or not writer.is_open or output.finish_reason is not None:
             return False
         deltas = self.take(output)
@@ -285,7 +285,7 @@ class Progress:
         if self.attempt == self._refusals and not self.restored:
             bill.void()  # no engine ever had it
         else:
-            bill.used = self.generation.counted(self.usage.prompt_tokens, self.usage.completion_tokens)
+            bill.used = self.generation.cost(self.usage.prompt_tokens, self.usage.completion_tokens)
             bill.close()
 
     def _start_choices(self) -> None:
@@ -293,7 +293,7 @@ class Progress:
         generation, params = self.generation, self.generation.params
         self._choices = open_choices(generation, self._text, params.num_told)
         self._unfinished = len(self._choices)
-        self._selection = Selection(params) if Selection.needed(params) else None
+        self._selection = BestOfSelection(params) if BestOfSelection.needed(params) else None
 
     def _tell(self, pieces: list[Delta]) -> list[Delta]:
         """What the client gets when ``pieces`` have come, written down."""
@@ -321,7 +321,7 @@ class Progress:
                 self._count(choice, deltas[-1].token_ids)
         return deltas
 
-    def _select(self, selection: Selection, pieces: list[Delta]) -> list[Delta]:
+    def _select(self, selection: BestOfSelection, pieces: list[Delta]) -> list[Delta]:
         for piece in pieces:
             selection.add(piece)
         return selection.best() if self.ended else []

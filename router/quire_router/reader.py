@@ -1,4 +1,4 @@
-"""``Reader``: who an answer is for, as those see it who make the answer."""
+"""``ResponseConsumer``: who an answer is for, as those see it who make the answer."""
 
 from dataclasses import dataclass, field
 from time import time
@@ -6,22 +6,22 @@ from time import time
 from opentelemetry.context import Context
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_router.mark import Mark
-from quire_router.shortcut import Shortcut
-from quire_router.siblings import Siblings
+from quire_router.mark import StreamCursor
+from quire_router.shortcut import DirectPath
+from quire_router.siblings import PromptGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ResponseConsumer:
     """``caller`` is the trace context that the request came with, ``shortcut`` the short way of its pieces, and
     ``siblings`` the other prompts of the same answer. Who comes back for an earlier answer stands at ``mark``, and
     waits until ``deadline``, in seconds since 1970.
     """
 
-    caller: Context = field(default_factory=Context)
-    shortcut: Shortcut = field(default_factory=Shortcut)
-    siblings: Siblings = field(default_factory=Siblings)
-    mark: Mark | None = None
+    trace_context: Context = field(default_factory=Context)
+    direct_path: DirectPath = field(default_factory=DirectPath)
+    prompt_group: PromptGroup = field(default_factory=PromptGroup)
+    cursor: StreamCursor | None = None
     deadline: float | None = None
 
     @property
@@ -30,6 +30,6 @@ class Reader:
         return None if self.deadline is None else max(0.0, self.deadline - time())
 
 
-def reader_is_late() -> QuireError:
+def deadline_exceeded() -> QuireError:
     """The reader's time is over, and not the request's."""
     return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")

@@ -12,16 +12,16 @@ from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelText
 
 from quire_router.admission.stopping import shutting_down
-from quire_router.background import Background
-from quire_router.generation import Delta, Generation
-from quire_router.held import Held
-from quire_router.in_flight import InFlight
+from quire_router.background import BackgroundRequests
+from quire_router.generation import Delta, GenerationRequest
+from quire_router.held import OwnedDeltaStream
+from quire_router.in_flight import RequestRegistry
 from quire_router.journal.base import Journal, Lease, Record
 from quire_router.journal.bounds import size
 from quire_router.journal.failure import read_failure
-from quire_router.mark import Mark
-from quire_router.reader import Reader, reader_is_late
-from quire_router.retelling import Retelling, in_turns
+from quire_router.mark import StreamCursor
+from quire_router.reader import ResponseConsumer, deadline_exceeded
+from quire_router.retelling import Replayer, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ FOLLOW_PERIOD = 0.05  # seconds between two looks at a record that another write
 MAX_LOOKS = 400  # in a second, of all that follow records here
 
 
-class Resumption:
+class RequestResumer:
     """Resumes requests of the models that have ``texts``: for readers that come back, and those that nobody waits for
     in the ``background``. ``go_on`` makes the rest of an answer whose record was claimed; what is in flight ``here``
     needs no claim.
@@ -39,9 +39,9 @@ class Resumption:
         self,
         journal: Journal,
         texts: Mapping[str, ModelText],
-        here: InFlight,
-        background: Background,
-        go_on: Callable[[Record, Lease, Reader], Held],
+        here: RequestRegistry,
+        background: BackgroundRequests,
+        go_on: Callable[[Record, Lease, ResponseConsumer], OwnedDeltaStream],
     ) -> None:
         self._journal = journal
         self._texts = texts
@@ -50,10 +50,12 @@ class Resumption:
         self._go_on = go_on
         self._pausing = 0
 
-    async def resume(self, generation: Generation, reader: Reader, mark: Mark) -> AsyncGenerator[Delta]:
+    async def resume(
+        self, generation: GenerationRequest, reader: ResponseConsumer, mark: StreamCursor
+    ) -> AsyncGenerator[Delta]:
         """Tells what is written, for as long as another writes it; then goes on with it."""
         follower = self._journal.follow(generation.request_id)
-        retelling = Retelling(generation, self._texts[generation.model], mark)
+        retelling = Replayer(generation, self._texts[generation.model], mark)
         while (tail := await follower.look()) is not None:
             ended = tail.finish_reason is not None
             async for delta in in_turns(retelling.follow(tail.pieces, ended=ended)):
@@ -74,11 +76,11 @@ class Resumption:
             await (asyncio.sleep(0) if tail.more else self._pause())
         raise QuireError(ErrorCode.NOT_FOUND, "What was known of this request was lost.", param="request_id")
 
-    def _check_time(self, reader: Reader) -> None:
+    def _check_time(self, reader: ResponseConsumer) -> None:
         if self._here.drained:
             raise shutting_down()
         if reader.seconds_left == 0:
-            raise reader_is_late()
+            raise deadline_exceeded()
 
     async def _pause(self) -> None:
         """Between two looks at a record: however many follow records here, they look only so often together."""
@@ -89,7 +91,7 @@ class Resumption:
             self._pausing -= 1
 
     async def _take_up(
-        self, record: Record, lease: Lease, retelling: Retelling, reader: Reader
+        self, record: Record, lease: Lease, retelling: Replayer, reader: ResponseConsumer
     ) -> AsyncGenerator[Delta]:
         async with aclosing(self._go_on(record, lease, reader)) as answer:
             async for delta in in_turns(retelling.catch_up(record.pieces)):
@@ -119,7 +121,7 @@ class Resumption:
         if claimed is not None:
             record, lease = claimed
             tokens = size(record.generation) + sum(len(piece.token_ids) for piece in record.pieces)
-            self._background.run(self._go_on(record, lease, Reader()), tokens)
+            self._background.run(self._go_on(record, lease, ResponseConsumer()), tokens)
         return claimed is not None
 
     async def adopt_left(self, record: Record) -> None:

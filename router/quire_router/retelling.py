@@ -10,27 +10,27 @@ from quire_proto.text.model_text import ModelText
 
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
-from quire_router.generation import NO_USAGE, Delta, Generation, Usage
+from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
 from quire_router.journal.base import Piece, Told
-from quire_router.mark import Mark
-from quire_router.selection import Selection
+from quire_router.mark import StreamCursor
+from quire_router.selection import BestOfSelection
 
 PART = 256
 """Tokens of a part: a millisecond or so."""
 P = TypeVar("P", bound=Piece)
 
 
-class Retelling:
+class Replayer:
     """Makes the pieces of a record into those of an answer: their text again, and what is before ``mark`` as told.
 
     Choices that are told together are told once all of them are there: whoever goes on with a record that has only some
     of them runs the request again.
     """
 
-    def __init__(self, generation: Generation, text: ModelText, mark: Mark) -> None:
+    def __init__(self, generation: GenerationRequest, text: ModelText, mark: StreamCursor) -> None:
         self._mark = mark
         self._prompt_tokens = len(generation.prompt_token_ids)
-        self._together: list[Told] | None = [] if Selection.needed(generation.params) else None
+        self._together: list[Told] | None = [] if BestOfSelection.needed(generation.params) else None
         self._choices = open_choices(generation, text, generation.params.n)
 
     def follow(self, pieces: Iterable[Told], *, ended: bool) -> Iterator[Delta]:
@@ -112,7 +112,7 @@ def _part(piece: Told, start: int, end: int | None) -> Told:
     )
 
 
-def parted(output: Output, mark: Mark) -> list[Output]:
+def parted(output: Output, mark: StreamCursor) -> list[Output]:
     """The output, in two where its reader stands within it: what it has, and what follows."""
     count = mark.position(output.index) - output.position
     inside = 0 < count < len(output.token_ids)
@@ -124,15 +124,15 @@ def parted(output: Output, mark: Mark) -> list[Output]:
     return [had, output]
 
 
-def as_told(piece: Delta, position: int, mark: Mark) -> Delta:
+def as_told(piece: Delta, position: int, mark: StreamCursor) -> Delta:
     """The piece, as told if its reader had it: it ends at ``position`` of its choice."""
     begun, ended = mark.begun(piece.index), mark.ended(piece.index)
     had = begun and position <= mark.position(piece.index) and (piece.finish_reason is None or ended)
-    return replace(piece, told=True) if had else piece
+    return replace(piece, replayed=True) if had else piece
 
 
-def with_usage(pieces: list[Delta], usage: Usage, mark: Mark | None) -> list[Delta]:
+def with_usage(pieces: list[Delta], usage: Usage, mark: StreamCursor | None) -> list[Delta]:
     """The last pieces of an answer, with its usage in the very last one; by itself where the reader had the others."""
-    if pieces and not pieces[-1].told:
+    if pieces and not pieces[-1].replayed:
         return [*pieces[:-1], replace(pieces[-1], usage=usage)]
-    return [*pieces, Delta("", [], usage=usage, told=mark is not None and mark.usage)]
+    return [*pieces, Delta("", [], usage=usage, replayed=mark is not None and mark.usage)]

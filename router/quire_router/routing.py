@@ -14,12 +14,12 @@ from quire_router import metrics
 from quire_router.admission.reason import Reason
 from quire_router.admission.turn import Turns, Waiting
 from quire_router.fleet.fleet import Fleet
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.placement.explanation import route_attributes
 from quire_router.placement.placer import Placer
 from quire_router.placement.query import Decision
 from quire_router.placement.table import Rows
-from quire_router.progress import RETRY_AFTER, Progress
+from quire_router.progress import RETRY_AFTER, RequestState
 from quire_router.spans import route_span, tell_wait
 
 _TOKEN_BYTES = 12  # of a prompt that is parked: its tokens, its blocks' names, and its text while the API holds it
@@ -27,7 +27,7 @@ _WORTH_TELLING = 1_000_000  # nanoseconds of waiting
 _RETRY_FULL = 0.2  # seconds
 
 
-class Routing:
+class Dispatcher:
     """Finds an engine for a request. A new one waits for its turn among all that want to run; one that has begun was
     admitted, and only waits, at most ``hold_timeout`` seconds, until some engine is there that takes it.
     """
@@ -42,7 +42,7 @@ class Routing:
         self._policy = policy
         self._explain = explain
 
-    async def begin(self, progress: Progress) -> Decision | None:
+    async def begin(self, progress: RequestState) -> Decision | None:
         """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
         if progress.begun:
             return await self.again(progress)
@@ -50,7 +50,7 @@ class Routing:
         await self._turn(progress)
         return None if _is_cancelled(progress) else self._place(progress) or await self.again(progress)
 
-    async def again(self, progress: Progress) -> Decision | None:
+    async def again(self, progress: RequestState) -> Decision | None:
         """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
         until = monotonic() + self._hold_timeout
         while await self._named(progress):
@@ -62,7 +62,7 @@ class Routing:
             await self._hold(progress, until - monotonic())
         return None
 
-    async def _named(self, progress: Progress) -> bool:
+    async def _named(self, progress: RequestState) -> bool:
         """Names the blocks of a long prompt, and lets others run after each piece; False when the request was cancelled
         by then. Raises the error that it was interrupted with.
         """
@@ -72,7 +72,7 @@ class Routing:
                 break
         return not _is_cancelled(progress)
 
-    async def _turn(self, progress: Progress) -> None:
+    async def _turn(self, progress: RequestState) -> None:
         """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
         began, request_id = time_ns(), progress.id
 
@@ -86,14 +86,14 @@ class Routing:
             progress.interrupted.remove_done_callback(leave)
             _tell_wait(progress, began, "turn")
 
-    async def _hold(self, progress: Progress, seconds: float) -> None:
+    async def _hold(self, progress: RequestState, seconds: float) -> None:
         """Waits for an engine to be ready, or a moment for the ones that are full."""
         full, model = bool(progress.refused_by), progress.generation.model
         pause = asyncio.sleep(_RETRY_FULL) if full else self._fleet.wait_ready(seconds, model)
         await self._wait(progress, pause, "full" if full else "none_ready")
         progress.refused_by.clear()
 
-    async def _wait(self, progress: Progress, what: Coroutine[Any, Any, object], reason: str) -> None:
+    async def _wait(self, progress: RequestState, what: Coroutine[Any, Any, object], reason: str) -> None:
         """Waits for it unless the request is interrupted first. Raises what it raises."""
         began = time_ns()
         task = asyncio.ensure_future(what)
@@ -106,7 +106,7 @@ class Routing:
             task.cancel()
             _tell_wait(progress, began, reason)
 
-    def _place(self, progress: Progress) -> Decision | None:
+    def _place(self, progress: RequestState) -> Decision | None:
         span = route_span(progress)
         rows = self._rows(progress)
         explained = self._explain or span.is_recording()
@@ -118,13 +118,13 @@ class Routing:
         metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
         return decision
 
-    def _rows(self, progress: Progress) -> Rows:
+    def _rows(self, progress: RequestState) -> Rows:
         rows, ids = self._fleet.rows(progress.generation.model), self._fleet.table.ids
         if not progress.refused_by:
             return rows
         return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
 
-    def _nowhere(self, progress: Progress) -> QuireError:
+    def _nowhere(self, progress: RequestState) -> QuireError:
         code, reason = ErrorCode.UNAVAILABLE, str(Reason.NONE_READY)
         message = "No engine is ready to run this model."
         if progress.refused_by:
@@ -134,26 +134,26 @@ class Routing:
         return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
 
 
-def waiting(generation: Generation) -> Waiting:
+def waiting(generation: GenerationRequest) -> Waiting:
     """The request as the queue sees it."""
     deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
     return Waiting(
         request_id=generation.request_id,
         model=generation.model,
         tenant=generation.tenant,
-        tokens=generation.most_tokens,
+        tokens=generation.max_cost,
         bytes=len(generation.prompt_token_ids) * _TOKEN_BYTES + len(generation.shape),
         priority=generation.priority,
         deadline=deadline,
     )
 
 
-def _tell_wait(progress: Progress, began: int, reason: str) -> None:
+def _tell_wait(progress: RequestState, began: int, reason: str) -> None:
     if time_ns() - began > _WORTH_TELLING:
         tell_wait(progress.caller, began, reason)
 
 
-def _is_cancelled(progress: Progress) -> bool:
+def _is_cancelled(progress: RequestState) -> bool:
     """Whether the request was cancelled. Raises the error that it was interrupted with."""
     if progress.interrupted.done():
         progress.raise_interruption()

@@ -20,7 +20,7 @@ class _Whole:
     score: float | None = None
 
 
-class Selection:
+class BestOfSelection:
     """Holds back the candidates of ``best_of`` and of a beam search.
 
     Candidates are ranked by the mean log-probability of their tokens, equal ones by index; a search has ranked its

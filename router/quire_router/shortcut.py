@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from quire_router.generation import Delta
 
 
-class Writer(Protocol):
+class DeltaSink(Protocol):
     """Writes an answer piece by piece."""
 
     @property
@@ -19,7 +19,7 @@ class Writer(Protocol):
         ...
 
 
-class Shortcut:
+class DirectPath:
     """Between one answer's maker and its ``writer``, who may take part once it has written something.
 
     A task switch and a chain of generators cost more than all that is done with a token. So a piece that comes while
@@ -27,17 +27,17 @@ class Shortcut:
     end and every error goes the long way, through the generator, and so does everything while the writer is not open.
     """
 
-    __slots__ = ("writer",)
+    __slots__ = ("sink",)
 
     def __init__(self) -> None:
-        self.writer: Writer | None = None
+        self.sink: DeltaSink | None = None
 
 
-class Live(AsyncGenerator[Delta, None]):
+class DeltaStream(AsyncGenerator[Delta, None]):
     """``answer`` as it is, and the ``shortcut`` that its reader may use."""
 
-    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: Shortcut) -> None:
-        self.shortcut = shortcut
+    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: DirectPath) -> None:
+        self.direct_path = shortcut
         self._answer = answer
 
     def __anext__(self) -> Coroutine[Any, Any, Delta]:

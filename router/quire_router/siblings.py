@@ -1,10 +1,10 @@
-"""``Siblings``: what the prompts of one request know of each other."""
+"""``PromptGroup``: what the prompts of one request know of each other."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Siblings:
+class PromptGroup:
     """One for all prompts of a request that run here. Its answer has ``begun`` once the client was told anything of it,
     so that the client may come back for each of them. Once one ``failed`` for good nobody comes back for the others.
     """

@@ -11,8 +11,8 @@ from quire_proto.errors import QuireError
 from quire_proto.telemetry import PROVIDER_NAME, Attribute
 
 from quire_router.fleet.output import EngineFull, EngineLost
-from quire_router.generation import Generation
-from quire_router.progress import Progress
+from quire_router.generation import GenerationRequest
+from quire_router.progress import RequestState
 
 tracer = trace.get_tracer("quire.router")
 
@@ -23,13 +23,13 @@ def tell_wait(caller: Context, began: int, reason: str) -> None:
     tracer.start_span(telemetry.Span.QUEUE, caller, attributes=attributes, start_time=began).end()
 
 
-def route_span(progress: Progress) -> Span:
+def route_span(progress: RequestState) -> Span:
     """The span of one choice of an engine, to be ended."""
     return tracer.start_span(telemetry.Span.ROUTE, progress.caller)
 
 
 @contextmanager
-def attempt_span(progress: Progress, engine_id: str, zone: str | None = None) -> Iterator[Span]:
+def attempt_span(progress: RequestState, engine_id: str, zone: str | None = None) -> Iterator[Span]:
     """The span of one attempt, which tells how it ended. ``zone`` is the engine's, where it is known."""
     generation = progress.generation
     name = f"{generation.operation} {generation.model}"
@@ -49,7 +49,7 @@ def attempt_span(progress: Progress, engine_id: str, zone: str | None = None) ->
         span.end()
 
 
-def _attributes(generation: Generation, engine_id: str, attempt: int) -> dict[str, str | int | float]:
+def _attributes(generation: GenerationRequest, engine_id: str, attempt: int) -> dict[str, str | int | float]:
     return {
         Attribute.OPERATION: generation.operation,
         Attribute.PROVIDER: PROVIDER_NAME,
@@ -66,7 +66,7 @@ def _attributes(generation: Generation, engine_id: str, attempt: int) -> dict[st
     }
 
 
-def _describe_end(span: Span, progress: Progress) -> None:
+def _describe_end(span: Span, progress: RequestState) -> None:
     if not span.is_recording():
         return
     usage = progress.usage

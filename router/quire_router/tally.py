@@ -7,16 +7,16 @@ from bisect import bisect_left
 from quire_router import metrics
 
 FLUSH_PERIOD = 0.1  # seconds
-_BOUNDS = metrics.TOKEN_SECONDS
+_BUCKET_BOUNDS = metrics.TOKEN_SECONDS
 
 
-class Tally:
+class TokenMetrics:
     """The tokens of one model, and the times between them, since the last ``flush``."""
 
     def __init__(self, model: str) -> None:
         self._tokens = 0
         self._seconds = 0.0
-        self._counts = [0] * len(_BOUNDS) + [0]
+        self._counts = [0] * len(_BUCKET_BOUNDS) + [0]
         self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
         self._inter_token_latency = metrics.ITL.labels(model)
 
@@ -26,28 +26,28 @@ class Tally:
         if gap is not None:
             seconds = gap / tokens
             self._seconds += seconds
-            self._counts[bisect_left(_BOUNDS, seconds)] += 1
+            self._counts[bisect_left(_BUCKET_BOUNDS, seconds)] += 1
 
     def flush(self) -> None:
         """Tells the metrics."""
         if self._tokens:
             self._generation_tokens.inc(self._tokens)
-            self._inter_token_latency.observe_all(self._counts, self._seconds)
+            self._inter_token_latency.observe_many(self._counts, self._seconds)
             self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
 
 
-_TALLIES: dict[str, Tally] = {}
+_TOKEN_METRICS: dict[str, TokenMetrics] = {}
 
 
-def tally_of(model: str) -> Tally:
+def token_metrics(model: str) -> TokenMetrics:
     """The one of a configured model."""
-    tally = _TALLIES.get(model)
+    tally = _TOKEN_METRICS.get(model)
     if tally is None:
-        tally = _TALLIES[model] = Tally(model)
+        tally = _TOKEN_METRICS[model] = TokenMetrics(model)
     return tally
 
 
 def flush() -> None:
     """Tells the metrics of every model."""
-    for tally in _TALLIES.values():
+    for tally in _TOKEN_METRICS.values():
         tally.flush()

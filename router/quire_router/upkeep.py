@@ -12,7 +12,7 @@ from pathlib import Path
 from quire_proto.errors import QuireError
 
 from quire_router import tally
-from quire_router.lifecycle import Lifecycle
+from quire_router.lifecycle import RequestRunner
 from quire_router.placement.index import PrefixIndex
 from quire_router.supervise import SupervisedTask, supervise
 
@@ -28,7 +28,7 @@ _PAGE = resource.getpagesize()
 class Upkeep:
     """From ``start`` to ``stop``; what fails is tried again the next time."""
 
-    def __init__(self, lifecycle: Lifecycle, index: PrefixIndex) -> None:
+    def __init__(self, lifecycle: RequestRunner, index: PrefixIndex) -> None:
         self._lifecycle = lifecycle
         self._index = index
         self._tasks: list[SupervisedTask] = []

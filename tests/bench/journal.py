@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import uvloop
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
@@ -28,7 +28,8 @@ AnyJournal = MemoryJournal | RedisJournal
 async def measure(journal: AnyJournal, options: argparse.Namespace) -> tuple[float, float]:
     """Processor time in µs of a token while all streams run, and of the rest of a request."""
     requests = [
-        Generation(uuid4().hex, "m", array("i", range(32)), SamplingParams(seed=1)) for _ in range(options.streams)
+        GenerationRequest(uuid4().hex, "m", array("i", range(32)), SamplingParams(seed=1))
+        for _ in range(options.streams)
     ]
     gc.collect()
     began = time.thread_time()

@@ -14,7 +14,7 @@ from typing import get_args
 
 import numpy as np
 from quire_proto.sampling import SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.namespace import Namespace
 from quire_router.placement.placer import Placer
@@ -88,7 +88,7 @@ class Bench:
         for row in self._random.sample(self._rows.tolist(), min(NEWS, len(self._rows))):
             self._tell_pace(row)
         self._now += BETWEEN
-        request = Generation(f"request-{number}", "m", prompt, SamplingParams(max_tokens=256))
+        request = GenerationRequest(f"request-{number}", "m", prompt, SamplingParams(max_tokens=256))
         begin = thread_time_ns()
         decision = self._placer.place(request, self._rows)
         taken = thread_time_ns() - begin

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind, choice
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 from quire_router.journal.base import Told
 from quire_router.journal.codec import encode_opening
 from quire_router.journal.deliveries import Deliveries
@@ -51,7 +51,7 @@ sampling = st.one_of(
     ),
 )
 generations = st.builds(
-    Generation,
+    GenerationRequest,
     request_id=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     model=st.text(max_size=20),
     prompt_token_ids=st.lists(token_ids, max_size=50).map(partial(array, "i")),
@@ -122,7 +122,7 @@ def deliver(pieces: list[Told], choices: int) -> Deliveries:
 usages = st.builds(Usage, *[st.integers(0, 2**20)] * 3)
 
 
-def stored(generation: Generation, row: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
+def stored(generation: GenerationRequest, row: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
     """The fields of a record as Redis has them."""
     request, prompt, seal = encode_opening(generation)
     fields = {b"request": request, b"prompt": prompt, b"seal": b"%d" % seal, b"sum": b"%d" % crc32(row)}

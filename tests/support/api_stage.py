@@ -23,12 +23,12 @@ from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.api.running import Running
-from quire_router.generation import NO_USAGE, Delta, Generation, Usage
-from quire_router.held import Held
+from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
+from quire_router.held import OwnedDeltaStream
 from quire_router.journal.base import Record, Told
 from quire_router.journal.failure import write_failure
-from quire_router.mark import Mark
-from quire_router.siblings import Siblings
+from quire_router.mark import StreamCursor
+from quire_router.siblings import PromptGroup
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
@@ -64,7 +64,7 @@ class ScriptedFleet:
 class Life:
     """What the scripted runner remembers of one request. It is ``held`` while somebody makes its pieces."""
 
-    generation: Generation
+    generation: GenerationRequest
     deltas: list[Delta] = field(default_factory=list)
     error: QuireError | None = None
     held: bool = True
@@ -104,7 +104,7 @@ class ScriptedRunner:
 
     script: Script = ANSWER
     tells_prompts: bool = True
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[GenerationRequest] = field(default_factory=list)
     deadlines: list[float | None] = field(default_factory=list)
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,10 +112,12 @@ class ScriptedRunner:
     lives: dict[str, Life] = field(default_factory=dict)
     background: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def run(self, generation: Generation) -> AsyncGenerator[Delta]:
+    def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
         return self._run(generation)
 
-    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
+    async def run_once(
+        self, generation: GenerationRequest, siblings: PromptGroup | None = None
+    ) -> AsyncGenerator[Delta] | None:
         await asyncio.sleep(0)
         if generation.request_id in self.lives:
             return None
@@ -124,9 +126,9 @@ class ScriptedRunner:
         async def let_go() -> None:
             life.held = False
 
-        return Held(self._run(generation), let_go)
+        return OwnedDeltaStream(self._run(generation), let_go)
 
-    async def start(self, generation: Generation) -> bool:
+    async def start(self, generation: GenerationRequest) -> bool:
         answer = await self.run_once(generation)
         if answer is not None:
             task = asyncio.create_task(self._exhaust(answer))
@@ -142,7 +144,7 @@ class ScriptedRunner:
     async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
         return [await self.record(request_id) for request_id in request_ids]
 
-    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         self.deadlines.append(deadline)
         return self._resume(self.lives[record.generation.request_id], mark)
 
@@ -163,7 +165,7 @@ class ScriptedRunner:
         async for _ in answer:
             pass
 
-    async def _run(self, generation: Generation) -> AsyncGenerator[Delta]:
+    async def _run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
         self.generations.append(generation)
         life = self.lives.setdefault(generation.request_id, Life(generation))
         async for delta in self._make(life):
@@ -191,7 +193,7 @@ class ScriptedRunner:
                 self.abandoned.set()
             await life.tell()
 
-    async def _resume(self, life: Life, mark: Mark) -> AsyncGenerator[Delta]:
+    async def _resume(self, life: Life, mark: StreamCursor) -> AsyncGenerator[Delta]:
         ends = [0] * life.generation.params.n
         async with aclosing(self._follow(life) if life.held or life.ended else self._make(life)) as deltas:
             async for delta in deltas:
@@ -212,7 +214,7 @@ class ScriptedRunner:
                 if len(life.deltas) == given and not life.ended:
                     await life.news.wait()
 
-    async def _play(self, generation: Generation) -> AsyncIterator[Delta]:
+    async def _play(self, generation: GenerationRequest) -> AsyncIterator[Delta]:
         self.begun.set()
         pieces, tokens = 0, 0
         for step in self.script:
@@ -245,11 +247,11 @@ class ScriptedRunner:
         return abort.is_set()
 
 
-def as_had(delta: Delta, end: int, mark: Mark) -> Delta:
+def as_had(delta: Delta, end: int, mark: StreamCursor) -> Delta:
     """The piece as whoever stands at ``mark`` has it; ``end`` is how many tokens its choice has with it."""
     had = mark.begun(delta.index) and end <= mark.position(delta.index)
     had = had and (delta.finish_reason is None or mark.ended(delta.index))
-    return replace(delta, told=True, logprobs=[]) if had else delta
+    return replace(delta, replayed=True, logprobs=[]) if had else delta
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
@@ -260,14 +262,14 @@ def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, tuple((each % VOCAB_SIZE, value) for each, value in ranked[:top]))
 
 
-def spoken(generation: Generation, index: int, piece: Delta) -> Delta:
+def spoken(generation: GenerationRequest, index: int, piece: Delta) -> Delta:
     """A piece of one choice, with what the request asks for beside it."""
     top = generation.params.logprobs
     logprobs = [] if top is None else [logprobs_of(token_id, top) for token_id in piece.token_ids]
     return replace(piece, index=index, logprobs=logprobs)
 
 
-def begun(generation: Generation, delta: Delta, tells_prompts: bool) -> Delta:
+def begun(generation: GenerationRequest, delta: Delta, tells_prompts: bool) -> Delta:
     """A first piece: that of the first choice tells what the prompt is to the model."""
     prompt, top = generation.prompt_token_ids, generation.params.prompt_logprobs
     is_told = tells_prompts and top is not None and delta.index == 0
@@ -275,7 +277,7 @@ def begun(generation: Generation, delta: Delta, tells_prompts: bool) -> Delta:
     return replace(delta, prompt_logprobs=logprobs)
 
 
-def ends(generation: Generation, reason: FinishReason, tokens: int) -> Iterator[Delta]:
+def ends(generation: GenerationRequest, reason: FinishReason, tokens: int) -> Iterator[Delta]:
     """The end of each choice; the usage with the last."""
     n, score = generation.params.n, 0.5 if generation.params.beam_width else None
     for index in range(n):

@@ -12,14 +12,14 @@ from quire_router.admission.queue import Queue, QueueSettings
 from quire_router.fleet.fleet import Fleet
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.static import StaticDiscovery
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
+from quire_router.lifecycle import RequestRunner
 from quire_router.placement.namespace import Names
 from quire_router.placement.query import Decision
 from quire_router.placement.table import EngineTable, Rows
-from quire_router.routing import Routing
+from quire_router.routing import Dispatcher
 
 from tests.support.letters import TEXT, tokens
 from tests.support.scripted_engine import ScriptedEngine
@@ -34,14 +34,16 @@ class FirstIdle:
     def __init__(self, table: EngineTable) -> None:
         self._table = table
 
-    def name(self, generation: Generation, rows: Rows, names: Names) -> Iterator[None]:
+    def name(self, generation: GenerationRequest, rows: Rows, names: Names) -> Iterator[None]:
         return iter(())
 
-    def place(self, generation: Generation, rows: Rows, names: Names, *, explained: bool = False) -> Decision | None:
+    def place(
+        self, generation: GenerationRequest, rows: Rows, names: Names, *, explained: bool = False
+    ) -> Decision | None:
         row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
         return None if row is None else Decision(str(self._table.ids[row]), row, "first_idle", 0)
 
-    def placed(self, decision: Decision, generation: Generation) -> None:
+    def placed(self, decision: Decision, generation: GenerationRequest) -> None:
         pass
 
 
@@ -49,7 +51,7 @@ class FirstIdle:
 class House:
     """A router's inner rooms and its engines."""
 
-    lifecycle: Lifecycle
+    lifecycle: RequestRunner
     fleet: Fleet
     journal: Journal
     engines: list[ScriptedEngine]
@@ -111,9 +113,9 @@ async def house(
     queue = Queue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
     fleet.on_room = queue.stir
     placer = FirstIdle(fleet.table)
-    routing = Routing(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
+    routing = Dispatcher(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
     journal = journal or MemoryJournal()
-    place = House(Lifecycle(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines)
+    place = House(RequestRunner(fleet, placer, routing, journal, {"m": TEXT}, **options), fleet, journal, engines)
     try:
         await place.ready(count if ready is None else ready)
         yield place

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from quire_proto.sampling import FinishReason
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Delivered, Journal, Lease, Record, Told
 
 
@@ -23,7 +23,7 @@ def tell(
 class Seen:
     """A record, with what was told by choice."""
 
-    generation: Generation
+    generation: GenerationRequest
     owner: str
     epoch: int
     choices: list[Delivered]

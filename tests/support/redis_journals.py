@@ -9,7 +9,7 @@ from zlib import crc32
 
 from prometheus_client import REGISTRY
 from quire_proto.sampling import SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Lease, Record
 from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.redis import RedisJournal
@@ -40,8 +40,8 @@ async def redis_at(server: RedisServer) -> AsyncIterator[Redis]:
         await client.aclose()
 
 
-def small_request(request_id: str = "r", prompt: list[int] | None = None) -> Generation:
-    return Generation(
+def small_request(request_id: str = "r", prompt: list[int] | None = None) -> GenerationRequest:
+    return GenerationRequest(
         request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3), created=5.0
     )
 

@@ -17,7 +17,7 @@ from quire_router.admission.limits import Limits
 from quire_router.admission.reason import Reason
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 
 from tests.support.api_stage import ANSWER, MODEL, ScriptedRunner, ask, chat, completion, open_stage
 
@@ -29,12 +29,12 @@ class LimitedRunner(ScriptedRunner):
 
     limits: Limits
 
-    async def run(self, generation: Generation) -> AsyncGenerator[Delta]:
-        with await self.limits.enter(generation.tenant, generation.request_id, generation.most_tokens) as bill:
+    async def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
+        with await self.limits.enter(generation.tenant, generation.request_id, generation.max_cost) as bill:
             async with aclosing(super().run(generation)) as deltas:
                 async for delta in deltas:
                     if delta.usage is not None:
-                        bill.used = generation.counted(delta.usage.prompt_tokens, delta.usage.completion_tokens)
+                        bill.used = generation.cost(delta.usage.prompt_tokens, delta.usage.completion_tokens)
                     yield delta
 
 

@@ -19,7 +19,7 @@ from quire_proto.text.detokenizer import REPLACEMENT
 from quire_router.api.echo import echoed
 from quire_router.api.running import Running
 from quire_router.api.together import Together
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import Delta, GenerationRequest, Usage
 
 from tests.support.api_stage import MODEL, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
 from tests.support.api_stage import TEXT as TOKENIZER
@@ -56,7 +56,7 @@ class Verbatim:
         self.closed: list[str] = []
         self.cancelled: list[str] = []
 
-    async def run(self, generation: Generation):
+    async def run(self, generation: GenerationRequest):
         try:
             for step in self.scripts[generation.prompt_token_ids[0]]:
                 if isinstance(step, Exception):
@@ -70,7 +70,7 @@ class Verbatim:
         finally:
             self.closed.append(generation.request_id)
 
-    async def run_once(self, generation: Generation, _siblings=None):
+    async def run_once(self, generation: GenerationRequest, _siblings=None):
         self.opened.append(generation.request_id)
         return self.run(generation)
 
@@ -83,9 +83,9 @@ def together(runner: Verbatim, running: Running | None = None) -> Together:
     return Together(runner, running or Running(100))
 
 
-def generations(prompts: int, n: int = 1) -> list[Generation]:
+def generations(prompts: int, n: int = 1) -> list[GenerationRequest]:
     ids = ["r", *(f"r_{number}" for number in range(1, prompts))]
-    return [Generation(name, MODEL, [number], SamplingParams(n=n)) for number, name in enumerate(ids)]
+    return [GenerationRequest(name, MODEL, [number], SamplingParams(n=n)) for number, name in enumerate(ids)]
 
 
 def by_choice(chunks) -> dict[int, list]:
@@ -399,7 +399,7 @@ def echo_of(token_ids, cut, **rules) -> str:
     output = TOKENIZER.open_output(token_ids[:cut], (), **rules)
     pieces = [Delta(output.push([each]), [each]) for each in token_ids[cut:]]
     pieces.append(Delta(output.finish(), [], FinishReason.STOP, Usage(1, 1)))
-    generation = Generation("r", MODEL, token_ids[:cut], SamplingParams(), echo=True, **rules)
+    generation = GenerationRequest("r", MODEL, token_ids[:cut], SamplingParams(), echo=True, **rules)
 
     async def collect():
         return [delta.text async for delta in echoed(played(pieces), [generation], TOKENIZER)]

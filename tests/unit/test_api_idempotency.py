@@ -17,8 +17,8 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api import terms
 from quire_router.api.identity import Caller
 from quire_router.api.terms import Terms
-from quire_router.generation import Delta, Generation
-from quire_router.siblings import Siblings
+from quire_router.generation import Delta, GenerationRequest
+from quire_router.siblings import PromptGroup
 
 from tests.support.api_stage import ANSWER, MODEL, Limits, ScriptedRunner, ask, chat, completion, open_stage
 from tests.support.both_apis import as_proto
@@ -102,7 +102,9 @@ class RefusesSecondPrompts(ScriptedRunner):
 
     refused = False
 
-    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
+    async def run_once(
+        self, generation: GenerationRequest, siblings: PromptGroup | None = None
+    ) -> AsyncGenerator[Delta] | None:
         if generation.request_id.endswith("_1") and not self.refused:
             self.refused = True
             raise QuireError(ErrorCode.OVERLOADED, "There is no room.")

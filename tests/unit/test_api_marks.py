@@ -15,8 +15,8 @@ from quire_router.api.rest.chunks import DONE, Chunks
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.pieces import Pieces
 from quire_router.api.shape import AnswerShape
-from quire_router.generation import Delta, Generation, Usage
-from quire_router.mark import Mark
+from quire_router.generation import Delta, GenerationRequest, Usage
+from quire_router.mark import StreamCursor
 
 from tests.support.api_stage import MODEL, TEXT, as_had, events_of, logprobs_of
 
@@ -28,14 +28,14 @@ class Told:
     admitted: Admitted
     deltas: list[Delta]
 
-    def pieces(self, mark: Mark) -> list[Delta]:
+    def pieces(self, mark: StreamCursor) -> list[Delta]:
         """The answer once more, for a reader who stands at ``mark``."""
         ends = [0] * self.admitted.choices
         had = []
         for delta in self.deltas:
             ends[delta.index] += len(delta.token_ids)
             piece = as_had(delta, ends[delta.index], mark)
-            if not piece.told or piece.token_ids or piece.prompt_logprobs or piece.usage:
+            if not piece.replayed or piece.token_ids or piece.prompt_logprobs or piece.usage:
                 had.append(piece)
         return had
 
@@ -67,7 +67,7 @@ def answers(draw) -> Told:
     params = SamplingParams(n=n, logprobs=logprobs)
     prompt = list(TEXT.encode_part("hi é"))
     generations = tuple(
-        Generation(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
+        GenerationRequest(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
         for number in range(prompts)
     )
     with_usage, each_time = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
@@ -91,8 +91,8 @@ async def played(deltas: list[Delta]) -> AsyncGenerator[Delta]:
 
 
 def answer_from(told: Told, after: str) -> Answer:
-    admitted, mark = told.admitted, Mark.parse(after, told.admitted.choices)
-    deltas = played(told.pieces(Mark.parse(after, admitted.choices)))
+    admitted, mark = told.admitted, StreamCursor.parse(after, told.admitted.choices)
+    deltas = played(told.pieces(StreamCursor.parse(after, admitted.choices)))
     if admitted.first.echo:
         deltas = echoed(deltas, admitted.generations, TEXT, begun(mark, admitted.choices))
     return Answer(admitted, deltas, mark)

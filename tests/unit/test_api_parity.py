@@ -15,7 +15,7 @@ from quire_router.api.identity import Caller
 from quire_router.api.rpc import messages
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.validate import Validator
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 from tests.support.api_stage import MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.both_apis import as_proto
@@ -75,7 +75,7 @@ IN_COMPLETIONS = {"echo": st.booleans(), "logprobs": counts(20)}
 IN_CHATS = {"logprobs": st.just(True), "top_logprobs": counts(20)}
 
 
-def verdict(read) -> Generation | tuple[object, ...]:
+def verdict(read) -> GenerationRequest | tuple[object, ...]:
     try:
         (generation,) = VALIDATOR.generations(read(), "id", CALLER)
     except QuireError as error:
@@ -96,7 +96,7 @@ def both_verdicts(fields):
 
 def assert_alike(fields) -> None:
     over_rest, over_grpc = both_verdicts(fields)
-    if isinstance(over_rest, Generation) and isinstance(over_grpc, Generation):
+    if isinstance(over_rest, GenerationRequest) and isinstance(over_grpc, GenerationRequest):
         seed = fields.get("seed", 0)
         over_rest, over_grpc = (
             replace(each, created=0, stream=False, params=replace(each.params, seed=seed))
@@ -156,7 +156,7 @@ IN_RANGE = {
 def test_every_parameter_arrives_over_both():
     over_rest, over_grpc = both_verdicts(completion(**IN_RANGE))
 
-    assert isinstance(over_grpc, Generation)
+    assert isinstance(over_grpc, GenerationRequest)
     assert over_rest.params == over_grpc.params
     defaults = SamplingParams()
     untold = {name for name in SamplingParams.__slots__ if getattr(over_grpc.params, name) == getattr(defaults, name)}
@@ -170,7 +170,7 @@ def test_every_kind_of_structured_output_arrives_over_both(kind):
     value = {"json_object": True, "json": '{"type": "object"}', "choice": ["a", "é"]}.get(kind, "a+")
     over_rest, over_grpc = both_verdicts(chat(structured_outputs={kind: value}))
 
-    assert isinstance(over_grpc, Generation)
+    assert isinstance(over_grpc, GenerationRequest)
     assert over_rest.params.structured == over_grpc.params.structured is not None
 
 

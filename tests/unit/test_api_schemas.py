@@ -20,7 +20,7 @@ from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.size import MAX_OUTPUTS, MAX_VALUES, check_size
 from quire_router.api.strict import Strict
 from quire_router.api.validate import Validator
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from tokenizers import Tokenizer, processors
 
 from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
@@ -632,7 +632,7 @@ def without_begin() -> Tokenizer:
 
 
 def size_refusal(prompts: int, prompt_tokens: int, echo: bool = False, **params: int) -> QuireError | None:
-    generation = Generation("id", MODEL, [1] * prompt_tokens, SamplingParams(**params), echo=echo)
+    generation = GenerationRequest("id", MODEL, [1] * prompt_tokens, SamplingParams(**params), echo=echo)
     try:
         check_size([generation] * prompts)
     except QuireError as error:

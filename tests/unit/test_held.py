@@ -10,8 +10,8 @@ from quire_router.api.answer import Answers
 from quire_router.api.running import Running
 from quire_router.api.shape import AnswerShape
 from quire_router.api.together import Together
-from quire_router.generation import Delta, Generation
-from quire_router.held import Held
+from quire_router.generation import Delta, GenerationRequest
+from quire_router.held import OwnedDeltaStream
 
 from tests.support.letters import TEXT, tokens
 
@@ -22,15 +22,15 @@ class Runner:
     def __init__(self) -> None:
         self.held = 0
 
-    def run(self, _generation: Generation) -> AsyncGenerator[Delta, None]:
+    def run(self, _generation: GenerationRequest) -> AsyncGenerator[Delta, None]:
         return self._hold()
 
-    async def run_once(self, _generation: Generation, _siblings: object = None) -> AsyncGenerator[Delta, None]:
+    async def run_once(self, _generation: GenerationRequest, _siblings: object = None) -> AsyncGenerator[Delta, None]:
         return self._hold()
 
-    def _hold(self) -> Held:
+    def _hold(self) -> OwnedDeltaStream:
         self.held += 1
-        return Held(_two_pieces(self._let_go), self._let_go)
+        return OwnedDeltaStream(_two_pieces(self._let_go), self._let_go)
 
     async def _let_go(self) -> None:
         self.held -= 1
@@ -95,5 +95,5 @@ async def test_what_is_made_of_it_lets_go_too(
         assert len(running) == 1
 
 
-def _generation(**more: object) -> Generation:
-    return Generation("r", "m", tokens("hello"), SamplingParams(max_tokens=5), **more)
+def _generation(**more: object) -> GenerationRequest:
+    return GenerationRequest("r", "m", tokens("hello"), SamplingParams(max_tokens=5), **more)

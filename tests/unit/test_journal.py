@@ -10,7 +10,7 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Delivered, Lease, Record, Told
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
@@ -40,8 +40,10 @@ async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJourn
         await journal.close()
 
 
-def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> Generation:
-    return Generation(request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, n=n))
+def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, n=n)
+    )
 
 
 @pytest.fixture
@@ -180,7 +182,9 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
 
 @given(generations, pieces)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-def test_a_record_comes_back_exactly_from_redis(redis: RedisServer, generation: Generation, pieces: list[Told]) -> None:
+def test_a_record_comes_back_exactly_from_redis(
+    redis: RedisServer, generation: GenerationRequest, pieces: list[Told]
+) -> None:
     async def run() -> None:
         unique = replace(generation, request_id=uuid4().hex)
         told = possible(pieces, unique.params.n)

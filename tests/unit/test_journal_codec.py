@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 from quire_router.journal.base import Record, Told
 from quire_router.journal.codec import (
     MAX_LEASE,
@@ -32,14 +32,16 @@ def decode_record(
     return asyncio.run(read_record(request_id, fields, row, now, brief=brief))[0]
 
 
-def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> Generation:
-    return Generation(request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, n=n))
+def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, n=n)
+    )
 
 
 @given(generations, pieces, st.none() | st.sampled_from(FinishReason), st.text(st.characters()), usages)
 @settings(max_examples=50, deadline=None)
 def test_a_record_comes_back_exactly(
-    generation: Generation, pieces: list[Told], reason: FinishReason | None, error: str, usage: Usage
+    generation: GenerationRequest, pieces: list[Told], reason: FinishReason | None, error: str, usage: Usage
 ) -> None:
     told = possible(pieces, generation.params.n)
     row = pack_tokens(deliver(told, generation.params.n).values)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Follower, Lease
 from quire_router.journal.codec import unpack_tokens
 from quire_router.journal.keys import keys
@@ -50,7 +50,7 @@ class Router:
     def run(self, call: Any) -> Any:
         return self.runner.run(asyncio.wait_for(call, 20))
 
-    def open(self, generation: Generation) -> Lease:
+    def open(self, generation: GenerationRequest) -> Lease:
         async def run() -> Lease:
             return self.journal.open(generation)
 
@@ -126,7 +126,7 @@ class Fencing(RuleBasedStateMachine):
     @rule(router=routers, name=names)
     def open(self, router: int, name: str) -> None:
         if not self.holdings[name]:
-            generation = Generation(name, "m", array("i", [1]), SamplingParams(seed=3))
+            generation = GenerationRequest(name, "m", array("i", [1]), SamplingParams(seed=3))
             chosen = self.routers[router]
             self.holdings[name].append(Holding(chosen, chosen.open(generation), []))
 

@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 from quire_router.journal.base import Record, Told
 from quire_router.journal.bounds import MAX_PARTS, MAX_SHAPE
 from quire_router.journal.memory import MemoryJournal
@@ -49,12 +49,12 @@ def heard(journal: AnyJournal) -> Heard:
     return heard
 
 
-def request(**options: object) -> Generation:
-    generation = Generation(uuid4().hex, "m", array("i", [1, 2]), SamplingParams(seed=3, n=2))
+def request(**options: object) -> GenerationRequest:
+    generation = GenerationRequest(uuid4().hex, "m", array("i", [1, 2]), SamplingParams(seed=3, n=2))
     return replace(generation, **options)  # type: ignore[arg-type]
 
 
-async def read(journal: AnyJournal, generation: Generation) -> Record:
+async def read(journal: AnyJournal, generation: GenerationRequest) -> Record:
     await journal.flush()
     record = await journal.read(generation.request_id)
     assert record is not None

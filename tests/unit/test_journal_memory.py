@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.memory import MemoryJournal
 
 from tests.support.journals import tell
 
 
-def request(request_id: str = "r", prompt: list[int] | None = None, **params: Any) -> Generation:
-    return Generation(
+def request(request_id: str = "r", prompt: list[int] | None = None, **params: Any) -> GenerationRequest:
+    return GenerationRequest(
         request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, **params)
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 from quire_router.journal.base import Record, Told
 from quire_router.journal.keys import keys
 from quire_router.journal.redis import RedisJournal
@@ -134,8 +134,10 @@ class Scene:
             await self.redis.hset(keys(self.id)[0], "lease_expires", 1)
         return older, await self.whole(self.id + "-other")
 
-    def generation(self, request_id: str, seed: int) -> Generation:
-        return Generation(request_id, "m", array("i", [seed, 2, 3]), SamplingParams(seed=seed, n=2), background=True)
+    def generation(self, request_id: str, seed: int) -> GenerationRequest:
+        return GenerationRequest(
+            request_id, "m", array("i", [seed, 2, 3]), SamplingParams(seed=seed, n=2), background=True
+        )
 
     async def whole(self, request_id: str) -> dict[str, bytes | None]:
         return {name: await Keys(self.redis, request_id).get(name) for name in (*FIELDS, *ENDED_FIELDS, ROW)}

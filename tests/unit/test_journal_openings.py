@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.settings import JournalSettings
 
@@ -84,7 +84,9 @@ async def test_a_record_that_nobody_can_ever_claim_is_not_looked_at_for_ever(ser
 
 async def test_a_background_request_that_comes_again_is_taken_up_where_its_router_left_it() -> None:
     async with house() as place:
-        left = Generation("r", "m", tokens("x"), SamplingParams(seed=1, max_tokens=5), background=True, digest="ab")
+        left = GenerationRequest(
+            "r", "m", tokens("x"), SamplingParams(seed=1, max_tokens=5), background=True, digest="ab"
+        )
         place.journal.release(place.journal.open(left))
         assert not await place.lifecycle.start(left)
         assert (await place.engine.submit()).request_id.startswith("r")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.base import Delivered, Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
@@ -66,7 +66,7 @@ class Run:
             self.write(operation, record, name, value, index, running)
 
     def open(self, name: str) -> None:
-        generation = Generation(
+        generation = GenerationRequest(
             self.prefix + name, "m", array("i", [1, 2, 3]), SamplingParams(seed=len(self.model), n=CHOICES)
         )
         lease = self.journal.open(generation)

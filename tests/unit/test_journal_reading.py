@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.api.shape import AnswerShape
-from quire_router.background import Background
-from quire_router.generation import Delta, Generation, Usage
-from quire_router.in_flight import InFlight
+from quire_router.background import BackgroundRequests
+from quire_router.generation import Delta, GenerationRequest, Usage
+from quire_router.in_flight import RequestRegistry
 from quire_router.journal.base import Journal, Record, Told
 from quire_router.journal.deliveries import RowReader
 from quire_router.journal.keys import keys
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.pieces import Pieces
 from quire_router.journal.reading import MAX_AT_ONCE, PART, read_part
-from quire_router.mark import Mark
-from quire_router.reader import Reader
-from quire_router.resumption import Resumption
+from quire_router.mark import StreamCursor
+from quire_router.reader import ResponseConsumer
+from quire_router.resumption import RequestResumer
 
 from tests.support.any_records import deliver, pieces, possible
 from tests.support.api_stage import ANSWER, MODEL, TEXT, ScriptedRunner, ask, open_stage
@@ -70,11 +70,11 @@ async def turns(work: Awaitable[T]) -> tuple[T, int]:
         beating.cancel()
 
 
-def long(request_id: str) -> Generation:
+def long(request_id: str) -> GenerationRequest:
     params = SamplingParams(seed=1, n=CHOICES, max_tokens=TOKENS, logprobs=TOP)
     shape = AnswerShape(logprobs=TOP, include_usage=True).to_json()
     prompt = array("i", [1, 2, 3])
-    return Generation(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
+    return GenerationRequest(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
 
 
 async def write(journal: Journal, request_id: str, *, ended: bool) -> list[Told]:
@@ -150,13 +150,13 @@ class Archive(ScriptedRunner):
     def __init__(self, journal: Journal) -> None:
         super().__init__(ANSWER)
         self._journal = journal
-        self._resumption = Resumption(journal, {MODEL: TEXT}, InFlight(), Background(1), None)
+        self._resumption = RequestResumer(journal, {MODEL: TEXT}, RequestRegistry(), BackgroundRequests(1), None)
 
     async def record(self, request_id: str) -> Record | None:
         return await self._journal.read(request_id, brief=True)
 
-    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
-        return self._resumption.resume(record.generation, Reader(None, mark=mark), mark)
+    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
+        return self._resumption.resume(record.generation, ResponseConsumer(None, cursor=mark), mark)
 
 
 async def test_asking_how_it_is_with_requests_reads_no_answer_and_is_one_exchange() -> None:

@@ -13,16 +13,16 @@ from quire.v1 import types_pb2
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.fleet.endpoint import Endpoint
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 
 from tests.support.house import QUICK, collect, house, started, told
 from tests.support.letters import tokens
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, output
 
 
-def request(request_id: str = "r", *, stop: tuple[str, ...] = (), max_tokens: int = 50) -> Generation:
+def request(request_id: str = "r", *, stop: tuple[str, ...] = (), max_tokens: int = 50) -> GenerationRequest:
     params = SamplingParams(temperature=0.5, seed=7, max_tokens=max_tokens)
-    return Generation(request_id, "m", tokens("hello"), params, stop, cache_salt=b"salt")
+    return GenerationRequest(request_id, "m", tokens("hello"), params, stop, cache_salt=b"salt")
 
 
 # What the client sees

@@ -9,16 +9,16 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import Delta, GenerationRequest, Usage
 
 from tests.support.house import house, started, told
 from tests.support.letters import tokens
 from tests.support.scripted_engine import ABORT, LENGTH, STOP, logprobs, output
 
 
-def request(n: int = 2, *, stop: tuple[str, ...] = (), **params: Any) -> Generation:
+def request(n: int = 2, *, stop: tuple[str, ...] = (), **params: Any) -> GenerationRequest:
     sampling = SamplingParams(**{"seed": 7, "max_tokens": 50, "n": n, **params})
-    return Generation("r", "m", tokens("hello"), sampling, stop)
+    return GenerationRequest("r", "m", tokens("hello"), sampling, stop)
 
 
 def last(deltas: list[Delta], index: int) -> Delta:

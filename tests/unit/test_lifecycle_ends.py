@@ -12,9 +12,9 @@ from quire_router.admission.queue import Queue
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.turn import Waiting
 from quire_router.fleet.stream import OutputStream
-from quire_router.generation import Generation
-from quire_router.mark import Mark
-from quire_router.progress import Progress
+from quire_router.generation import GenerationRequest
+from quire_router.mark import StreamCursor
+from quire_router.progress import RequestState
 
 from tests.support.house import house, started
 from tests.support.letters import tokens
@@ -31,9 +31,9 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-def request(request_id: str = "r", digest: str = "") -> Generation:
+def request(request_id: str = "r", digest: str = "") -> GenerationRequest:
     params = SamplingParams(max_tokens=3)
-    return Generation(request_id, "m", tokens("hello"), params, stream=True, tenant="t", digest=digest)
+    return GenerationRequest(request_id, "m", tokens("hello"), params, stream=True, tenant="t", digest=digest)
 
 
 @pytest.mark.usefixtures("uncollected")
@@ -43,7 +43,7 @@ async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
         place.engine.send(output(submit.request_id, tokens("abc"), 0, LENGTH))
         await task
         del task
-        await until(lambda: not any(isinstance(each, Progress | OutputStream) for each in gc.get_objects()))
+        await until(lambda: not any(isinstance(each, RequestState | OutputStream) for each in gc.get_objects()))
 
 
 async def test_leaving_and_coming_back_gives_no_tokens_for_free():
@@ -73,7 +73,7 @@ async def test_who_comes_back_waits_for_a_turn_until_the_first_piece_was_told(mo
         for told in range(2):
             record = await place.lifecycle.record("r")
             assert record is not None
-            resumed = place.lifecycle.resume(record, Mark(1))
+            resumed = place.lifecycle.resume(record, StreamCursor(1))
             for _ in range(told):
                 await anext(resumed)
             reading = asyncio.ensure_future(anext(resumed))

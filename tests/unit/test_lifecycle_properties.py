@@ -23,12 +23,12 @@ from quire_router.fleet.outbox import Outbox
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import LinkSettings
 from quire_router.fleet.stream import OutputStream
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
+from quire_router.lifecycle import RequestRunner
 from quire_router.placement.table import EngineTable, Rows
-from quire_router.routing import Routing
+from quire_router.routing import Dispatcher
 
 from tests.support.batches import take_all
 from tests.support.contract_engine import ContractEngine, Script
@@ -138,7 +138,7 @@ class Client:
     def logprobs(self, index: int) -> list[float]:
         return [each.logprob for delta in self.of(index) for each in delta.logprobs]
 
-    async def read(self, lifecycle: Lifecycle, generation: Generation, journal: MemoryJournal) -> None:
+    async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
         async for delta in lifecycle.run(generation):
             assert not any(earlier.finish_reason for earlier in self.of(delta.index))
             assert not any(earlier.usage for earlier in self.deltas)
@@ -154,7 +154,7 @@ class Play:
     """One request from its beginning to its end, disturbed as ``data`` says."""
 
     script: Script
-    generation: Generation
+    generation: GenerationRequest
     data: st.DataObject
     cancel_at: int | None = None
 
@@ -215,7 +215,7 @@ class Play:
         self.link.step(dict.fromkeys(range(len(self.script.choices)), 2))
         await settle()
 
-    async def check_nothing_is_left(self, lifecycle: Lifecycle, fleet: OneEngine) -> None:
+    async def check_nothing_is_left(self, lifecycle: RequestRunner, fleet: OneEngine) -> None:
         if self.events is CALM and self.cancel_at is None:
             assert self.engine.submits == 1
         assert lifecycle.in_flight == 0
@@ -235,10 +235,10 @@ class Play:
             assert choice.finish_reason is self.client.of(index)[-1].finish_reason
 
 
-def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelText = TEXT) -> Lifecycle:
+def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelText = TEXT) -> RequestRunner:
     placer = FirstIdle(fleet.table)
-    routing = Routing(fleet, placer, fleet, policy="first_idle", hold_timeout=10)  # type: ignore[arg-type]
-    return Lifecycle(fleet, placer, routing, journal, {"m": text}, max_attempts=1000)  # type: ignore[arg-type]
+    routing = Dispatcher(fleet, placer, fleet, policy="first_idle", hold_timeout=10)  # type: ignore[arg-type]
+    return RequestRunner(fleet, placer, routing, journal, {"m": text}, max_attempts=1000)  # type: ignore[arg-type]
 
 
 async def settle() -> None:
@@ -271,7 +271,7 @@ def answers(draw: st.DrawFn, most: int = 4) -> tuple[list[str], tuple[str, ...],
 def play(made: list[str], stop: tuple[str, ...], max_tokens: int, data: st.DataObject, **params: Any) -> Play:
     cancel_at = params.pop("cancel_at", None)
     sampling = SamplingParams(seed=7, max_tokens=max_tokens, **params)
-    generation = Generation("r", "m", tokens(PROMPT), sampling, stop)
+    generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
     done = Play(Script([tokens(text) for text in made], max_tokens), generation, data, cancel_at)
     asyncio.run(done.run())
     return done

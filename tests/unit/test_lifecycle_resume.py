@@ -22,16 +22,16 @@ from quire_router.admission.limits import Limits
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
-from quire_router.generation import NO_USAGE, Delta, Generation, Usage, part_id
+from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Journal, Lease, Owners, Record, Tail, Told
 from quire_router.journal.bounds import size
 from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
-from quire_router.mark import Mark
-from quire_router.progress import Progress
-from quire_router.reader import Reader
-from quire_router.retelling import PART, Retelling
-from quire_router.siblings import Siblings
+from quire_router.lifecycle import RequestRunner
+from quire_router.mark import StreamCursor
+from quire_router.progress import RequestState
+from quire_router.reader import ResponseConsumer
+from quire_router.retelling import PART, Replayer
+from quire_router.siblings import PromptGroup
 
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.house import House, collect, house, started, told
@@ -57,7 +57,7 @@ class Place:
     def __init__(self, script: Script, journal: MemoryJournal, text: ModelText = TEXT) -> None:
         self.link = DirectLink(ContractEngine(script))
         self.fleet = OneEngine(self.link)
-        self.lifecycle: Lifecycle = make_lifecycle(self.fleet, journal, text)
+        self.lifecycle: RequestRunner = make_lifecycle(self.fleet, journal, text)
         self._choices = len(script.choices)
 
     async def read(self, answer: AsyncGenerator[Piece], steps: list[int], most: int | None = None) -> list[Piece]:
@@ -99,13 +99,13 @@ def copied(record: Record, kept: int) -> MemoryJournal:
     return journal
 
 
-def mark_of(deltas: list[Delta], choices: int) -> Mark:
-    mark = Mark(choices)
+def mark_of(deltas: list[Delta], choices: int) -> StreamCursor:
+    mark = StreamCursor(choices)
     for delta in deltas:
         if delta.token_ids or delta.finish_reason:
-            mark.take(delta)
+            mark.advance(delta)
         mark.usage |= delta.usage is not None
-    return Mark.parse(str(mark), choices)
+    return StreamCursor.parse(str(mark), choices)
 
 
 steps = st.lists(st.integers(1, 3), min_size=1, max_size=3)
@@ -122,7 +122,7 @@ def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
     n = max(1, len(made) - 1) if kind == "best_of" else len(made)
     best_of = len(made) if kind == "best_of" else 0
     params = SamplingParams(seed=7, max_tokens=max_tokens, n=n, best_of=best_of, logprobs=0 if kind else None)
-    generation = Generation("r", "m", tokens(PROMPT), params, stop, stream=True, digest="d")
+    generation = GenerationRequest("r", "m", tokens(PROMPT), params, stop, stream=True, digest="d")
 
     async def play() -> tuple[list[Delta], list[Delta], list[Delta]]:
         calm = Place(script, MemoryJournal())
@@ -141,7 +141,7 @@ def test_what_was_read_and_what_is_resumed_are_the_undisturbed_answer(
         return whole, had, resumed
 
     whole, had, resumed = asyncio.run(play())
-    fresh = [delta for delta in resumed if not delta.told]
+    fresh = [delta for delta in resumed if not delta.replayed]
     assert {i: everything(whole, i) for i in range(n)} == {i: everything(had + fresh, i) for i in range(n)}
     usages = [delta.usage for delta in had + fresh if delta.usage is not None]
     assert usages == [whole[-1].usage]
@@ -161,15 +161,15 @@ def everything(deltas: list[Delta], index: int) -> tuple[str, list[int], list[fl
     )
 
 
-def streamed(**more: object) -> Generation:
+def streamed(**more: object) -> GenerationRequest:
     params = SamplingParams(temperature=0.5, seed=7, max_tokens=50)
-    return replace(Generation("r", "m", tokens("hello"), params, stream=True), **more)
+    return replace(GenerationRequest("r", "m", tokens("hello"), params, stream=True), **more)
 
 
 async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_begun() -> None:
     async with house() as place:
-        siblings = Siblings(begun=True)
-        for part in (streamed(parts=("r", "r_1")), streamed(request_id=part_id("r", 1))):
+        siblings = PromptGroup(begun=True)
+        for part in (streamed(parts=("r", "r_1")), streamed(request_id=prompt_request_id("r", 1))):
             answer = await place.lifecycle.run_once(part, siblings)
             assert answer is not None
             task, _ = await started(place, answer)
@@ -194,8 +194,8 @@ async def test_what_was_cut_short_is_not_told_as_complete() -> None:
         place.journal.finish(lease, FinishReason.ABORT, usage=Usage(5, 3))
         record = await place.lifecycle.record("r")
         assert record is not None
-        deltas = await collect(place.lifecycle.resume(record, Mark.parse("2e.-", 2)))
-        fresh = [delta for delta in deltas if not delta.told]
+        deltas = await collect(place.lifecycle.resume(record, StreamCursor.parse("2e.-", 2)))
+        fresh = [delta for delta in deltas if not delta.replayed]
         assert [(delta.index, delta.text, delta.finish_reason) for delta in fresh] == [
             (1, "c", None),
             (1, "", FinishReason.ABORT),
@@ -210,10 +210,10 @@ async def test_a_second_reader_follows_the_first() -> None:
         await place.delivered("one ")
         record = await place.lifecycle.record("r")
         assert record is not None
-        second = asyncio.create_task(collect(place.lifecycle.resume(record, Mark.parse("1", 1))))
+        second = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor.parse("1", 1))))
         place.engine.send(output("r", tokens("two"), 4, LENGTH))
         assert told(await first) == told(await second) == "one two"
-        assert told([delta for delta in await second if not delta.told]) == "ne two"
+        assert told([delta for delta in await second if not delta.replayed]) == "ne two"
         assert submit.request_id == "r"
         assert place.engine.commands.empty(), "it was run twice"
 
@@ -230,12 +230,12 @@ async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None
         record = await place.lifecycle.record("r")
         assert record is not None
         assert not record.held
-        again = asyncio.create_task(collect(place.lifecycle.resume(record, Mark.parse("2", 1))))
+        again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor.parse("2", 1))))
         submit = await place.engine.submit()
         assert submit.request_id != "r", "the engine may still be busy with the first"
         assert list(submit.output_token_ids) == tokens("ab")
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
-        assert told([delta for delta in await again if not delta.told]) == "c"
+        assert told([delta for delta in await again if not delta.replayed]) == "c"
         await place.left_nothing("r", FinishReason.STOP, "abc")
 
 
@@ -336,7 +336,7 @@ async def test_a_drained_router_ends_its_streams_so_that_others_go_on() -> None:
         await place.delivered("ab")
         record = await place.lifecycle.record("r")
         assert record is not None
-        following = asyncio.create_task(collect(place.lifecycle.resume(record, Mark(1))))
+        following = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor(1))))
         await asyncio.sleep(0.1)
         await place.lifecycle.drain(0.01)
         for reading in (task, following):
@@ -353,7 +353,7 @@ async def test_what_ended_with_an_error_ends_with_it_again() -> None:
         record = await place.lifecycle.record("r")
         assert record is not None
         with pytest.raises(QuireError, match="time for this request was over") as caught:
-            await collect(place.lifecycle.resume(record, Mark(1)))
+            await collect(place.lifecycle.resume(record, StreamCursor(1)))
         assert caught.value.code is ErrorCode.DEADLINE
 
 
@@ -389,7 +389,7 @@ async def being_told_what_was_written() -> AsyncIterator[tuple[House, AsyncGener
         journal.append(lease, 2, Told(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
         record = await place.lifecycle.record("r")
         assert record is not None
-        answer = place.lifecycle.resume(replace(record, pieces=[]), Mark(1))
+        answer = place.lifecycle.resume(replace(record, pieces=[]), StreamCursor(1))
         journal.release(lease)
         assert told([await anext(answer)]) == "ab", "it is told from what was claimed"
         yield place, answer
@@ -570,14 +570,14 @@ async def test_a_reader_has_as_long_as_it_says_and_not_as_long_as_the_first_one(
         record = await place.lifecycle.record("r")
         assert record is not None
         with pytest.raises(QuireError, match="time to read this answer was over") as caught:
-            await collect(place.lifecycle.resume(record, Mark(1), time() + 0.1))
+            await collect(place.lifecycle.resume(record, StreamCursor(1), time() + 0.1))
         assert caught.value.code is ErrorCode.DEADLINE
         assert not first.done()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         await asyncio.sleep(0.3)
-        again = asyncio.create_task(collect(place.lifecycle.resume(record, Mark(1), time() + 20)))
+        again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor(1), time() + 20)))
         submit = await place.engine.submit()
         place.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
         assert told(await again) == "abc"
@@ -591,7 +591,7 @@ async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bo
         record = await place.lifecycle.record("r")
         assert record is not None
         with pytest.raises(QuireError, match="time to read this answer was over") as caught:
-            await collect(place.lifecycle.resume(record, Mark(1), time() + 0.05))
+            await collect(place.lifecycle.resume(record, StreamCursor(1), time() + 0.05))
         after = await place.lifecycle.record("r")
         assert after is not None
         assert caught.value.code is ErrorCode.DEADLINE
@@ -605,21 +605,21 @@ def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: boo
     text = "".join(chr(97 + number % 26) for number in range(first + second))
     reason = FinishReason.STOP if ended else None
     pieces = [Told(0, tokens(text[:first])), Told(0, tokens(text[first:]), reason)]
-    retold = list(Retelling(generation, TEXT, Mark(1)).follow(pieces, ended=ended))
+    retold = list(Replayer(generation, TEXT, StreamCursor(1)).follow(pieces, ended=ended))
     assert told(retold) == text
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
     assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
     assert max((len(delta.token_ids) for delta in retold), default=0) <= PART
 
 
-def restored(pieces: list[Told], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> Progress:
+def restored(pieces: list[Told], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> RequestState:
     """A request that goes on from its record, which has these pieces."""
-    request = Generation("r", "m", tokens("hi"), SamplingParams(max_tokens=2**20), stop)
+    request = GenerationRequest("r", "m", tokens("hi"), SamplingParams(max_tokens=2**20), stop)
     lease, position = journal.open(request), 0
     for piece in pieces:
         journal.append(lease, position, piece)
         position += len(piece.token_ids)
-    return Progress(request, TEXT, journal, lease, Reader(), record=Record(request, "router", 1, pieces))
+    return RequestState(request, TEXT, journal, lease, ResponseConsumer(), record=Record(request, "router", 1, pieces))
 
 
 @given(st.lists(st.text("abé", max_size=3 * PART), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
@@ -629,7 +629,7 @@ def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
 ) -> None:
     journal = MemoryJournal()
 
-    async def reread() -> tuple[Progress, int]:
+    async def reread() -> tuple[RequestState, int]:
         progress = restored([Told(0, tokens(text)) for text in texts], journal, stop)
         before = progress.usage.completion_tokens
         await progress.reread()

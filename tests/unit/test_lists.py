@@ -14,7 +14,7 @@ from quire_router.admission.redis_meter import RedisMeter
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.api.running import Running
 from quire_router.api.together import Together
-from quire_router.generation import Generation, part_id
+from quire_router.generation import GenerationRequest, prompt_request_id
 from quire_router.journal.keys import keys
 
 from tests.support.house import House, collect, house, told
@@ -25,12 +25,12 @@ from tests.support.scripted_engine import ERROR, LENGTH, output
 from tests.support.waiting import until
 
 TENANTS = Tenants([Tenant("t", requests_per_minute=3, tokens_per_minute=10_000)])
-IDS = ("r", part_id("r", 1), part_id("r", 2))
+IDS = ("r", prompt_request_id("r", 1), prompt_request_id("r", 2))
 
 
-def prompts(digest: str = "", *, stream: bool = True) -> list[Generation]:
+def prompts(digest: str = "", *, stream: bool = True) -> list[GenerationRequest]:
     """A list of three."""
-    first = Generation(
+    first = GenerationRequest(
         "r", "m", tokens("hello"), SamplingParams(max_tokens=2), stream=stream, tenant="t", parts=IDS, digest=digest
     )
     return [first, *(replace(first, request_id=name, parts=()) for name in IDS[1:])]

@@ -17,7 +17,7 @@ from quire_proto import hashing
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
 from quire_router.admission.queue import Queue
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.explanation import MAX_HEADER, SHOWN, route_attributes, route_header
 from quire_router.placement.index import PrefixIndex
@@ -27,9 +27,9 @@ from quire_router.placement.query import Decision
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
-from quire_router.progress import Progress
-from quire_router.reader import Reader
-from quire_router.routing import Routing
+from quire_router.progress import RequestState
+from quire_router.reader import ResponseConsumer
+from quire_router.routing import Dispatcher
 
 from tests.support.hashes import hash_blocks
 from tests.support.letters import TEXT
@@ -69,7 +69,7 @@ class Stage:
         assert decision is not None
         return decision
 
-    def routing(self) -> Routing:
+    def routing(self) -> Dispatcher:
         """What asks the placer while an event loop runs, where engines always have room."""
         rows = np.array(self.rows, np.intp)
         rows.flags.writeable = False
@@ -77,17 +77,17 @@ class Stage:
             table=self.table, rows=lambda _: rows, has_room=lambda _: True, has_spare_room=lambda _: True
         )
         queue = Queue(["m"], fleet)  # type: ignore[arg-type]
-        return Routing(fleet, self.placer, queue, policy="cost", hold_timeout=10)  # type: ignore[arg-type]
+        return Dispatcher(fleet, self.placer, queue, policy="cost", hold_timeout=10)  # type: ignore[arg-type]
 
 
-def progress_of(request: Generation) -> Progress:
+def progress_of(request: GenerationRequest) -> RequestState:
     journal = MemoryJournal()
-    return Progress(request, TEXT, journal, journal.open(request), Reader())
+    return RequestState(request, TEXT, journal, journal.open(request), ResponseConsumer())
 
 
-def generation(**request: object) -> Generation:
+def generation(**request: object) -> GenerationRequest:
     fields = {"request_id": "r", "model": "m", "prompt_token_ids": PROMPT, "params": SamplingParams(), **request}
-    return Generation(**fields)  # type: ignore[arg-type]
+    return GenerationRequest(**fields)  # type: ignore[arg-type]
 
 
 def test_without_engines_there_is_no_decision() -> None:

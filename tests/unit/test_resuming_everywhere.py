@@ -25,7 +25,7 @@ from quire_router.api.rpc.pieces import Pieces
 from quire_router.api.running import Running
 from quire_router.api.shape import AnswerShape
 from quire_router.api.together import Together
-from quire_router.generation import Delta, Generation, Usage, part_id
+from quire_router.generation import Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Lease
 from quire_router.journal.memory import MemoryJournal
 
@@ -62,13 +62,13 @@ class Kind:
         return Script([TEXT.encode_part(output)[: self.most] for output in self.outputs], self.most)
 
     @property
-    def generations(self) -> tuple[Generation, ...]:
-        ids = tuple(part_id("r", number) if number else "r" for number in range(self.prompts))
+    def generations(self) -> tuple[GenerationRequest, ...]:
+        ids = tuple(prompt_request_id("r", number) if number else "r" for number in range(self.prompts))
         params = SamplingParams(**{"seed": 7, "max_tokens": self.most, "n": len(self.outputs), **self.params})
         common = {"operation": self.operation, "stream": True, "shape": self.shape.to_json(), "echo": self.echo}
         prompt = TEXT.encode_part("hi é")
         return tuple(
-            Generation(name, "m", prompt, params, parts=ids if self.prompts > 1 and not number else (), **common)
+            GenerationRequest(name, "m", prompt, params, parts=ids if self.prompts > 1 and not number else (), **common)
             for number, name in enumerate(ids)
         )
 
@@ -177,7 +177,7 @@ READERS: dict[str, tuple[Reader, Teller]] = {
 class Written:
     """What one prompt came to undisturbed."""
 
-    generation: Generation
+    generation: GenerationRequest
     deltas: list[Delta]
 
     @property
@@ -273,7 +273,7 @@ class Router:
         admitted = Admitted(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
         return await self.place.read(read(await self.answers.open(admitted, ANYONE)), [*self.kind.steps])
 
-    async def alone(self, generation: Generation) -> Written:
+    async def alone(self, generation: GenerationRequest) -> Written:
         """One prompt as the journal is told of it."""
         return Written(generation, await self.place.read(self.place.lifecycle.run(generation), [*self.kind.steps]))
 

@@ -10,12 +10,12 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.fleet.asked import Asked
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import Lifecycle
-from quire_router.progress import Progress
-from quire_router.reader import Reader
-from quire_router.shortcut import Live
+from quire_router.lifecycle import RequestRunner
+from quire_router.progress import RequestState
+from quire_router.reader import ResponseConsumer
+from quire_router.shortcut import DeltaStream
 
 from tests.support.letters import TEXT
 from tests.unit.test_lifecycle_properties import (
@@ -50,17 +50,17 @@ class Shortened(Client):
         self.deltas.append(delta)
         self.short += 1
 
-    async def read(self, lifecycle: Lifecycle, generation: Generation, journal: MemoryJournal) -> None:
+    async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
         answer = lifecycle.run(generation)
-        assert isinstance(answer, Live)
+        assert isinstance(answer, DeltaStream)
         async for delta in answer:
             self.deltas.append(delta)
-            answer.shortcut.writer = self
+            answer.direct_path.sink = self
 
 
 def play(made: list[str], stop: tuple[str, ...], most: int, data: st.DataObject, client: Shortened) -> Play:
     sampling = SamplingParams(seed=7, max_tokens=most, n=len(made))
-    generation = Generation("r", "m", tokens(PROMPT), sampling, stop)
+    generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
     done = Play(Script([tokens(text) for text in made], most), generation, data)
     done.client, done.events = client, data.draw(st.sampled_from([CALM, EVENTS]))
     asyncio.run(done.run())
@@ -85,10 +85,10 @@ def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
     """A stop string ends a choice, so that its pieces go the long way; whatever is told before them."""
 
     async def scenario() -> None:
-        generation = Generation("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
+        generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
         journal, client = MemoryJournal(), Shortened()
-        progress = Progress(generation, TEXT, journal, journal.open(generation), Reader())
-        progress._shortcut.writer = client
+        progress = RequestState(generation, TEXT, journal, journal.open(generation), ResponseConsumer())
+        progress._shortcut.sink = client
         ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
         assert not progress.pass_on(ends)
         assert [(delta.index, delta.text) for delta in progress.take(goes_on)] == [(1, "xy")]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.samples import Sample
-from quire_router.metrics import TOKEN_SECONDS, CountedHistogram
-from quire_router.tally import Tally
+from quire_router.metrics import TOKEN_SECONDS, BulkHistogram
+from quire_router.tally import TokenMetrics
 
 ON_A_BOUND = st.sampled_from(TOKEN_SECONDS)
 SECONDS = st.one_of(ON_A_BOUND, st.floats(0.0, 10.0))
@@ -22,8 +22,8 @@ def samples(registry: CollectorRegistry) -> list[Sample]:
 def test_what_is_told_at_once_is_what_is_told_one_by_one(flushes: list[list[float]]) -> None:
     one, other = CollectorRegistry(), CollectorRegistry()
     single = Histogram("seconds", "Each by itself.", ["model"], buckets=TOKEN_SECONDS, registry=one).labels("m")
-    tally = Tally("m")
-    at_once = CountedHistogram("seconds", "All at once.", ["model"], buckets=TOKEN_SECONDS, registry=other).labels("m")
+    tally = TokenMetrics("m")
+    at_once = BulkHistogram("seconds", "All at once.", ["model"], buckets=TOKEN_SECONDS, registry=other).labels("m")
     tally._inter_token_latency = at_once
     for gaps in flushes:
         for gap in gaps:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from quire_proto.text.model_text import ModelText
 
 from quire_router.api.shape import AnswerShape
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,14 +15,14 @@ class Admitted:
     it named and that change nothing.
     """
 
-    generations: tuple[Generation, ...]
+    generations: tuple[GenerationRequest, ...]
     shape: AnswerShape
     text: ModelText
     event_ids: bool = False
     ignored: tuple[str, ...] = ()
 
     @property
-    def first(self) -> Generation:
+    def first(self) -> GenerationRequest:
         """The first prompt's; the others differ from it in prompt, id and seed."""
         return self.generations[0]
 

@@ -15,9 +15,9 @@ from quire_router.api.echo import echoed
 from quire_router.api.identity import Caller
 from quire_router.api.together import Together
 from quire_router.generation import Delta
-from quire_router.held import Held
+from quire_router.held import OwnedDeltaStream
 from quire_router.journal.base import Record
-from quire_router.mark import Mark
+from quire_router.mark import StreamCursor
 
 _ATTEMPTS, _PAUSE = 5, 0.05  # seconds between attempts
 _RETRY = 1.0  # seconds
@@ -32,7 +32,7 @@ class Answer:
 
     admitted: Admitted
     deltas: AsyncGenerator[Delta]
-    mark: Mark
+    mark: StreamCursor
     replayed: bool = False
 
 
@@ -48,11 +48,11 @@ class Answers:
         CONFLICT when another request had the key.
         """
         if not admitted.first.digest:
-            return _answer(admitted, await self._runner.run(admitted.generations), Mark(admitted.choices))
+            return _answer(admitted, await self._runner.run(admitted.generations), StreamCursor(admitted.choices))
         for _ in range(_ATTEMPTS):
             deltas = await self._runner.run_once(admitted.generations)
             if deltas is not None:
-                return _answer(admitted, deltas, Mark(admitted.choices))
+                return _answer(admitted, deltas, StreamCursor(admitted.choices))
             earlier = await self._same(admitted)
             if earlier is not None:
                 return await self._replay(admitted, earlier, caller)
@@ -101,24 +101,24 @@ class Answers:
         generations = tuple(first.get(each.request_id, each) for each in admitted.generations)
         again = replace(admitted, generations=generations)
         deltas = await self._runner.replay(generations, earlier.records, admitted.first.deadline)
-        answer = _answer(again, deltas, Mark(again.choices))
+        answer = _answer(again, deltas, StreamCursor(again.choices))
         answer.replayed = True
         return answer
 
 
-def begun(mark: Mark, choices: int) -> Container[int]:
+def begun(mark: StreamCursor, choices: int) -> Container[int]:
     """The choices of which something was told before ``mark``."""
     return frozenset(index for index in range(choices) if mark.begun(index))
 
 
-def _answer(admitted: Admitted, deltas: AsyncGenerator[Delta], mark: Mark) -> Answer:
+def _answer(admitted: Admitted, deltas: AsyncGenerator[Delta], mark: StreamCursor) -> Answer:
     """Choices begin with their prompt where it is echoed."""
     if admitted.first.echo:
         known = begun(mark, admitted.choices)
-        deltas = Held(echoed(deltas, admitted.generations, admitted.text, known), deltas.aclose)
+        deltas = OwnedDeltaStream(echoed(deltas, admitted.generations, admitted.text, known), deltas.aclose)
     structured = admitted.first.params.structured
     if admitted.shape.tools and structured is not None:
-        deltas = Held(naming_tools(deltas, structured.text), deltas.aclose)
+        deltas = OwnedDeltaStream(naming_tools(deltas, structured.text), deltas.aclose)
     return Answer(admitted, deltas, mark)
 
 

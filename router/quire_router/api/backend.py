@@ -3,10 +3,10 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Record
-from quire_router.mark import Mark
-from quire_router.siblings import Siblings
+from quire_router.mark import StreamCursor
+from quire_router.siblings import PromptGroup
 
 
 class ModelLimits(Protocol):
@@ -38,20 +38,22 @@ class FleetView(Protocol):
 class Runner(Protocol):
     """Runs requests that passed the validator."""
 
-    def run(self, generation: Generation) -> AsyncGenerator[Delta]:
+    def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
         """The answer, piece by piece; the last of each choice has its finish reason, and the last of all the usage.
         Raises ``QuireError``. Closing or cancelling it cancels the request.
         """
         ...
 
-    async def run_once(self, generation: Generation, siblings: Siblings | None = None) -> AsyncGenerator[Delta] | None:
+    async def run_once(
+        self, generation: GenerationRequest, siblings: PromptGroup | None = None
+    ) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already: it is to be resumed. For requests whose id
         follows from an idempotency key, and for one of several prompts, of which ``siblings`` are the others. Raises
         ``QuireError``.
         """
         ...
 
-    async def start(self, generation: Generation) -> bool:
+    async def start(self, generation: GenerationRequest) -> bool:
         """Runs a background request to its end without a listener; returns once its record is begun, False when there
         is one of this id already. Raises ``QuireError``.
         """
@@ -67,7 +69,7 @@ class Runner(Protocol):
         """
         ...
 
-    def resume(self, record: Record, mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, from its first piece on; what is before ``mark`` comes as ``told``. Follows
         a router that is still at it, and takes a request up that nobody is at. Raises ``QuireError``, DEADLINE among
         others at ``deadline``, in seconds since 1970. Closing it, as that error, only ends the request if it was taken

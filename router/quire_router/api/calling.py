@@ -15,7 +15,7 @@ from quire_proto.text.model_text import ModelText
 from quire_proto.text.tools.formats import ToolFormat
 from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, call_grammar, schema_at
 
-from quire_router.api.schemas import ChatRequest, GenerationRequest, Templated, TemplateOptions
+from quire_router.api.schemas import ChatRequest, GenerationBody, Templated, TemplateOptions
 from quire_router.api.tools import Tool, too_large
 from quire_router.generation import Delta
 
@@ -28,7 +28,7 @@ _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
-def structured_of(request: GenerationRequest, text: ModelText, prompt: Sequence[int]) -> Structured | None:
+def structured_of(request: GenerationBody, text: ModelText, prompt: Sequence[int]) -> Structured | None:
     """The grammar that the output is held to: the one that the client asks for, one that makes the calls that it
     forces, or one of both, calls or JSON. Raises ``QuireError`` INVALID for what cannot be held to.
     """

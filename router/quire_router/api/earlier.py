@@ -15,10 +15,10 @@ from quire_router.api.identity import Caller
 from quire_router.api.shape import AnswerShape
 from quire_router.api.together import Together, total
 from quire_router.api.validate import unknown_model
-from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import Record
 from quire_router.journal.failure import read_failure
-from quire_router.mark import Mark
+from quire_router.mark import StreamCursor
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
 _MARK_CHARACTERS = 11  # of one choice
@@ -45,7 +45,7 @@ class Earlier:
     records: tuple[Record, ...]
 
     @property
-    def first(self) -> Generation:
+    def first(self) -> GenerationRequest:
         """The first prompt's, which knows of the others."""
         return self.records[0].generation
 
@@ -169,19 +169,19 @@ def _unknown() -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
 
 
-def read_mark(text: str, earlier: Earlier, choices: int) -> Mark:
+def read_mark(text: str, earlier: Earlier, choices: int) -> StreamCursor:
     """Where the reader of an answer says it stands. Raises ``QuireError`` INVALID for what is no place in this one."""
     try:
         if len(text) > _MARK_CHARACTERS * choices + 1:
             raise ValueError("this is longer than any place in the answer")
-        mark = Mark.parse(text, choices)
+        mark = StreamCursor.parse(text, choices)
         _check_within(mark, earlier)
     except ValueError:
         raise invalid("after", "This is no place in the answer to this request.") from None
     return mark
 
 
-def _check_within(mark: Mark, earlier: Earlier) -> None:
+def _check_within(mark: StreamCursor, earlier: Earlier) -> None:
     """Nobody has read more of a choice than there is once it has ended, nor its end before that. (Of a choice that
     goes on a reader may know more than is written down.)
     """

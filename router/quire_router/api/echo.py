@@ -9,14 +9,14 @@ from quire_proto.text.detokenizer import REPLACEMENT
 from quire_proto.text.model_text import ModelText
 from quire_proto.text.output import OutputText
 
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 
 _AT_A_TIME = 256  # tokens: a millisecond or two
 
 
 async def echoed(
     deltas: AsyncGenerator[Delta],
-    generations: Sequence[Generation],
+    generations: Sequence[GenerationRequest],
     text: ModelText,
     begun: Container[int] = (),
 ) -> AsyncGenerator[Delta]:
@@ -35,10 +35,10 @@ async def echoed(
             number = delta.index // n
             if number not in prompts:
                 prompts[number] = await _text_of(generations[number], text)
-            yield replace(delta, text=prompts[number] + delta.text, told=False)
+            yield replace(delta, text=prompts[number] + delta.text, replayed=False)
 
 
-async def _text_of(generation: Generation, text: ModelText) -> str:
+async def _text_of(generation: GenerationRequest, text: ModelText) -> str:
     """What the tokens of the prompt say. Lets other work go on meanwhile."""
     output = text.open_output((), (), skip_special_tokens=generation.skip_special_tokens)
     parts = []

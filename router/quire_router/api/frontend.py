@@ -25,7 +25,7 @@ from quire_router.api.backend import FleetView, Runner
 from quire_router.api.earlier import Archive, Earlier, RequestStatus
 from quire_router.api.identity import ANYONE, Caller, Keys
 from quire_router.api.running import BodyBudget, Running
-from quire_router.api.schemas import GenerationRequest
+from quire_router.api.schemas import GenerationBody
 from quire_router.api.shape import AnswerShape
 from quire_router.api.strict import in_header
 from quire_router.api.terms import NO_TERMS, Terms, on_terms
@@ -116,7 +116,7 @@ class Frontend:
 
     async def admit(
         self,
-        read: Callable[[], GenerationRequest],
+        read: Callable[[], GenerationBody],
         request_id: str,
         caller: Caller,
         terms: Terms = NO_TERMS,
@@ -127,7 +127,7 @@ class Frontend:
         the refusal; one for what the request says is charged as a request.
         """
 
-        def validated(request: GenerationRequest) -> Admitted:
+        def validated(request: GenerationBody) -> Admitted:
             request, ignored = self._validator.taken(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(terms.key)
@@ -139,7 +139,7 @@ class Frontend:
             async with self._charging_refusals(caller):
                 admitted = await self._made(read, validated, caller, size)
                 if self._tenant_limits is not None:
-                    tokens = [generation.most_tokens for generation in admitted.generations]
+                    tokens = [generation.max_cost for generation in admitted.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
                 return admitted
 

@@ -9,7 +9,7 @@ from quire_proto.text.bad_words import bad_word_tokens
 from quire_proto.text.model_text import ModelText
 
 from quire_router.api.backend import ModelLimits
-from quire_router.api.schemas import GenerationRequest
+from quire_router.api.schemas import GenerationBody
 
 _AS_THEY_ARE = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "n",
@@ -19,7 +19,7 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 
 def sampling_of(
-    request: GenerationRequest, max_tokens: int, text: ModelText, limits: ModelLimits, structured: Structured | None
+    request: GenerationBody, max_tokens: int, text: ModelText, limits: ModelLimits, structured: Structured | None
 ) -> SamplingParams:
     """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
     held to. Raises ``QuireError``.
@@ -43,7 +43,7 @@ def sampling_of(
     return params
 
 
-def check_stream(request: GenerationRequest) -> None:
+def check_stream(request: GenerationBody) -> None:
     """Raises ``QuireError`` where the answer has parts that cannot come piece by piece as the OpenAI API has them."""
     if not request.stream:
         return
@@ -68,7 +68,7 @@ def _top_k(given: int) -> int:
     return 0 if given == _ALL_TOKENS else given
 
 
-def _bad_words(request: GenerationRequest, text: ModelText) -> tuple[tuple[int, ...], ...]:
+def _bad_words(request: GenerationBody, text: ModelText) -> tuple[tuple[int, ...], ...]:
     given = request.bad_words or []
     as_tokens = tuple(tuple(word) for word in given if not isinstance(word, str))
     return bad_word_tokens([word for word in given if isinstance(word, str)], text) + as_tokens
@@ -80,7 +80,7 @@ def _check_ids_of(params: SamplingParams, limits: ModelLimits) -> None:
     check_ids("bad_words", [token_id for word in params.bad_words for token_id in word], limits)
 
 
-def _check_search(request: GenerationRequest, params: SamplingParams) -> None:
+def _check_search(request: GenerationBody, params: SamplingParams) -> None:
     """A search compares whole outputs, so that none may end for its text."""
     if params.beam_width and request.stop:
         raise _excluded("beam_width", "stop")

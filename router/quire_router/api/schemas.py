@@ -111,7 +111,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Guided):
+class GenerationBody(Guided):
     """What completions and chat completions have in common."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
@@ -212,7 +212,7 @@ class GenerationRequest(Guided):
         return None if self.use_beam_search and not self.beam_width else self.best_of
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationBody):
     """The body of ``POST /v1/completions``."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -272,7 +272,7 @@ class Templated(Strict):
         return False
 
 
-class ChatRequest(Templated, GenerationRequest):
+class ChatRequest(Templated, GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {

@@ -9,8 +9,8 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from quire_proto.errors import internal
 
-from quire_router.api.schemas import ChatRequest, GenerationRequest
-from quire_router.generation import Generation
+from quire_router.api.schemas import ChatRequest, GenerationBody
+from quire_router.generation import GenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class AnswerShape(BaseModel):
     thoughts: Thoughts = Thoughts.APART
 
     @classmethod
-    def of(cls, request: GenerationRequest) -> Self:
+    def of(cls, request: GenerationBody) -> Self:
         """The shape that a request asks for. An answer that is not streamed always tells its usage."""
         return cls(
             include_usage=request.include_usage or not request.stream,
@@ -52,7 +52,7 @@ class AnswerShape(BaseModel):
         )
 
     @classmethod
-    def kept(cls, generation: Generation) -> Self:
+    def kept(cls, generation: GenerationRequest) -> Self:
         """The shape that is kept with a request. Raises ``QuireError`` INTERNAL when it is damaged."""
         if not generation.shape:
             return cls()
@@ -67,11 +67,11 @@ class AnswerShape(BaseModel):
         return self.model_dump_json(exclude_defaults=True)
 
 
-def _callable(request: GenerationRequest) -> tuple[str, ...]:
+def _callable(request: GenerationBody) -> tuple[str, ...]:
     return tuple(tool.function.name for tool in request.callable) if isinstance(request, ChatRequest) else ()
 
 
-def _thoughts(request: GenerationRequest) -> Thoughts:
+def _thoughts(request: GenerationBody) -> Thoughts:
     """What is held to a grammar of the client's has no thoughts before it."""
     if not isinstance(request, ChatRequest) or request.structured is not None or request.separate_reasoning is False:
         return Thoughts.INSIDE

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from quire_proto.errors import invalid
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 MAX_OUTPUTS = 128
 MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 tokens with 20 log-probabilities each
 
 
-def check_size(generations: Sequence[Generation]) -> None:
+def check_size(generations: Sequence[GenerationRequest]) -> None:
     """Raises ``QuireError`` INVALID for a request whose answer could be too large to be kept and written."""
     param = "prompt" if len(generations) > 1 else "n"
     outputs = sum(generation.params.num_drawn for generation in generations)
@@ -27,7 +27,7 @@ def check_size(generations: Sequence[Generation]) -> None:
         )
 
 
-def _values(generation: Generation) -> int:
+def _values(generation: GenerationRequest) -> int:
     params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
     output = params.num_drawn * (params.max_tokens + (prompt_tokens if generation.echo else 0))
     return output + generation.num_logprobs(prompt_tokens, params.num_drawn * params.max_tokens)

@@ -13,8 +13,8 @@ from quire_proto.errors import invalid
 
 from quire_router.api.admitted import Admitted
 from quire_router.api.identity import Caller
-from quire_router.api.schemas import GenerationRequest
-from quire_router.generation import Generation
+from quire_router.api.schemas import GenerationBody
+from quire_router.generation import GenerationRequest
 
 MAX_LABEL_CHARACTERS = 255
 IDEMPOTENCY_KEY = "idempotency-key"
@@ -83,7 +83,7 @@ def of_metadata(values: Callable[[str], Sequence[str]], remaining: float | None)
 
 
 def on_terms(
-    request: GenerationRequest, admitted: Admitted, terms: Terms, caller: Caller, timeout: float | None
+    request: GenerationBody, admitted: Admitted, terms: Terms, caller: Caller, timeout: float | None
 ) -> Admitted:
     """The request with all that it says beside its body and all that has to be kept to write its answer again. No
     request may take more than ``timeout`` seconds. Raises ``QuireError``.
@@ -115,7 +115,7 @@ def on_terms(
     return replace(admitted, generations=generations)
 
 
-def _digest(first: Generation, admitted: Admitted, request: GenerationRequest) -> str:
+def _digest(first: GenerationRequest, admitted: Admitted, request: GenerationBody) -> str:
     """Tells requests apart by all that makes their answers differ, and not by how those are sent. What the client left
     out does not count: defaults may follow from the engines, which change.
     """
@@ -140,7 +140,7 @@ def _written(token_ids: Sequence[int]) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def _alike(first: Generation, other: Generation) -> Generation:
+def _alike(first: GenerationRequest, other: GenerationRequest) -> GenerationRequest:
     """Another prompt of the same request."""
     return replace(
         other,
@@ -153,7 +153,7 @@ def _alike(first: Generation, other: Generation) -> Generation:
     )
 
 
-def _seeded(generation: Generation) -> Generation:
+def _seeded(generation: GenerationRequest) -> GenerationRequest:
     """The seed follows from the id, and so from the key."""
     digest = blake2b(generation.request_id.encode(), digest_size=8, person=b"quire seed").digest()
     return replace(generation, params=replace(generation.params, seed=int.from_bytes(digest, "little")))

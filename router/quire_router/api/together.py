@@ -9,11 +9,11 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.backend import Runner
 from quire_router.api.running import Running
-from quire_router.generation import Delta, Generation, Usage
-from quire_router.held import Held
+from quire_router.generation import Delta, GenerationRequest, Usage
+from quire_router.held import OwnedDeltaStream
 from quire_router.journal.base import Record
-from quire_router.mark import Mark
-from quire_router.siblings import Siblings
+from quire_router.mark import StreamCursor
+from quire_router.siblings import PromptGroup
 
 _News = tuple[int, Delta | Exception | None]
 
@@ -28,7 +28,7 @@ class Together:
         self._runner = runner
         self._running = running
 
-    async def run(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta]:
+    async def run(self, generations: Sequence[GenerationRequest]) -> AsyncGenerator[Delta]:
         """The answer as ``Runner.run`` gives it. Raises ``QuireError`` when there is no room for all prompts."""
         if len(generations) == 1:
             return self._runner.run(generations[0])
@@ -37,13 +37,13 @@ class Together:
             raise internal()  # an id of chance that is taken
         return answer
 
-    async def run_once(self, generations: Sequence[Generation]) -> AsyncGenerator[Delta] | None:
+    async def run_once(self, generations: Sequence[GenerationRequest]) -> AsyncGenerator[Delta] | None:
         """The answer as ``Runner.run_once`` gives it. Of several prompts the first one's id counts. All of them are
         written down before anything of their answer is told: who comes back for it can be told the rest. When one of
         them is refused, the others end as if they had never been; but who has a key comes back, and finds them.
         """
         first, *others = generations
-        siblings = Siblings()
+        siblings = PromptGroup()
         with self._places(len(generations)) as places:
             async with AsyncExitStack() as undo:
                 run = await self._runner.run_once(first, siblings)
@@ -54,7 +54,7 @@ class Together:
                 undo.pop_all()
             return _one(runs, siblings, first.params.n, places)
 
-    async def start(self, generation: Generation) -> bool:
+    async def start(self, generation: GenerationRequest) -> bool:
         """As ``Runner.start``."""
         return await self._runner.start(generation)
 
@@ -66,22 +66,25 @@ class Together:
         """As ``Runner.statuses``."""
         return await self._runner.statuses(request_ids, surely=surely)
 
-    def resume(self, records: Sequence[Record], mark: Mark, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(
+        self, records: Sequence[Record], mark: StreamCursor, deadline: float | None = None
+    ) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
-        n, siblings = records[0].generation.params.n, Siblings()
+        n, siblings = records[0].generation.params.n, PromptGroup()
         with self._places(len(records)) as places:
             runs = [
-                self._runner.resume(record, mark.part(number * n, n), deadline) for number, record in enumerate(records)
+                self._runner.resume(record, mark.slice(number * n, n), deadline)
+                for number, record in enumerate(records)
             ]
             return _one(runs, siblings, n, places)
 
     async def replay(
-        self, generations: Sequence[Generation], records: Sequence[Record], deadline: float | None
+        self, generations: Sequence[GenerationRequest], records: Sequence[Record], deadline: float | None
     ) -> AsyncGenerator[Delta]:
         """The answer to a request that came before, until ``deadline``: prompts that have a record are resumed, the
         others, which were refused or lost before they were written down, are run. Raises as ``run_once``.
         """
-        known, siblings = {record.generation.request_id: record for record in records}, Siblings()
+        known, siblings = {record.generation.request_id: record for record in records}, PromptGroup()
         with self._places(len(generations)) as places:
             async with AsyncExitStack() as undo:
                 runs = await self._all_of(generations, known, siblings, deadline, undo)
@@ -90,9 +93,9 @@ class Together:
 
     async def _all_of(
         self,
-        generations: Sequence[Generation],
+        generations: Sequence[GenerationRequest],
         known: Mapping[str, Record],
-        siblings: Siblings,
+        siblings: PromptGroup,
         deadline: float | None,
         undo: AsyncExitStack,
     ) -> list[AsyncGenerator[Delta]]:
@@ -105,7 +108,7 @@ class Together:
         return runs
 
     async def _resumed_or_run(
-        self, generation: Generation, record: Record | None, siblings: Siblings, deadline: float | None
+        self, generation: GenerationRequest, record: Record | None, siblings: PromptGroup, deadline: float | None
     ) -> AsyncGenerator[Delta]:
         run = await self._runner.run_once(generation, siblings) if record is None else None
         if run is not None:
@@ -113,7 +116,7 @@ class Together:
         record = record or await self._runner.record(generation.request_id)
         if record is None:
             raise QuireError(ErrorCode.UNAVAILABLE, "A prompt of this request was forgotten just now.", retry_after=1)
-        return self._runner.resume(record, Mark(generation.params.n), deadline)
+        return self._runner.resume(record, StreamCursor(generation.params.n), deadline)
 
     async def cancel(self, request_ids: Sequence[str]) -> bool:
         """Ends what has not ended of these; False when there is nothing."""
@@ -133,7 +136,9 @@ class Together:
             yield places
 
 
-def _one(runs: Sequence[AsyncGenerator[Delta]], siblings: Siblings, n: int, places: ExitStack) -> AsyncGenerator[Delta]:
+def _one(
+    runs: Sequence[AsyncGenerator[Delta]], siblings: PromptGroup, n: int, places: ExitStack
+) -> AsyncGenerator[Delta]:
     """One answer of several with ``n`` choices each, which takes over ``places``."""
     if len(runs) == 1:
         return runs[0]
@@ -141,11 +146,11 @@ def _one(runs: Sequence[AsyncGenerator[Delta]], siblings: Siblings, n: int, plac
     ending.enter_context(places.pop_all())
     for run in runs:
         ending.push_async_callback(run.aclose)
-    return Held(_numbered(runs, siblings, n, ending), ending.aclose)
+    return OwnedDeltaStream(_numbered(runs, siblings, n, ending), ending.aclose)
 
 
 async def _numbered(
-    runs: Sequence[AsyncGenerator[Delta]], siblings: Siblings, n: int, ending: AsyncExitStack
+    runs: Sequence[AsyncGenerator[Delta]], siblings: PromptGroup, n: int, ending: AsyncExitStack
 ) -> AsyncGenerator[Delta]:
     """The pieces with their choices numbered through: the usage is that of all, and comes with the last piece of the
     last one.

@@ -1,5 +1,5 @@
-"""The one validator: a request of either API becomes one ``Generation`` a prompt, or is refused with the parameter at
-fault.
+"""The one validator: a request of either API becomes one ``GenerationRequest`` a prompt, or is refused with the
+parameter at fault.
 """
 
 from array import array
@@ -19,10 +19,10 @@ from quire_router.api.calling import for_template, structured_of, template_optio
 from quire_router.api.conversation import as_template_sees_them
 from quire_router.api.identity import Caller
 from quire_router.api.sampling import check_ids, sampling_of
-from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, Templated
+from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody, Templated
 from quire_router.api.size import check_size
 from quire_router.api.strict import Strict, ignored_parameters, unknown
-from quire_router.generation import Generation, part_id
+from quire_router.generation import GenerationRequest, prompt_request_id
 
 Request = TypeVar("Request", bound=Strict)
 
@@ -64,14 +64,14 @@ class Validator:
             ignored += more
         return request, tuple(dict.fromkeys(ignored))
 
-    def generations(self, request: GenerationRequest, request_id: str, caller: Caller) -> tuple[Generation, ...]:
+    def generations(self, request: GenerationBody, request_id: str, caller: Caller) -> tuple[GenerationRequest, ...]:
         """The request in tokens, one for each prompt, every default filled in. Raises ``QuireError``."""
         text = self.text(request.model)
         limits = self._limits(request.model)
         if limits is None:
             raise unready(request.model)
         prompts, output_limit = _prompts(request, text, limits)
-        first = Generation(
+        first = GenerationRequest(
             request_id=request_id,
             model=request.model,
             prompt_token_ids=prompts[0],
@@ -99,7 +99,7 @@ class Validator:
             raise unknown_model(model)
         return text
 
-    def _priority(self, request: GenerationRequest, caller: Caller) -> int:
+    def _priority(self, request: GenerationBody, caller: Caller) -> int:
         """The tenant's, and what the request adds to it."""
         own = request.priority or 0
         if own and not (self._allow_priority or caller.policy.allow_priority):
@@ -122,18 +122,18 @@ def unready(model: str) -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=Reason.NONE_READY)
 
 
-def _for_prompt(first: Generation, number: int, prompt: Sequence[int]) -> Generation:
+def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:
     """The same request for another of its prompts, under a name of its own."""
     if number == 0:
         return first
-    return replace(first, request_id=part_id(first.request_id, number), prompt_token_ids=prompt)
+    return replace(first, request_id=prompt_request_id(first.request_id, number), prompt_token_ids=prompt)
 
 
-def _seeded(generation: Generation) -> Generation:
+def _seeded(generation: GenerationRequest) -> GenerationRequest:
     return replace(generation, params=replace(generation.params, seed=randbits(64)))
 
 
-def _prompts(request: GenerationRequest, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
+def _prompts(request: GenerationBody, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
         return _conversation(request, text, limits)
@@ -160,9 +160,7 @@ def _conversation(request: ChatRequest, text: ModelText, limits: ModelLimits) ->
     return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
 
 
-def _checked_limit(
-    request: GenerationRequest, param: str, prompt_tokens: int, default: int, limits: ModelLimits
-) -> int:
+def _checked_limit(request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ModelLimits) -> int:
     """The most output tokens: what the client said, or ``default``. ``param`` is what this API calls the prompt."""
     given = request.output_limit
     if given is not None and given < 1:

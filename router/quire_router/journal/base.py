@@ -7,7 +7,7 @@ from typing import Protocol
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
-from quire_router.generation import NO_USAGE, Delta, Generation, Usage
+from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Record:
     while a router has a lease on it. Its ``usage`` is known once it has ended.
     """
 
-    generation: Generation
+    generation: GenerationRequest
     owner: str
     epoch: int
     pieces: list[Told]
@@ -135,11 +135,11 @@ class Journal(Protocol):
         """Who hears of cancelled and taken records."""
         ...
 
-    def open(self, generation: Generation) -> Lease:
+    def open(self, generation: GenerationRequest) -> Lease:
         """Begins a record and claims it, with epoch 1. Never waits."""
         ...
 
-    async def open_once(self, generation: Generation) -> Lease | None:
+    async def open_once(self, generation: GenerationRequest) -> Lease | None:
         """As ``open``, but None when there is a record of this id already, here or at any router. When the journal is
         not available, only this router's own are known.
         """

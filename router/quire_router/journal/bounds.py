@@ -1,6 +1,6 @@
 """How large one request may be that a journal keeps, and how many records it names at once."""
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 MAX_ROW = 16_777_216  # values of one request's row: 64 MiB
 MAX_SHAPE = 65_536  # characters
@@ -9,12 +9,12 @@ MAX_ORPHANS = 16
 NUMBER = 14  # tokens' worth of a number in a tuple, with its part of the tuple
 
 
-def is_bounded(generation: Generation) -> bool:
+def is_bounded(generation: GenerationRequest) -> bool:
     """Whether the request is small enough to be kept."""
     return len(generation.shape) <= MAX_SHAPE and len(generation.parts) <= MAX_PARTS
 
 
-def size(generation: Generation) -> int:
+def size(generation: GenerationRequest) -> int:
     """What keeping a request takes, in tokens of 4 bytes, as far as a client can multiply it."""
     params = generation.params
     characters = len(generation.shape) + sum(map(len, generation.stop)) + sum(map(len, generation.parts))

@@ -11,7 +11,7 @@ from zlib import crc32
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 
-from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import Record, Tail
 from quire_router.journal.request import decode_params, decode_request
 
@@ -47,7 +47,7 @@ def unpack_tokens(packed: bytes) -> "array[int]":
     return token_ids
 
 
-def encode_request(generation: Generation) -> bytes:
+def encode_request(generation: GenerationRequest) -> bytes:
     """Everything of a request but its prompt, as JSON. Equal requests give equal bytes."""
     stored = {
         "request_id": generation.request_id,
@@ -73,7 +73,7 @@ def encode_request(generation: Generation) -> bytes:
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
-def encode_opening(generation: Generation) -> tuple[bytes, bytes, int]:
+def encode_opening(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
     """What never changes in a record: the request, its prompt and their seal."""
     request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
     return request, prompt, seal(request, prompt)
@@ -122,7 +122,7 @@ def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, n
         raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
-def _record(request_id: str, generation: Generation, fields: Mapping[bytes, bytes], now: int) -> Record:
+def _record(request_id: str, generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> Record:
     """The record without its pieces. Raises what ``_DAMAGE`` names, and ``DamagedRecordError``."""
     if generation.request_id != request_id:
         raise DamagedRecordError("the record is another request's")
@@ -139,7 +139,7 @@ def _record(request_id: str, generation: Generation, fields: Mapping[bytes, byte
     )
 
 
-def decode_deadline(generation: Generation, fields: Mapping[bytes, bytes], now: int) -> float | None:
+def decode_deadline(generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> float | None:
     """When the answer must have ended, by this machine's clock. What it wrote down is by another's, of which only how
     long the request might take is believed; how much of that is over, the database's clock says (``now`` in ms).
     """

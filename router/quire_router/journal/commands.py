@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal import scripts
 from quire_router.journal.codec import TOKEN_BYTES, encode_opening, encode_usage
 from quire_router.journal.keys import BACKGROUND, keys
@@ -69,7 +69,7 @@ class Commands:
         return ("EVAL", script.source) if self.by_source else ("EVALSHA", script.sha)
 
 
-def opening(generation: Generation, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
+def opening(generation: GenerationRequest, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
     """What ``open.lua`` takes after owner and epoch."""
     retention = "" if generation.retention is None else settings.retention_of(generation)
     return settings.lease_ms, settings.running_of(generation), *encode_opening(generation), retention

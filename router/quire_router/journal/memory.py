@@ -9,7 +9,7 @@ from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
 from quire_router.admission.lazy_heap import LazyHeap
-from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import REFUSED_EPOCH, Lease, Owners, Piece, Record, Tail, Told, part_of_more
 from quire_router.journal.bounds import MAX_ORPHANS, is_bounded, size
 from quire_router.journal.deliveries import Deliveries, RowReader
@@ -22,7 +22,7 @@ from quire_router.journal.settings import SHORTEST_RETENTION
 class _Kept:
     """A record, its tokens packed."""
 
-    generation: Generation
+    generation: GenerationRequest
     lease: Lease
     deliveries: Deliveries = field(init=False)
     end: End | None = None
@@ -115,7 +115,7 @@ class MemoryJournal:
         """See ``Journal``."""
         self._owners = owners
 
-    def open(self, generation: Generation) -> Lease:
+    def open(self, generation: GenerationRequest) -> Lease:
         """See ``Journal``. A request id that is remembered already is not opened again."""
         self._forget_old()
         if generation.request_id in self._records:
@@ -129,7 +129,7 @@ class MemoryJournal:
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
 
-    async def open_once(self, generation: Generation) -> Lease | None:
+    async def open_once(self, generation: GenerationRequest) -> Lease | None:
         """See ``Journal``."""
         self._forget_old()
         return None if generation.request_id in self._records else self.open(generation)

@@ -8,7 +8,7 @@ from zlib import crc32
 
 from quire_proto.sampling import FinishReason
 
-from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import Lease, Piece
 from quire_router.journal.bounds import MAX_ROW, is_bounded, size
 from quire_router.journal.codec import pack_tokens
@@ -35,7 +35,7 @@ class Entry:
     there as ``stored`` says, and ``checksum`` is of. The lease was last renewed at ``renewed``.
     """
 
-    generation: Generation
+    generation: GenerationRequest
     lease: Lease
     deliveries: Deliveries = field(init=False)
     opened: bool = False

@@ -12,7 +12,7 @@ from quire_proto.sampling import FinishReason
 from redis.exceptions import RedisError
 
 from quire_router import metrics
-from quire_router.generation import NO_USAGE, Generation, Usage
+from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import REFUSED_EPOCH, Follower, Lease, Owners, Piece, Record, Tail
 from quire_router.journal.codec import (
     TOKEN_BYTES,
@@ -93,7 +93,7 @@ class RedisJournal:
         self._owners = owners
         self._writer.report_to(owners)
 
-    def open(self, generation: Generation) -> Lease:
+    def open(self, generation: GenerationRequest) -> Lease:
         """See ``Journal``. A request id that still runs here is not opened again."""
         self.start()
         lease = Lease(generation.request_id, self._owner, 1)
@@ -104,7 +104,7 @@ class RedisJournal:
             metrics.JOURNAL_DROPPED.inc()
         return lease
 
-    async def open_once(self, generation: Generation) -> Lease | None:
+    async def open_once(self, generation: GenerationRequest) -> Lease | None:
         """See ``Journal``. Waits half a second for Redis at most, and then knows only this router's own."""
         self.start()
         entry = Entry(generation, Lease(generation.request_id, self._owner, 1))

@@ -9,17 +9,17 @@ from typing import Any
 from quire_proto.sampling import SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 
-def decode_request(fields: dict[str, Any], prompt: "array[int]") -> Generation:
+def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRequest:
     """The request. Raises ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or ``QuireError`` for what is
     none.
     """
     if min(prompt, default=0) < 0:
         raise ValueError("the prompt is not made of tokens")
     plain = {name: read(fields.pop(name)) for name, read in _FIELDS.items() if name in fields}
-    return Generation(
+    return GenerationRequest(
         prompt_token_ids=prompt,
         params=decode_params(fields.pop("params")),
         stop=tuple(map(_text, fields.pop("stop"))),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal.codec import MAX_LEASE
 
 SHORTEST_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
@@ -40,13 +40,13 @@ class JournalSettings:
         """As Redis takes it, of requests that say nothing else."""
         return max(1, round(self.retention))
 
-    def retention_of(self, generation: Generation) -> int:
+    def retention_of(self, generation: GenerationRequest) -> int:
         """Seconds for which the record of this request is kept after its end, or after it was released."""
         if generation.retention is None:
             return self.retention_s
         return max(SHORTEST_RETENTION, round(generation.retention))
 
-    def running_of(self, generation: Generation) -> int:
+    def running_of(self, generation: GenerationRequest) -> int:
         """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
         for long where its router dies either, unless another one is going to end it.
         """

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, RedisError
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.journal import scripts
 from quire_router.journal.base import Lease
 from quire_router.journal.codec import STATUS_FIELDS, DamagedRecordError
@@ -56,7 +56,7 @@ class RedisStore:
             await self._client.connection_pool.disconnect(inuse_connections=False)
             return await call()
 
-    async def open(self, generation: Generation, lease: Lease) -> bool:
+    async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
         """Whether the record has begun with this lease: not when there is one of another request or owner. A background
         request is in the index before: whatever becomes of this router then, others find it.
         """

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.placement.expected import MAX_PROMPT_BLOCKS
 from quire_router.placement.explanation import explain
 from quire_router.placement.groups import Groups
@@ -53,7 +53,7 @@ class Placer:
         self._sessions = Sessions(settings.max_sessions)
         self._queues: dict[str, float] = {}
 
-    def name(self, generation: Generation, rows: Sequence[int] | Rows, names: Names) -> Iterator[None]:
+    def name(self, generation: GenerationRequest, rows: Sequence[int] | Rows, names: Names) -> Iterator[None]:
         """Fills ``names`` with those that ``place`` is going to look up for a long prompt, as far as they are in the
         index. Yields after each ``NAMED_AT_ONCE``: the names of a long prompt that is cached take milliseconds.
         """
@@ -70,7 +70,7 @@ class Placer:
 
     def place(
         self,
-        generation: Generation,
+        generation: GenerationRequest,
         rows: Sequence[int] | Rows,
         names: Names | None = None,
         *,
@@ -95,7 +95,7 @@ class Placer:
             block_hashes=names[self._namespace_of(row)],
         )
 
-    def placed(self, decision: Decision, generation: Generation) -> None:
+    def placed(self, decision: Decision, generation: GenerationRequest) -> None:
         """The request was sent where the decision says. From now on its blocks are expected there, and the next request
         of its session too.
         """
@@ -105,7 +105,7 @@ class Placer:
         if generation.session:
             self._sessions.note((generation.tenant, generation.session), decision.engine_id)
 
-    def _query(self, generation: Generation, rows: Rows, matches: Matches) -> Query:
+    def _query(self, generation: GenerationRequest, rows: Rows, matches: Matches) -> Query:
         return Query(
             prompt_tokens=len(generation.prompt_token_ids),
             output_tokens=generation.params.max_tokens,
@@ -126,7 +126,7 @@ class Placer:
         self._queues[model] = after
         return after
 
-    def _match(self, generation: Generation, rows: Rows, names: Names) -> Matches:
+    def _match(self, generation: GenerationRequest, rows: Rows, names: Names) -> Matches:
         """What each row has of the prompt, in tokens; ``names`` gets the prompt's blocks in each namespace. Engines
         compute at least the last token of a prompt, whatever is cached.
         """
@@ -135,7 +135,7 @@ class Placer:
         device = np.minimum(device, most)
         return Matches(device, np.minimum(host, most - device))
 
-    def _find(self, generation: Generation, rows: Rows, names: Names) -> tuple[Column, Column]:
+    def _find(self, generation: GenerationRequest, rows: Rows, names: Names) -> tuple[Column, Column]:
         """Cached tokens in device memory and after them in the host pool, as the index has them."""
         size = len(self._table)
         device, host = np.zeros(size), np.zeros(size)
@@ -147,7 +147,7 @@ class Placer:
             host[ours] = found.host[ours] * namespace.block_size
         return device, host
 
-    def _home(self, generation: Generation) -> int:
+    def _home(self, generation: GenerationRequest) -> int:
         """The row of the engine that the session was on, -1 where there is none."""
         if not generation.session:
             return -1
@@ -160,7 +160,7 @@ class Placer:
         return engine_id
 
 
-def _names_in(names: Names, namespace: Namespace, generation: Generation) -> BlockHashes:
+def _names_in(names: Names, namespace: Namespace, generation: GenerationRequest) -> BlockHashes:
     if namespace not in names:
         names[namespace] = namespace.hashes(generation.prompt_token_ids, generation.cache_salt)
     return names[namespace]

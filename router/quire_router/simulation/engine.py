@@ -14,7 +14,7 @@ from quire_engine.simulation.clock import NANOSECONDS
 from quire_engine.simulation.config import EngineSettings
 from quire_proto.errors import QuireError
 
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 
 STUCK_AFTER = 1000
 
@@ -50,7 +50,7 @@ class SimulatedEngine:
         """What it would say of itself when a router connects."""
         return load_to_proto(self.scheduler.load(), self._meter.pace)
 
-    def submit(self, generation: Generation, num_output: int) -> None:
+    def submit(self, generation: GenerationRequest, num_output: int) -> None:
         """A request has come that will draw so many tokens; the engine looks at it when its next step begins."""
         params = replace(generation.params, max_tokens=num_output, ignore_eos=True)
         tokens, salt = generation.prompt_token_ids, generation.cache_salt

@@ -19,7 +19,7 @@ from quire_router.admission.queue import QueueSettings
 from quire_router.admission.turn import Waiting
 from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.share import Message
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.placement.settings import PlacementSettings
 from quire_router.simulation.engine import SimulatedEngine
 from quire_router.simulation.line import Line
@@ -151,9 +151,9 @@ class FleetSimulation:
         if not self._engines[life.engine].is_stepping:
             self._begin_step(life.engine)
 
-    def _generation(self, index: int) -> Generation:
+    def _generation(self, index: int) -> GenerationRequest:
         job = self._jobs[index]
-        return Generation(
+        return GenerationRequest(
             request_id=str(index),
             model=MODEL,
             prompt_token_ids=job.prompt(),

@@ -17,7 +17,7 @@ from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger, LedgerEntry
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.share import Message
-from quire_router.generation import Generation
+from quire_router.generation import GenerationRequest
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.namespace import Namespace
 from quire_router.placement.placer import Placer
@@ -120,14 +120,14 @@ class Replica:
         """Its own requests that it counts as running somewhere."""
         return sum(account.own[0] for account in self._accounts)
 
-    def place(self, generation: Generation) -> Decision:
+    def place(self, generation: GenerationRequest) -> Decision:
         """Where the request goes, by what is known."""
         decision = self._placer.place(generation, self._rows)
         assert decision is not None, "engines are always ready"
         self._placer.placed(decision, generation)
         return decision
 
-    def begin(self, decision: Decision, generation: Generation) -> LedgerEntry:
+    def begin(self, decision: Decision, generation: GenerationRequest) -> LedgerEntry:
         """Counts the request for as long as it is in flight."""
         pending = len(generation.prompt_token_ids) - decision.cached_tokens
         return self._ledger.begin(decision.engine_id, pending_tokens=pending)

@@ -14,7 +14,7 @@ from quire_router.api.frontend import ModelCard
 from quire_router.api.rest.connection import JSON, Header
 from quire_router.api.rest.logprobs import ChatShape, CompletionShape, Shape
 from quire_router.api.rest.refusals import HttpError
-from quire_router.generation import Generation, Usage
+from quire_router.generation import GenerationRequest, Usage
 
 RECONNECT: Final = b"retry: 1000\n"
 """How many milliseconds a client waits before it comes back; a line of the event that follows it. Only where events
@@ -127,7 +127,7 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 
-def style_of(generation: Generation) -> Style:
+def style_of(generation: GenerationRequest) -> Style:
     """How a request's answer is written."""
     return CHAT if generation.operation == "chat" else COMPLETION
 
@@ -157,7 +157,7 @@ def error_event(error: QuireError, request_id: str, *, resumable: bool, event_id
     return (RECONNECT if resumable and event_ids else b"") + event(fields)
 
 
-def head(style: Style, kind: str, generation: Generation) -> dict[str, Any]:
+def head(style: Style, kind: str, generation: GenerationRequest) -> dict[str, Any]:
     """What every object of one answer begins with."""
     return {
         "id": style.id_prefix + generation.request_id,

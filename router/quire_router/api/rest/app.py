@@ -22,7 +22,7 @@ from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_ro
 from quire_router.api.rest.requests import Requests
 from quire_router.api.rest.tokens import Tokens
 from quire_router.api.rest.writing import note_headers
-from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-p
 _LAST = ((b"connection", b"close"),)
 Handler = Callable[[Exchange], Awaitable[None]]
 _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-"""After these a request that somebody may come back to was let go of, and not ended (see ``Lifecycle``)."""
+"""After these a request that somebody may come back to was let go of, and not ended (see ``RequestRunner``)."""
 
 
 class RestApp:
@@ -112,7 +112,7 @@ def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, keepa
     limits = BodyLimits(max_body_bytes, patience)
     tokens = Tokens(frontend, limits)
 
-    def generate(path: str, schema: type[GenerationRequest], style: Style) -> Route:
+    def generate(path: str, schema: type[GenerationBody], style: Style) -> Route:
         return _route(path, "POST", Generate(frontend, path, schema, style, limits=limits, keepalive=keepalive))
 
     routes = [

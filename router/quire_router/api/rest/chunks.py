@@ -12,7 +12,7 @@ from quire_router.api.rest.logprobs import Lists, number
 from quire_router.api.rest.said import delta_json
 from quire_router.api.rest.shown import Shown
 from quire_router.generation import Delta, Usage
-from quire_router.mark import Mark
+from quire_router.mark import StreamCursor
 
 DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
@@ -44,7 +44,7 @@ class Chunks:
         "shown",
     )
 
-    def __init__(self, style: Style, admitted: Admitted, mark: Mark) -> None:
+    def __init__(self, style: Style, admitted: Admitted, mark: StreamCursor) -> None:
         self.shown = Shown(admitted, style.shape, begun(mark, admitted.choices))
         self._shows = self.shown.anything
         self._readers = open_readers(admitted)
@@ -78,7 +78,7 @@ class Chunks:
         if self._readers is not None:
             data = self._read(self._readers[delta.index].read(delta), delta, logprobs)
         else:
-            data = b"" if delta.told else self._told(delta, logprobs)
+            data = b"" if delta.replayed else self._told(delta, logprobs)
         if data and self._usage_so_far:
             data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
@@ -97,7 +97,7 @@ class Chunks:
 
     def _read(self, said: Said, delta: Delta, logprobs: Lists) -> bytes:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
-        if delta.told:
+        if delta.replayed:
             return b""
         line = self._take(delta) if self._counts else ""
         if not (said.anything or any(logprobs)):
@@ -130,7 +130,7 @@ class Chunks:
         return self._event({**self._head, "choices": [], "usage": usage_object(usage)}) + DONE
 
     def _open(self, index: int) -> bytes:
-        self._mark.begin(index)
+        self._mark.open(index)
         choice = {"index": index, **(self._style.opening or {}), "logprobs": None, "finish_reason": None}
         data = self._event({**self._head, "choices": [choice], **self._usage})
         return self._with_usage(data, index) if self._usage_so_far else data
@@ -151,7 +151,7 @@ class Chunks:
 
     def _take(self, delta: Delta) -> str:
         """Counts ``delta`` as told; the line with the id of its event where ids were asked for."""
-        self._mark.take(delta)
+        self._mark.advance(delta)
         return f"id: {self._mark!s}\n" if self._has_ids else ""
 
 

@@ -14,7 +14,7 @@ from quire_router.api.rest.refusals import body_too_large, not_json
 from quire_router.api.rest.writing import note_headers, reply_whole, stream
 from quire_router.api.running import ReservedBody
 from quire_router.api.sampling import check_stream
-from quire_router.api.schemas import GenerationRequest
+from quire_router.api.schemas import GenerationBody
 from quire_router.api.terms import Terms, of_headers
 
 
@@ -25,7 +25,7 @@ class Generate:
         self,
         frontend: Frontend,
         path: str,
-        schema: type[GenerationRequest],
+        schema: type[GenerationBody],
         style: Style,
         *,
         limits: BodyLimits,
@@ -81,7 +81,7 @@ class Generate:
         notes = note_headers(self._frontend.notes(admitted, replayed=replayed))
         await exchange.reply.whole(202, to_json(request_object(earlier)), [*JSON, location, *notes])
 
-    def _read(self, body: ReservedBody) -> GenerationRequest:
+    def _read(self, body: ReservedBody) -> GenerationBody:
         request = self._schema.from_json(body.take())
         check_stream(request)
         return request

@@ -11,7 +11,7 @@ from quire_proto.text.output import OutputText
 from quire_router.api.admitted import Admitted
 from quire_router.api.echo import held_back
 from quire_router.api.rest.logprobs import CompletionShape, Lists, Offsets, PromptShape, Shape, TokenNames, joined
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 
 _AT_A_TIME = 32  # positions of a prompt that are written at once: a millisecond or two with twenty tokens each
 
@@ -59,7 +59,7 @@ class Shown:
         opens = offsets is None and delta.index not in self._begun
         if offsets is None:
             offsets = self._open_offsets(delta.index)
-        if delta.told:
+        if delta.replayed:
             offsets.of(delta.token_ids)
             return ()
         lists = self._shape.write(delta.token_ids, delta.logprobs, offsets)
@@ -85,14 +85,14 @@ class Shown:
         self._offsets[index] = Offsets(output, self._prompts[number].characters)
         return self._offsets[index]
 
-    async def _read(self, generation: Generation, delta: Delta) -> _Prompt:
+    async def _read(self, generation: GenerationRequest, delta: Delta) -> _Prompt:
         if delta.finish_reason is FinishReason.ABORT and not delta.prompt_logprobs:
             return _Prompt(listed="null")  # cancelled before the prompt was computed
-        if delta.told and not delta.prompt_logprobs:
+        if delta.replayed and not delta.prompt_logprobs:
             return _Prompt(characters=self._characters(generation))
         return _Prompt(*await self._echo(generation, delta), await self._list(generation, delta))
 
-    async def _echo(self, generation: Generation, delta: Delta) -> tuple[Lists, int]:
+    async def _echo(self, generation: GenerationRequest, delta: Delta) -> tuple[Lists, int]:
         if not (isinstance(self._shape, CompletionShape) and generation.echo):
             return (), 0
         output = self._open(generation, ())
@@ -103,14 +103,14 @@ class Shown:
             await asyncio.sleep(0)
         return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(held_back(output))
 
-    def _characters(self, generation: Generation) -> int:
+    def _characters(self, generation: GenerationRequest) -> int:
         """How long the text of an echoed prompt is."""
         if not generation.echo:
             return 0
         output = self._open(generation, ())
         return len(output.push(list(generation.prompt_token_ids))) + len(held_back(output))
 
-    async def _list(self, generation: Generation, delta: Delta) -> str:
+    async def _list(self, generation: GenerationRequest, delta: Delta) -> str:
         if self._prompt_shape is None:
             return ""
         parts = ["null"]
@@ -119,11 +119,11 @@ class Shown:
             await asyncio.sleep(0)
         return f"[{joined(parts)}]"
 
-    def _open(self, generation: Generation, prompt: Sequence[int]) -> OutputText:
+    def _open(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputText:
         return self._text.open_output(prompt, (), skip_special_tokens=generation.skip_special_tokens)
 
 
-def _positions(generation: Generation, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
+def _positions(generation: GenerationRequest, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
     """The prompt from its second token on, some at a time."""
     token_ids, logprobs = generation.prompt_token_ids[1:], delta.prompt_logprobs
     for start in range(0, len(token_ids), _AT_A_TIME):

@@ -13,7 +13,7 @@ from quire_router.api.rest.events import EventStream, KeepAlive
 from quire_router.api.rest.exchange import Exchange
 from quire_router.api.rest.whole import Whole
 from quire_router.generation import Delta
-from quire_router.shortcut import Live
+from quire_router.shortcut import DeltaStream
 
 
 async def stream(
@@ -36,8 +36,8 @@ async def stream(
                 return
             if data:
                 await events.write(data)
-            if isinstance(deltas, Live) and deltas.shortcut.writer is None and not chunks.shown.anything:
-                deltas.shortcut.writer = _PieceWriter(events, chunks)
+            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and not chunks.shown.anything:
+                deltas.direct_path.sink = _PieceWriter(events, chunks)
     raise internal()
 
 

@@ -19,7 +19,7 @@ from quire_router.api.rpc.call import Call
 from quire_router.api.rpc.errors import abort
 from quire_router.api.rpc.pieces import Pieces, Respond
 from quire_router.api.rpc.types import Context
-from quire_router.api.schemas import GenerationRequest
+from quire_router.api.schemas import GenerationBody
 from quire_router.api.terms import NO_TERMS, Terms
 from quire_router.generation import Delta
 
@@ -116,7 +116,7 @@ class Inference(InferenceServicer):
     async def _answer(
         self,
         method: str,
-        read: Callable[[], GenerationRequest],
+        read: Callable[[], GenerationBody],
         respond: Respond,
         call: Call,
         terms: Terms,

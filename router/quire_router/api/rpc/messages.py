@@ -15,7 +15,7 @@ from quire_router.api.fields import MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.frontend import ModelCard
 from quire_router.api.rpc.tools import message_fields, tool_fields
 from quire_router.api.schemas import ChatRequest, CompletionRequest
-from quire_router.generation import Delta, Generation, Usage
+from quire_router.generation import Delta, GenerationRequest, Usage
 
 Item = TypeVar("Item")
 _SCALARS = {
@@ -58,17 +58,17 @@ def chat_request(message: pb.ChatRequest) -> ChatRequest:
     return ChatRequest.from_fields(fields)
 
 
-def generate_response(generation: Generation, delta: Delta, event_id: str) -> pb.GenerateResponse:
+def generate_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.GenerateResponse:
     """One piece of a continued text."""
     return pb.GenerateResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
 
 
-def chat_response(generation: Generation, delta: Delta, event_id: str) -> pb.ChatResponse:
+def chat_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ChatResponse:
     """One piece of the assistant's answer."""
     return pb.ChatResponse(request_id=generation.request_id, event_id=event_id, **_piece(generation, delta))
 
 
-def resume_response(generation: Generation, delta: Delta, event_id: str) -> pb.ResumeResponse:
+def resume_response(generation: GenerationRequest, delta: Delta, event_id: str) -> pb.ResumeResponse:
     """One piece in the message that the request is answered with."""
     if generation.operation == "chat":
         return pb.ResumeResponse(chat=chat_response(generation, delta, event_id))
@@ -139,7 +139,7 @@ def _first(values: Sequence[Item], limit: int) -> list[Item]:
     return list(values[: limit + 1])
 
 
-def _piece(generation: Generation, delta: Delta) -> dict[str, Any]:
+def _piece(generation: GenerationRequest, delta: Delta) -> dict[str, Any]:
     """``best_of`` needs log-probabilities of its own, which nobody asked for."""
     asked = generation.params.logprobs is not None
     return {

@@ -9,9 +9,9 @@ from google.protobuf.message import Message
 from quire_router.api.answer import Answer
 from quire_router.api.reading import open_readers
 from quire_router.api.rpc.said import write_said
-from quire_router.generation import Delta, Generation
+from quire_router.generation import Delta, GenerationRequest
 
-Respond: TypeAlias = Callable[[Generation, Delta, str], Message]
+Respond: TypeAlias = Callable[[GenerationRequest, Delta, str], Message]
 """Writes the message of a piece, with the id of its event."""
 
 
@@ -29,11 +29,11 @@ class Pieces:
         said = None if self._readers is None else self._readers[delta.index].read(delta)
         if delta.usage is not None and self._mark.usage:
             delta = replace(delta, usage=None)
-        if delta.told:
+        if delta.replayed:
             delta, said = Delta("", [], usage=delta.usage, index=delta.index), None
         if not _says_anything(delta):
             return None
-        self._mark.take(delta)
+        self._mark.advance(delta)
         self._mark.usage |= delta.usage is not None
         if said is None:
             return self._respond(self._generation, delta, str(self._mark))
