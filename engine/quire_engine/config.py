@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.settings import CommandSettings
-from quire_proto.tls import AuthoritiesFile, CertificateFile, KeyFile, ServerTls, check_identity, server_tls
+from quire_proto.settings import CliSettings
+from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
 from quire_engine.scheduling.config import Batching, Policy
 
@@ -27,7 +27,7 @@ _SEEN = "tool calls and thoughts are read as the model's chat template writes th
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
-class EngineConfig(CommandSettings):
+class EngineConfig(CliSettings):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
 
     quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help
@@ -138,7 +138,7 @@ class EngineConfig(CommandSettings):
         default=None, description="PEM file of the certificate that the gRPC port shows; none: plain text."
     )
     tls_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
-    tls_client_ca: AuthoritiesFile | None = Field(
+    tls_client_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that vouch for routers; none: any client may connect."
     )
     session_grace: float = Field(
@@ -169,7 +169,7 @@ class EngineConfig(CommandSettings):
     @model_validator(mode="after")
     def _tls_can_be_used(self) -> Self:
         if self.tls is not None:
-            check_identity(self.tls.identity, "--tls")
+            check_cert_key(self.tls.identity, "--tls")
         return self
 
     @property

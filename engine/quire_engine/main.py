@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import disable_created_metrics
 from quire.v1 import engine_pb2 as pb
 from quire_proto import __version__
-from quire_proto.settings import read_settings, refuse_unknown_variables
-from quire_proto.text.vocabulary import config_digest_of_folder, digest_of_folder
+from quire_proto.settings import read_settings, reject_unknown_env
+from quire_proto.text.vocabulary import folder_config_digest, folder_vocabulary_digest
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
@@ -45,7 +45,7 @@ def main() -> None:
 
         bench(arguments[1:])
     else:
-        refuse_unknown_variables(EngineConfig, OTHER_VARIABLES)
+        reject_unknown_env(EngineConfig, OTHER_VARIABLES)
         _run(read_settings(EngineConfig, arguments))
 
 
@@ -123,8 +123,8 @@ def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -
         dtype=executor.dtype_name,
         version=__version__,
         prefix_caching=config.enable_prefix_caching,
-        tokenizer_digest=digest_of_folder(config.model),
-        config_digest=config_digest_of_folder(config.model),
+        tokenizer_digest=folder_vocabulary_digest(config.model),
+        config_digest=folder_config_digest(config.model),
     )
 
 

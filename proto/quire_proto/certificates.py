@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from quire_proto.tls import Identity, ServerTls, TlsError, read_authorities, read_identity
+from quire_proto.tls import Identity, ServerTls, TlsError, read_ca, read_cert_key
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class Certificates:
 
 
 def _read(files: ServerTls) -> _Checked:
-    client_ca = None if files.client_ca is None else read_authorities(files.client_ca)
-    return _Checked(read_identity(files.identity), client_ca)
+    client_ca = None if files.client_ca is None else read_ca(files.client_ca)
+    return _Checked(read_cert_key(files.identity), client_ca)
 
 
 def _configuration(checked: _Checked) -> grpc.ServerCertificateConfiguration:

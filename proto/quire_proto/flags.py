@@ -74,7 +74,7 @@ def _tell_default(told: re.Match[str]) -> str:
     return f" (default: {value})" if value else ""
 
 
-def own_variables(environment: Mapping[str, _Value]) -> dict[str, _Value]:
+def drop_kubernetes_service_vars(environment: Mapping[str, _Value]) -> dict[str, _Value]:
     """The variables without what Kubernetes says of its Services: a Service ``quire-engine`` gives every container a
     ``QUIRE_ENGINE_PORT`` such as ``tcp://10.0.0.1:9000``, which is not meant as the port of an engine.
     """
@@ -86,10 +86,10 @@ def own_variables(environment: Mapping[str, _Value]) -> dict[str, _Value]:
     }
 
 
-def unknown_variables(prefix: str, fields: Iterable[str], environment: Mapping[str, str]) -> list[str]:
+def describe_unknown_env(prefix: str, fields: Iterable[str], environment: Mapping[str, str]) -> list[str]:
     """One sentence for each variable that begins with ``prefix`` and is the setting of no field."""
     known = {field.upper() for field in fields}
-    wanted = {name: name.upper().removeprefix(prefix) for name in own_variables(environment)}
+    wanted = {name: name.upper().removeprefix(prefix) for name in drop_kubernetes_service_vars(environment)}
     return [
         f"{name} is no setting{_meant(prefix, field, known)}."
         for name, field in wanted.items()

@@ -83,7 +83,7 @@ def unsupported(schema: Any, reason: str) -> str | None:
     return f"{place[:_MAX_PLACE]} is not supported{instead}."
 
 
-def counts_unnamed(schema: Any) -> bool:
+def min_properties_is_ambiguous(schema: Any) -> bool:
     """Whether ``minProperties`` asks somewhere for more than one property beyond those that are required by name.
 
     The library counts a name that comes twice as two properties, and a JSON parser as one. Raises ``RecursionError``.

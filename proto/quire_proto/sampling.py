@@ -97,14 +97,14 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def num_drawn(self) -> int:
+    def num_sequences(self) -> int:
         """Outputs that are made, of which ``n`` are given; of a beam search, the beams."""
         return self.beam_width or self.best_of or self.n
 
     @property
-    def num_told(self) -> int:
+    def num_returned(self) -> int:
         """Outputs whose end an engine tells: all that are drawn, and of a beam search the ``n`` best."""
-        return self.n if self.beam_width else self.num_drawn
+        return self.n if self.beam_width else self.num_sequences
 
     @property
     def wants_logprobs(self) -> bool:

@@ -16,14 +16,14 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from quire_proto.flags import FlagParser, own_variables, unknown_variables
+from quire_proto.flags import FlagParser, describe_unknown_env, drop_kubernetes_service_vars
 
-Settings = TypeVar("Settings", bound="CommandSettings")
-WRONG_SETTINGS = 2
+Settings = TypeVar("Settings", bound="CliSettings")
+EXIT_USAGE = 2
 """The status of a process that ends because of its settings, as of command line tools."""
 
 
-class CommandSettings(BaseSettings):
+class CliSettings(BaseSettings):
     """The settings of a command, which ``cli_prog_name`` names in full. Its docstring is what the help begins with, and
     ``metavars`` are what stands there for flags' values (see ``FlagParser``). ``foreign_flags`` are flags of other
     servers that people try here, each with what there is instead.
@@ -47,7 +47,7 @@ class CommandSettings(BaseSettings):
         """Flags count more than variables, of which those of Kubernetes' Services are left out."""
         del settings_cls, dotenv_settings, file_secret_settings
         if isinstance(env_settings, EnvSettingsSource):
-            env_settings.env_vars = own_variables(env_settings.env_vars)
+            env_settings.env_vars = drop_kubernetes_service_vars(env_settings.env_vars)
         return init_settings, env_settings
 
 
@@ -68,12 +68,12 @@ def read_settings(kind: type[Settings], arguments: Sequence[str]) -> Settings:
         _stop(kind, [str(error)])
 
 
-def refuse_unknown_variables(kind: type[CommandSettings], others: Iterable[str] = ()) -> None:
+def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> None:
     """Ends the process where a variable begins like a setting and is none, nor one of ``others``: it would leave
     something as it is that somebody meant to change, such as who may use the service.
     """
     known = (*kind.model_fields, *others)
-    if unknown := unknown_variables(kind.model_config.get("env_prefix", ""), known, os.environ):
+    if unknown := describe_unknown_env(kind.model_config.get("env_prefix", ""), known, os.environ):
         _stop(kind, unknown)
 
 
@@ -83,11 +83,11 @@ def _explain(location: tuple[int | str, ...], message: str) -> str:
     return f"--{str(location[0]).replace('_', '-')}: {text}" if location else text
 
 
-def _stop(kind: type[CommandSettings], problems: Iterable[str]) -> NoReturn:
+def _stop(kind: type[CliSettings], problems: Iterable[str]) -> NoReturn:
     program = _command(kind).partition(" ")[0]
     sys.stderr.writelines(f"{program}: {problem}\n" for problem in problems)
-    raise SystemExit(WRONG_SETTINGS)
+    raise SystemExit(EXIT_USAGE)
 
 
-def _command(kind: type[CommandSettings]) -> str:
+def _command(kind: type[CliSettings]) -> str:
     return kind.model_config.get("cli_prog_name") or kind.__name__

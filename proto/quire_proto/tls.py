@@ -23,7 +23,7 @@ class TlsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class IdentityFiles:
+class CertKeyFiles:
     """What a service shows of itself: its certificate, followed by those between it and its authority, and its key."""
 
     certificate: Path
@@ -42,7 +42,7 @@ class Identity:
 class ServerTls:
     """A server's side. With ``client_ca`` only clients that show a certificate of it are talked to."""
 
-    identity: IdentityFiles
+    identity: CertKeyFiles
     client_ca: Path | None = None
 
     @property
@@ -58,7 +58,7 @@ class ClientTls:
     """
 
     ca: Path
-    identity: IdentityFiles | None = None
+    identity: CertKeyFiles | None = None
     name: str | None = None
 
     @property
@@ -67,7 +67,7 @@ class ClientTls:
         return _contents(self.identity, self.ca)
 
 
-def identity_files(certificate: Path | None, key: Path | None, flags: str) -> IdentityFiles | None:
+def cert_key_files(certificate: Path | None, key: Path | None, flags: str) -> CertKeyFiles | None:
     """The two settings together, which are called ``flags`` and ``-cert`` or ``-key``; None where neither is given.
     Raises ``ValueError``.
     """
@@ -76,14 +76,14 @@ def identity_files(certificate: Path | None, key: Path | None, flags: str) -> Id
     if certificate is None or key is None:
         given, missing = ("key", "cert") if certificate is None else ("cert", "key")
         raise ValueError(f"{flags}-{given} needs {flags}-{missing}.")
-    return IdentityFiles(certificate, key)
+    return CertKeyFiles(certificate, key)
 
 
 def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None, flags: str) -> ServerTls | None:
     """The three settings together, which are called ``flags`` and ``-cert``, ``-key`` or ``-client-ca``; None for plain
     text. Raises ``ValueError``.
     """
-    identity = identity_files(certificate, key, flags)
+    identity = cert_key_files(certificate, key, flags)
     if identity is not None:
         return ServerTls(identity, client_ca)
     if client_ca is not None:
@@ -91,16 +91,16 @@ def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | Non
     return None
 
 
-def check_identity(files: IdentityFiles | None, flags: str) -> None:
+def check_cert_key(files: CertKeyFiles | None, flags: str) -> None:
     """Raises ``ValueError`` where the files do not go together."""
     try:
         if files is not None:
-            read_identity(files)
+            read_cert_key(files)
     except TlsError as error:
         raise ValueError(f"{flags}-key: {error}.") from error
 
 
-def read_authorities(file: Path) -> bytes:
+def read_ca(file: Path) -> bytes:
     """The certificates of those who may vouch for others. Raises ``TlsError``."""
     contents = read_certificates(file)
     try:
@@ -128,7 +128,7 @@ def read_key(file: Path) -> bytes:
     return contents
 
 
-def read_identity(files: IdentityFiles) -> Identity:
+def read_cert_key(files: CertKeyFiles) -> Identity:
     """A certificate and its key, of one moment also where the files are being replaced. Raises ``TlsError``."""
     identity = Identity(read_certificates(files.certificate), read_key(files.key))
     try:
@@ -140,13 +140,13 @@ def read_identity(files: IdentityFiles) -> Identity:
     return identity
 
 
-def _misfit(files: IdentityFiles, error: OSError) -> str:
+def _misfit(files: CertKeyFiles, error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return f"{files.key} is not the key of {files.certificate}"
     return f"{files.certificate} or {files.key} is damaged"
 
 
-def _contents(identity: IdentityFiles | None, authorities: Path | None) -> Contents:
+def _contents(identity: CertKeyFiles | None, authorities: Path | None) -> Contents:
     own = (None, None) if identity is None else (identity.certificate, identity.key)
     return tuple(b"" if file is None else _file(file) for file in (*own, authorities))
 
@@ -168,6 +168,6 @@ def _usable(read: Callable[[Path], bytes]) -> AfterValidator:
     return AfterValidator(check)
 
 
-AuthoritiesFile = Annotated[Path, _usable(read_authorities)]
+CaFile = Annotated[Path, _usable(read_ca)]
 CertificateFile = Annotated[Path, _usable(read_certificates)]
 KeyFile = Annotated[Path, _usable(read_key)]

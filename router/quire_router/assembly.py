@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from time import monotonic
 
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router import metrics
 from quire_router.admission.fair import Bounds
 from quire_router.admission.limits import Limits
 from quire_router.admission.queue import Queue, QueueSettings
-from quire_router.admission.redis_meter import RedisMeter
+from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.frontend import Frontend
 from quire_router.api.identity import Keys
@@ -43,7 +43,7 @@ from quire_router.upkeep import Upkeep
 class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
 
-    def __init__(self, settings: Settings, texts: Mapping[str, ModelText]) -> None:
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
         metrics.begin(settings.models, LOSSES)
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
@@ -61,7 +61,7 @@ class Parts:
         self.fleet.on_room = self.queue.stir
         redis = settings.redis
         self.journal = _journal(redis, settings.retention)
-        self.meter = None if redis is None else RedisMeter(redis)
+        self.meter = None if redis is None else RedisRateLimiter(redis)
         self.expectations = Expectations(self.fleet.table, self.index)
         self.peers = None if redis is None else Peers(redis, self.fleet.ledger, self.expectations)
         limits = Limits(file.tenants, self.meter)
@@ -105,7 +105,7 @@ class Parts:
         ending.push_async_callback(self._upkeep.stop)
         self._upkeep.start()
 
-    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelText], limits: Limits) -> RequestRunner:
+    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: Limits) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:

@@ -1,8 +1,8 @@
 """One choice of an answer between its first and its last piece: its tokens and its text. Knows no engine."""
 
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
-from quire_proto.text.output import OutputText
+from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.output import OutputTextStream
 
 from quire_router.fleet.output import Output
 from quire_router.generation import Delta, GenerationRequest
@@ -15,7 +15,7 @@ class Choice:
 
     __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
 
-    def __init__(self, index: int, text: OutputText) -> None:
+    def __init__(self, index: int, text: OutputTextStream) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
@@ -43,16 +43,16 @@ class Choice:
         return self.take(Output([], len(self.token_ids), reason))
 
 
-def open_choices(generation: GenerationRequest, text: ModelText, count: int) -> list[Choice]:
+def open_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
     """So many choices of a request, with nothing in them yet."""
     return [Choice(index, _open(generation, text)) for index in range(count)]
 
 
-def _open(generation: GenerationRequest, text: ModelText) -> OutputText:
-    return text.open_output(
+def _open(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
+    return text.new_output_stream(
         generation.prompt_token_ids,
         generation.stop,
         include_stop=generation.include_stop,
         skip_special_tokens=generation.skip_special_tokens,
-        keep_marks=generation.operation == "chat",
+        keep_markers=generation.operation == "chat",
     )

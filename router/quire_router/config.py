@@ -7,16 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.settings import CommandSettings
+from quire_proto.settings import CliSettings
 from quire_proto.tls import (
-    AuthoritiesFile,
+    CaFile,
     CertificateFile,
+    CertKeyFiles,
     ClientTls,
-    IdentityFiles,
     KeyFile,
     ServerTls,
-    check_identity,
-    identity_files,
+    cert_key_files,
+    check_cert_key,
     server_tls,
 )
 
@@ -111,7 +111,7 @@ Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 Keys = Annotated[list[Annotated[SecretStr, AfterValidator(_key)]], NoDecode, BeforeValidator(_split)]
 
 
-class Settings(CommandSettings):
+class Settings(CliSettings):
     """Quire's router: OpenAI-style REST and gRPC in front of engines.
 
     Every flag can also be given as an environment variable: QUIRE_ROUTER_ and the flag's name in capitals with
@@ -165,7 +165,7 @@ class Settings(CommandSettings):
     engine_dns_period: Annotated[float, Field(gt=0, le=60)] = Field(
         default=1, description="Seconds at most between two looks at a dns:// name."
     )
-    engine_tls_ca: AuthoritiesFile | None = Field(
+    engine_tls_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that vouch for engines; none: plain text."
     )
     engine_tls_cert: CertificateFile | None = Field(
@@ -187,7 +187,7 @@ class Settings(CommandSettings):
     scaling_namespace: Annotated[str, AfterValidator(_namespace)] | None = Field(
         default=None, description="The namespace whose autoscalers are told; none: the pod's own."
     )
-    scaling_client_ca: AuthoritiesFile | None = Field(
+    scaling_client_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that vouch for who asks; none: as the cluster says."
     )
     scaling_client_name: Names = Field(
@@ -200,7 +200,7 @@ class Settings(CommandSettings):
         default=None, description="PEM file of the certificate shown there; none: plain text."
     )
     keda_key: KeyFile | None = Field(default=None, description="PEM file of its key.")
-    keda_client_ca: AuthoritiesFile | None = Field(
+    keda_client_ca: CaFile | None = Field(
         default=None, description="PEM file of the authorities that vouch for KEDA; none: any client may ask."
     )
     workers: Annotated[int, Field(ge=1, le=256)] = Field(
@@ -270,7 +270,7 @@ class Settings(CommandSettings):
     @model_validator(mode="after")
     def _engine_tls_can_be_used(self) -> Self:
         if self.engine_tls is not None:
-            check_identity(self.engine_tls.identity, "--engine-tls")
+            check_cert_key(self.engine_tls.identity, "--engine-tls")
         return self
 
     @model_validator(mode="after")
@@ -279,17 +279,17 @@ class Settings(CommandSettings):
             raise ValueError("--scaling-port needs --scaling-cert and --scaling-key: it is asked over TLS only.")
         if self.scaling_client_name and self.scaling_client_ca is None:
             raise ValueError("--scaling-client-name needs --scaling-client-ca: else the cluster says who may ask.")
-        check_identity(self.scaling_identity, "--scaling")
+        check_cert_key(self.scaling_identity, "--scaling")
         if self.keda_tls is not None:
-            check_identity(self.keda_tls.identity, "--keda")
+            check_cert_key(self.keda_tls.identity, "--keda")
         if self.is_asked_for_load:
             labels_of(self.models)
         return self
 
     @property
-    def scaling_identity(self) -> IdentityFiles | None:
+    def scaling_identity(self) -> CertKeyFiles | None:
         """What is shown at ``--scaling-port``. Raises ``ValueError`` where half of it is missing."""
-        return identity_files(self.scaling_cert, self.scaling_key, "--scaling")
+        return cert_key_files(self.scaling_cert, self.scaling_key, "--scaling")
 
     @property
     def keda_tls(self) -> ServerTls | None:
@@ -313,7 +313,7 @@ class Settings(CommandSettings):
     @property
     def engine_tls(self) -> ClientTls | None:
         """What links to engines do with TLS; None for plain text. Raises ``ValueError`` where half of it is missing."""
-        identity = identity_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
+        identity = cert_key_files(self.engine_tls_cert, self.engine_tls_key, "--engine-tls")
         if self.engine_tls_ca is not None:
             return ClientTls(self.engine_tls_ca, identity, self.engine_tls_name)
         if identity is not None or self.engine_tls_name is not None:

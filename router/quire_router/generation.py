@@ -58,7 +58,7 @@ class GenerationRequest:
     @property
     def max_cost(self) -> int:
         """What the request counts for at most (``cost``): with the longest output of all choices that are drawn."""
-        return self.cost(len(self.prompt_token_ids), self.params.max_tokens * self.params.num_drawn)
+        return self.cost(len(self.prompt_token_ids), self.params.max_tokens * self.params.num_sequences)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> int:
         """What so many tokens of this request count for, in limits and fair shares: themselves, and their
@@ -72,9 +72,9 @@ class GenerationRequest:
         of the prompt again, where they are asked for or echoed.
         """
         params = self.params
-        echoed = params.num_drawn * prompt_tokens if self.echo else 0
+        echoed = params.num_sequences * prompt_tokens if self.echo else 0
         outputs = (completion_tokens + echoed) * _logprobs_per_token(params.logprobs)
-        return outputs + params.num_drawn * prompt_tokens * _logprobs_per_token(params.prompt_logprobs)
+        return outputs + params.num_sequences * prompt_tokens * _logprobs_per_token(params.prompt_logprobs)
 
 
 def _logprobs_per_token(most_probable: int | None) -> int:

@@ -12,7 +12,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
 from quire_router import metrics
-from quire_router.admission.stopping import shutting_down
+from quire_router.admission.stopping import shutting_down_error
 from quire_router.generation import GenerationRequest
 from quire_router.progress import RETRY_AFTER, RequestState
 
@@ -59,7 +59,7 @@ class RequestRegistry:
         """Raises ``QuireError`` UNAVAILABLE once the router is shutting down."""
         if self._draining:
             metrics.REJECTIONS.labels("unavailable").inc()
-            raise shutting_down()
+            raise shutting_down_error()
 
     def check_id(self, request_id: str) -> None:
         """Raises ``QuireError`` INTERNAL for an id that is in use."""
@@ -99,7 +99,7 @@ class RequestRegistry:
                 await self._none.wait()
         except TimeoutError:
             for progress in list(self._requests.values()):
-                progress.interrupt(shutting_down())
+                progress.interrupt(shutting_down_error())
         self._drained = True
 
     def on_cancelled(self, request_id: str) -> None:

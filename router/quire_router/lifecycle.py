@@ -8,7 +8,7 @@ from dataclasses import replace
 from opentelemetry import context
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.tracing import traceparent
 
 from quire_router import metrics
@@ -58,7 +58,7 @@ class RequestRunner:
         placer: Placer,
         routing: Dispatcher,
         journal: Journal,
-        texts: Mapping[str, ModelText],
+        texts: Mapping[str, ModelTokenizer],
         *,
         limits: Limits | None = None,
         request_timeout: float | None = None,

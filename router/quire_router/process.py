@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING
 
 import uvloop
-from quire_proto.settings import read_settings, refuse_unknown_variables
-from quire_proto.text.errors import ModelTextError
-from quire_proto.text.model_text import ModelText
+from quire_proto.settings import read_settings, reject_unknown_env
+from quire_proto.text.errors import TokenizerLoadError
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
 from quire_router.admission.tenants_file import TenantsFileError
@@ -42,7 +42,7 @@ class Router:
     worker's among several.
     """
 
-    def __init__(self, settings: Settings, texts: Mapping[str, ModelText], place: Place | None = None) -> None:
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer], place: Place | None = None) -> None:
         self._settings = settings
         self._place = place
         self._parts = Parts(settings, texts)
@@ -128,7 +128,7 @@ class Router:
 def run(arguments: Sequence[str]) -> None:
     """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
     place = Place.own()  # first: no variable that is not a setting may be left
-    refuse_unknown_variables(Settings)
+    reject_unknown_env(Settings)
     settings = read_settings(Settings, arguments)
     speaker = "" if place is None else f"[worker {place.number}] "
     form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str]) -> None:
     setup_tracing("quire-router")
     try:
         uvloop.run(_serve(settings, arguments, place))
-    except (ModelTextError, TenantsFileError, ValueError, OSError) as error:
+    except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
         raise SystemExit(f"quire-router: {error}") from error
     finally:
         shutdown_tracing()
@@ -193,10 +193,10 @@ def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
         signal.signal(number, handler)
 
 
-def _load_texts(settings: Settings) -> dict[str, ModelText]:
+def _load_texts(settings: Settings) -> dict[str, ModelTokenizer]:
     allowed = settings.allow_special_tokens_in_content
     folders = settings.models.items()
-    return {name: ModelText.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
+    return {name: ModelTokenizer.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
 
 
 def _address(host: str, port: int) -> str:

@@ -11,7 +11,7 @@ from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router import metrics
 from quire_router.admission.limits import Bill
@@ -50,7 +50,7 @@ class RequestState:
     def __init__(
         self,
         generation: GenerationRequest,
-        text: ModelText,
+        text: ModelTokenizer,
         journal: Journal,
         lease: Lease,
         reader: ResponseConsumer,
@@ -291,7 +291,7 @@ class RequestState:
     def _start_choices(self) -> None:
         """Makes all choices, with nothing in them yet."""
         generation, params = self.generation, self.generation.params
-        self._choices = open_choices(generation, self._text, params.num_told)
+        self._choices = open_choices(generation, self._text, params.num_returned)
         self._unfinished = len(self._choices)
         self._selection = BestOfSelection(params) if BestOfSelection.needed(params) else None
 

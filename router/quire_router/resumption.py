@@ -9,9 +9,9 @@ from contextlib import aclosing, suppress
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.admission.stopping import shutting_down
+from quire_router.admission.stopping import shutting_down_error
 from quire_router.background import BackgroundRequests
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.held import OwnedDeltaStream
@@ -38,7 +38,7 @@ class RequestResumer:
     def __init__(
         self,
         journal: Journal,
-        texts: Mapping[str, ModelText],
+        texts: Mapping[str, ModelTokenizer],
         here: RequestRegistry,
         background: BackgroundRequests,
         go_on: Callable[[Record, Lease, ResponseConsumer], OwnedDeltaStream],
@@ -78,7 +78,7 @@ class RequestResumer:
 
     def _check_time(self, reader: ResponseConsumer) -> None:
         if self._here.drained:
-            raise shutting_down()
+            raise shutting_down_error()
         if reader.seconds_left == 0:
             raise deadline_exceeded()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
@@ -27,7 +27,7 @@ class Replayer:
     of them runs the request again.
     """
 
-    def __init__(self, generation: GenerationRequest, text: ModelText, mark: StreamCursor) -> None:
+    def __init__(self, generation: GenerationRequest, text: ModelTokenizer, mark: StreamCursor) -> None:
         self._mark = mark
         self._prompt_tokens = len(generation.prompt_token_ids)
         self._together: list[Told] | None = [] if BestOfSelection.needed(generation.params) else None

@@ -78,7 +78,7 @@ class Bench:
 
     def _tell_pace(self, row: int) -> None:
         pace = [self._random.uniform(0.8, 1.2) * seconds for seconds in PACE]
-        self._table.set_pace(row, Pace(*pace))
+        self._table.set_step_times(row, Pace(*pace))
 
     def _choose(self, number: int) -> float:
         prompt = array("i", (number * 7919 + place for place in range(self._blocks * NAMESPACE.block_size)))

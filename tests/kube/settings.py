@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from quire_engine.config import EngineConfig
 from quire_engine.main import OTHER_VARIABLES
-from quire_proto.settings import CommandSettings, read_settings, refuse_unknown_variables
+from quire_proto.settings import CliSettings, read_settings, reject_unknown_env
 from quire_router.config import Settings
 
 from tests.kube.helm import Release
@@ -24,7 +24,7 @@ OURS = ("QUIRE_", "KUBERNETES_")
 class Service:
     """A service's settings: their class, and the variables that begin like one and are none."""
 
-    kind: type[CommandSettings]
+    kind: type[CliSettings]
     others: tuple[str, ...] = ()
 
 
@@ -56,7 +56,7 @@ class Reader:
                 only.delenv(name)
             for name in [name for name in variables if name.startswith(OURS)]:
                 only.setenv(name, variables[name])
-            refuse_unknown_variables(service.kind, service.others)
+            reject_unknown_env(service.kind, service.others)
             return read_settings(service.kind, [_expand(text, variables) for text in container.get("args", [])])
 
     def _mounts(self, release: Release, pod: Pod) -> dict[str, Path]:

@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from quire_engine.config import EngineConfig
 from quire_engine.kernels import build, levels
-from quire_proto.settings import read_settings, refuse_unknown_variables
+from quire_proto.settings import read_settings, reject_unknown_env
 from quire_proto.telemetry import Attribute
 from quire_router.config import Settings
 
@@ -333,8 +333,8 @@ def test_the_settings_of_the_services_are_read_by_the_commands(given, monkeypatc
     for service in ("router", "engine"):
         for name, value in environment_of(service, **given).items():
             monkeypatch.setenv(name, value)
-    refuse_unknown_variables(Settings)
-    refuse_unknown_variables(EngineConfig)
+    reject_unknown_env(Settings)
+    reject_unknown_env(EngineConfig)
     router, engine = read_settings(Settings, []), read_settings(EngineConfig, [])
     assert set(router.models) == set(engine.names)
     assert router.redis_url is not None

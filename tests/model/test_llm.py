@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams, StructuredOutputsParams
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,10 +83,10 @@ def test_conversations_are_answered_as_by_transformers(demo: LLM) -> None:
 
 
 def test_prompts_are_those_of_the_router(demo: LLM) -> None:
-    text = ModelText.load(DEMO)
+    text = ModelTokenizer.load(DEMO)
 
     for conversation, result in zip(CONVERSATIONS, demo.chat(CONVERSATIONS, use_tqdm=False), strict=True):
-        assert result.prompt_token_ids == text.render_chat(conversation)
+        assert result.prompt_token_ids == text.encode_chat(conversation)
     for prompt, result in zip(TEXTS, demo.generate(TEXTS, use_tqdm=False), strict=True):
         assert result.prompt_token_ids == text.encode(prompt)
 

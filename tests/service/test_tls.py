@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from quire_proto.tls import ClientTls, IdentityFiles
+from quire_proto.tls import CertKeyFiles, ClientTls
 
 from tests.service.conftest import DEMO, MODEL, SMALL_POOLS
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
@@ -25,7 +25,7 @@ class Secured:
 
     engine: Engine
     authority: Authority
-    files: IdentityFiles
+    files: CertKeyFiles
     folder: Path
 
     @contextmanager

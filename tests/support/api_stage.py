@@ -12,7 +12,7 @@ from quire_proto.errors import QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.backend import Runner
 from quire_router.api.frontend import Frontend
@@ -35,7 +35,7 @@ from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 MODEL = "tiny"
 MAX_MODEL_LEN = 64
 VOCAB_SIZE = byte_level().get_vocab_size()
-TEXT = ModelText(byte_level(), None)
+TEXT = ModelTokenizer(byte_level(), None)
 Script = Sequence[str | Delta | FinishReason | Exception | asyncio.Event]
 ANSWER: Script = ("Hel", "lo ", "", "wörld", FinishReason.STOP)
 
@@ -286,14 +286,14 @@ def ends(generation: GenerationRequest, reason: FinishReason, tokens: int) -> It
 
 
 def text_of(token_ids: Sequence[int]) -> str:
-    output = TEXT.open_output([], ())
+    output = TEXT.new_output_stream([], ())
     return output.push(list(token_ids)) + output.finish()
 
 
 def script_of(text: str) -> Script:
     """A script that speaks ``text`` with the tokens that write it."""
-    output = TEXT.open_output([], ())
-    return [*(Delta(output.push([each]), [each]) for each in TEXT.encode_part(text)), FinishReason.STOP]
+    output = TEXT.new_output_stream([], ())
+    return [*(Delta(output.push([each]), [each]) for each in TEXT.encode_plain(text)), FinishReason.STOP]
 
 
 @dataclass
@@ -336,7 +336,7 @@ async def open_stage(
     """Serves until the block ends. Streams with ids have a comment after ``heartbeat`` seconds of silence, others after
     ``keepalive``. ``runner`` may take the place of the scripted one, and ``settings`` are the frontend's.
     """
-    texts = {MODEL: ModelText(byte_level(), ChatTemplate(template, {}, "the test"))}
+    texts = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
     frontend = Frontend(texts, fleet, runner or scripted, Keys(keys, file), Running(concurrent), **settings)
     silence = KeepAlive(keepalive, heartbeat)

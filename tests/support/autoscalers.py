@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import httpx
 import trustme
-from quire_proto.tls import IdentityFiles
+from quire_proto.tls import CertKeyFiles
 from quire_router.autoscale.load import unknown_load
 
 NAMESPACE = "serving"
@@ -50,14 +50,14 @@ class Cluster:
         self.servers.cert_pem.write_to_path(str(self.servers_ca))
         self.proxies.cert_pem.write_to_path(str(self.proxies_ca))
 
-    def issue(self, authority: trustme.CA, common_name: str, *names: str, **terms: Any) -> IdentityFiles:
+    def issue(self, authority: trustme.CA, common_name: str, *names: str, **terms: Any) -> CertKeyFiles:
         leaf = authority.issue_cert(*(names or ("client.test",)), common_name=common_name, **terms)
         certificate, key = self._folder / f"{common_name}.crt", self._folder / f"{common_name}.key"
         certificate.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
-        return IdentityFiles(certificate, key)
+        return CertKeyFiles(certificate, key)
 
-    def context(self, shown: IdentityFiles | None = None) -> ssl.SSLContext:
+    def context(self, shown: CertKeyFiles | None = None) -> ssl.SSLContext:
         """A client's, which trusts the router's certificate."""
         context = ssl.create_default_context(cafile=str(self.servers_ca))
         if shown is not None:

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import trustme
-from quire_proto.tls import IdentityFiles
+from quire_proto.tls import CertKeyFiles
 
 ENGINE_NAME, ROUTER_NAME = "quire-engine.test", "quire-router.test"
 
@@ -22,7 +22,7 @@ class Authority:
         """Puts its own certificate into ``file``, in place of whatever is there."""
         self._ca.cert_pem.write_to_path(str(file))
 
-    def issue(self, name: str, *, files: str = "", expired: bool = False) -> IdentityFiles:
+    def issue(self, name: str, *, files: str = "", expired: bool = False) -> CertKeyFiles:
         """A certificate for ``name``, in the files of an earlier one where ``files`` is what that was called."""
         now = datetime.now(UTC)
         until = now - timedelta(hours=1) if expired else now + timedelta(days=1)
@@ -30,4 +30,4 @@ class Authority:
         certificate, key = (self._folder / f"{files or name}.{ending}" for ending in ("crt", "key"))
         certificate.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
         leaf.private_key_pem.write_to_path(str(key))
-        return IdentityFiles(certificate, key)
+        return CertKeyFiles(certificate, key)

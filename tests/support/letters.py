@@ -1,16 +1,16 @@
 """A model whose tokens are single bytes, so that a test can read what it says."""
 
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def _letters() -> ModelText:
+def _letters() -> ModelTokenizer:
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(_ALPHABET)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return ModelText(tokenizer, None)
+    return ModelTokenizer(tokenizer, None)
 
 
 TEXT = _letters()

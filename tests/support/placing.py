@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
-from quire_router.placement.outlook import Outlook
+from quire_router.placement.outlook import CandidateView
 from quire_router.placement.query import Matches, Query
 from quire_router.placement.table import Columns, EngineTable, Pace
 
@@ -36,17 +36,17 @@ def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, Query]:
 def describe(table: EngineTable, row: int, engine: Engine) -> None:
     """Writes what the engine says into its row."""
     if engine.get("paced", 1):
-        table.set_pace(row, Pace(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(Pace))))
+        table.set_step_times(row, Pace(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(Pace))))
     sizes = {name: int(engine.get(name, getattr(table, name)[row])) for name in ("block_size", "step_tokens")}
     table.set_sizes(row, **sizes)
     for name in engine.keys() & LOAD:
         getattr(table, name)[row] = engine[name]
 
 
-def outlook(*engines: Engine, **request: object) -> Outlook:
+def outlook(*engines: Engine, **request: object) -> CandidateView:
     """What such a request would meet at these engines; ``request`` replaces some of its fields."""
     table, query = fleet([{**IDLE, **engine} for engine in engines])
-    return Outlook(replace(query, **request), table)  # type: ignore[arg-type]
+    return CandidateView(replace(query, **request), table)  # type: ignore[arg-type]
 
 
 def seconds(column: np.ndarray) -> list[float]:

@@ -128,7 +128,7 @@ class Scenario:
         if params.beam_width or self.random.random() > 0.15:
             return ()
         length = self.random.randint(0, params.max_tokens - 1)
-        return tuple(ResumedOutput(index, [5] * length) for index in range(params.num_drawn))
+        return tuple(ResumedOutput(index, [5] * length) for index in range(params.num_sequences))
 
 
 class Run:
@@ -157,7 +157,7 @@ class Run:
 
     def _add(self, request: Request) -> None:
         history = {one.index: [*one.token_ids] for one in request.history}
-        choices = {index: Choice(history.get(index, [])) for index in range(request.sampling.num_told)}
+        choices = {index: Choice(history.get(index, [])) for index in range(request.sampling.num_returned)}
         self.answers[request.request_id] = Answer(choices)
         self.core._carry_out(Add(request))
 

@@ -1,7 +1,7 @@
 """Small chat templates of models that call tools and think, in the manner of those that are published."""
 
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.model_folders import byte_level
@@ -40,9 +40,9 @@ def with_marks(*, special: bool) -> Tokenizer:
     return tokenizer
 
 
-def text_with(template: str, tokenizer: Tokenizer | None = None) -> ModelText:
+def text_with(template: str, tokenizer: Tokenizer | None = None) -> ModelTokenizer:
     """The text side of such a model."""
-    return ModelText(tokenizer or byte_level(), ChatTemplate(template, {}, "the test"))
+    return ModelTokenizer(tokenizer or byte_level(), ChatTemplate(template, {}, "the test"))
 
 
 def tool(name: str = "get", **more: object) -> dict[str, object]:

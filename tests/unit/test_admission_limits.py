@@ -13,7 +13,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import Charge, Limits
 from quire_router.admission.meter import Meter
-from quire_router.admission.redis_meter import RedisMeter
+from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
 
 from tests.support.redis_server import redis_server
@@ -186,7 +186,7 @@ def redis():
 @asynccontextmanager
 async def routers(server, number, *, lease=30.0, patience=5.0, **limits):
     async with AsyncExitStack() as stack:
-        meters = [RedisMeter(server.url, lease=lease, timeout=patience) for _ in range(number)]
+        meters = [RedisRateLimiter(server.url, lease=lease, timeout=patience) for _ in range(number)]
         for meter in meters:
             stack.push_async_callback(meter.close)
         await meters[0]._client.flushall()
@@ -276,7 +276,7 @@ def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
 
 async def compare(server, costs, most):
     oracle = Meter(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
-    meter = RedisMeter(server.url, timeout=5)
+    meter = RedisRateLimiter(server.url, timeout=5)
     try:
         await meter._client.flushall()
         for number, tokens, end in costs:
@@ -428,7 +428,7 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
         asked.append(True)
         raise ConnectionError
 
-    meter = RedisMeter("redis://127.0.0.1:1/0")
+    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
     meter._charge = fail
     for number in range(5):
         assert await meter.charge(Charge("t", str(number), 1, 1, None)) is None
@@ -441,7 +441,7 @@ async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
     async def answer(**_):
         return reply
 
-    meter = RedisMeter("redis://127.0.0.1:1/0")
+    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
     meter._charge = answer
     assert await meter.charge(Charge("t", "r", 1, 1, None)) is None
     await meter.close()

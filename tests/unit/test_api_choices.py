@@ -396,7 +396,7 @@ async def played(deltas):
 
 def echo_of(token_ids, cut, **rules) -> str:
     """The answer to the first tokens that says the others."""
-    output = TOKENIZER.open_output(token_ids[:cut], (), **rules)
+    output = TOKENIZER.new_output_stream(token_ids[:cut], (), **rules)
     pieces = [Delta(output.push([each]), [each]) for each in token_ids[cut:]]
     pieces.append(Delta(output.finish(), [], FinishReason.STOP, Usage(1, 1)))
     generation = GenerationRequest("r", MODEL, token_ids[:cut], SamplingParams(), echo=True, **rules)
@@ -410,7 +410,7 @@ def echo_of(token_ids, cut, **rules) -> str:
 @settings(deadline=None, max_examples=100)
 @given(st.text("é😀a", min_size=1), st.data())
 def test_an_echo_and_its_output_are_one_text_also_where_a_character_lies_across_them(text, data):
-    token_ids = list(TOKENIZER.encode_part(text))
+    token_ids = list(TOKENIZER.encode_plain(text))
     assert echo_of(token_ids, data.draw(st.integers(1, len(token_ids)))) == text
 
 
@@ -418,7 +418,7 @@ def test_an_echo_and_its_output_are_one_text_also_where_a_character_lies_across_
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40), st.booleans(), st.data())
 def test_an_echo_of_any_tokens_has_all_text_of_theirs(token_ids, skip_special_tokens, data):
     cut = data.draw(st.integers(1, len(token_ids)))
-    whole = TOKENIZER.open_output([], (), skip_special_tokens=skip_special_tokens)
+    whole = TOKENIZER.new_output_stream([], (), skip_special_tokens=skip_special_tokens)
     text = whole.push(token_ids) + whole.finish()
 
     echo = echo_of(token_ids, cut, skip_special_tokens=skip_special_tokens)

@@ -31,7 +31,7 @@ from tests.support.api_stage import (
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAID = "hello wörld 😀€ naïve"
-TOKENS = list(TEXT.encode_part(SAID))
+TOKENS = list(TEXT.encode_plain(SAID))
 USER = [{"role": "user", "content": "hi"}]
 TEXTS = st.text(min_size=1, max_size=30) | st.text("é€😀你 a", min_size=1, max_size=12)
 NAMES = TokenNames(TEXT.token_bytes)
@@ -198,7 +198,7 @@ async def test_each_prompt_of_a_list_is_echoed_with_its_own():
 
     for choice in answer.choices:
         prompt = prompts[choice.index // 2]
-        assert choice.logprobs.tokens == [named(each) for each in [*prompt, *TEXT.encode_part("x")]]
+        assert choice.logprobs.tokens == [named(each) for each in [*prompt, *TEXT.encode_plain("x")]]
 
 
 # Prompts, as vLLM has them
@@ -297,10 +297,10 @@ def lists_of(shape, token_ids, logprobs, offsets) -> dict[str, list]:
 @given(TEXTS, st.integers(0, 3), st.integers(0, 1 << 20))
 @example("\U0001477c×", 0, 0)  # one token ends the first character and begins the second
 def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
-    tokens = list(TEXT.encode_part(text))
+    tokens = list(TEXT.encode_plain(text))
     cut = place % (len(tokens) + 1)
     logprobs = [logprobs_of(each, top) for each in tokens]
-    offsets = Offsets(TEXT.open_output([], ()))
+    offsets = Offsets(TEXT.new_output_stream([], ()))
     shape, whole = CompletionShape(NAMES, top), defaultdict(list)
     for part in (slice(0, cut), slice(cut, None)):
         for name, values in lists_of(shape, tokens[part], logprobs[part], offsets).items():
@@ -320,7 +320,7 @@ def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
 @pytest.mark.parametrize("logprob", [float("-inf"), -1e30, float("nan")])
 def test_what_json_cannot_say_is_said_as_openai_says_it(logprob):
     logprobs = [TokenLogprobs(logprob, ((5, logprob),))]
-    offsets = Offsets(TEXT.open_output([], ()))
+    offsets = Offsets(TEXT.new_output_stream([], ()))
 
     assert lists_of(ChatShape(NAMES, 1), [5], logprobs, offsets)["content"][0]["logprob"] == -9999.0
     assert lists_of(CompletionShape(NAMES, 1), [5], logprobs, offsets)["token_logprobs"] == [-9999.0]
@@ -331,7 +331,9 @@ def test_what_json_cannot_say_is_said_as_openai_says_it(logprob):
 
 def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes():
     unknown = [TokenLogprobs(-1.0)]
-    entry = lists_of(ChatShape(NAMES, 0), [VOCAB_SIZE + 1], unknown, Offsets(TEXT.open_output([], ())))["content"][0]
+    entry = lists_of(ChatShape(NAMES, 0), [VOCAB_SIZE + 1], unknown, Offsets(TEXT.new_output_stream([], ())))[
+        "content"
+    ][0]
 
     assert (entry["token"], entry["bytes"]) == ("", None)
 
@@ -339,4 +341,4 @@ def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes():
 def test_lists_that_do_not_belong_together_are_never_shown():
     for shape in (ChatShape(NAMES, 0), CompletionShape(NAMES, 0)):
         with pytest.raises(ValueError, match="shorter"):
-            shape.write([5, 6], [TokenLogprobs(-1.0)], Offsets(TEXT.open_output([], ())))
+            shape.write([5, 6], [TokenLogprobs(-1.0)], Offsets(TEXT.new_output_stream([], ())))

@@ -43,8 +43,8 @@ class Told:
 @st.composite
 def choices(draw, index: int, logprobs: bool) -> list[Delta]:
     """The pieces of one choice, of one token or of several, whose end comes with the last tokens or alone."""
-    token_ids = TEXT.encode_part(draw(st.text("aé😀", max_size=5)))
-    output, pieces = TEXT.open_output([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
+    token_ids = TEXT.encode_plain(draw(st.text("aé😀", max_size=5)))
+    output, pieces = TEXT.new_output_stream([], ()), [Delta("", [], index=index)] * draw(st.integers(0, 1))
     while token_ids:
         count = draw(st.integers(1, 4))
         taken, token_ids = list(token_ids[:count]), token_ids[count:]
@@ -65,7 +65,7 @@ def answers(draw) -> Told:
     echo = operation != "chat" and draw(st.booleans())
     prompts = 1 if operation == "chat" else draw(st.integers(1, 2))
     params = SamplingParams(n=n, logprobs=logprobs)
-    prompt = list(TEXT.encode_part("hi é"))
+    prompt = list(TEXT.encode_plain("hi é"))
     generations = tuple(
         GenerationRequest(f"r_{number}", MODEL, prompt, params, echo=echo, operation=operation, created=1)
         for number in range(prompts)

@@ -10,7 +10,7 @@ from quire.v1 import inference_pb2 as pb
 from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router.api.identity import Caller
 from quire_router.api.rpc import messages
 from quire_router.api.schemas import ChatRequest, CompletionRequest
@@ -21,7 +21,7 @@ from tests.support.api_stage import MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.both_apis import as_proto
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
-TEXT = ModelText(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
+TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits(), allow_priority=True)
 CALLER = Caller("tenant", b"salt")
 IDS = st.integers(-1, VOCAB_SIZE)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
-from quire_proto.text.bad_words import bad_word_tokens
+from quire_proto.text.bad_words import encode_bad_words
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router.api.fields import MAX_PROMPT_TOKENS
 from quire_router.api.identity import ANYONE
 from quire_router.api.sampling import check_stream
@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, processors
 from tests.support.api_stage import MAX_MODEL_LEN, MODEL, VOCAB_SIZE, Limits, chat, completion
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
-TEXT = ModelText(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
+TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits())
 USER = {"role": "user", "content": "hello"}
 NEUTRAL_IN_BOTH = {
@@ -467,7 +467,7 @@ def test_what_is_the_routers_to_do_arrives_beside_the_parameters(flags):
 def test_bad_words_are_what_the_tokenizer_writes_at_the_beginning_and_after_a_space():
     words = generation_of(completion(bad_words=["world", [4, 5]])).params.bad_words
 
-    assert words == (*bad_word_tokens(["world"], TEXT), (4, 5))
+    assert words == (*encode_bad_words(["world"], TEXT), (4, 5))
     assert len(words) > 2, "there is only one way to write it"
 
 
@@ -614,7 +614,7 @@ def test_prompts_draw_differently_unless_a_seed_is_given():
     ],
 )
 def test_the_prompt_at_fault_is_named(fields, param):
-    text = ModelText(without_begin(), None)
+    text = ModelTokenizer(without_begin(), None)
     validator = Validator({MODEL: text}, lambda _: Limits())
     with pytest.raises(QuireError) as refusal:
         validator.generations(parsed(completion() | fields), "id", ANYONE)

@@ -11,7 +11,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.settings import read_settings
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router.config import Settings
 from quire_router.process import Router
 
@@ -32,7 +32,7 @@ class RunningRouter:
         self.port, self.rpc_port = free_port(), free_port()
         ports = ["--http-port", str(self.port), "--grpc-port", str(self.rpc_port), "--metrics-port", str(free_port())]
         flags = ["--model", "m=/nowhere", "--engine", engine.address, "--shutdown-timeout", str(shutdown_timeout)]
-        texts = {"m": ModelText(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
+        texts = {"m": ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))}
         self.router = Router(read_settings(Settings, [*ports, *flags]), texts)
         self.running = asyncio.create_task(self.router.run())
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from quire.keda.externalscaler_pb2 import GetMetricsRequest, ScaledObjectRef
 from quire.keda.externalscaler_pb2_grpc import ExternalScalerStub
-from quire_proto.tls import IdentityFiles, ServerTls, TlsError
+from quire_proto.tls import CertKeyFiles, ServerTls, TlsError
 from quire_router.autoscale.keda import KedaServer, Scaler
 
 from tests.support.autoscalers import KnownLoad
@@ -44,7 +44,7 @@ async def serving(tls: ServerTls, load: KnownLoad | None = None) -> AsyncIterato
     await server.stop()
 
 
-def channel(port: int, ca: Path, shown: IdentityFiles | None = None) -> grpc.aio.Channel:
+def channel(port: int, ca: Path, shown: CertKeyFiles | None = None) -> grpc.aio.Channel:
     identity = {} if shown is None else {"private_key": shown.key.read_bytes()}
     chain = {} if shown is None else {"certificate_chain": shown.certificate.read_bytes()}
     credentials = grpc.ssl_channel_credentials(ca.read_bytes(), **identity, **chain)
@@ -103,6 +103,6 @@ async def test_certificates_are_replaced_while_streams_go_on(authority: Authorit
 
 
 async def test_files_that_do_not_go_together_are_refused(authority: Authority, server: ServerTls) -> None:
-    other = IdentityFiles(server.identity.certificate, authority.issue(KEDA).key)
+    other = CertKeyFiles(server.identity.certificate, authority.issue(KEDA).key)
     with pytest.raises(TlsError, match="is not the key of"):
         KedaServer(Scaler(KnownLoad(), {}), "127.0.0.1", 0, ServerTls(other))

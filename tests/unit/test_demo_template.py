@@ -42,4 +42,4 @@ def test_with_tools_it_tells_each_message_once_and_calls_as_they_were(
 
 def test_the_router_sees_which_format_it_has() -> None:
     assert TOOLS.tool_format is ToolFormat.HERMES
-    assert not TOOLS.marks_reasoning
+    assert not TOOLS.has_reasoning

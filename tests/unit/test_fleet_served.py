@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.vocabulary import (
     DIGEST_BYTES,
-    config_digest_of_folder,
-    digest_of_folder,
+    folder_config_digest,
+    folder_vocabulary_digest,
     vocabulary_digest,
 )
 from quire_router.fleet.fleet import Fleet
@@ -103,16 +103,16 @@ def test_models_of_other_sizes_are_told_apart_and_files_that_were_written_again_
     for name, config in (("one", SIZES), ("other", {**SIZES, **changed})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    one, other = (config_digest_of_folder(tmp_path / name) for name in ("one", "other"))
+    one, other = (folder_config_digest(tmp_path / name) for name in ("one", "other"))
     assert len(one) == DIGEST_BYTES
     assert (one == other) is same
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"vocab_size": true}', "[" * 100_000, '{"vocab_size": 1}'])
 def test_a_folder_that_does_not_tell_its_sizes_is_compared_with_nothing(content: str, tmp_path: Path) -> None:
-    assert config_digest_of_folder(tmp_path) == b""
+    assert folder_config_digest(tmp_path) == b""
     (tmp_path / "config.json").write_text(content)
-    assert config_digest_of_folder(tmp_path) == b""
+    assert folder_config_digest(tmp_path) == b""
     assert Vocabulary.of(tmp_path, OURS.digest).config_digest == b""
 
 
@@ -149,19 +149,23 @@ def test_a_file_that_only_looks_different_has_the_same_digest(tmp_path: Path, to
     content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
     content["truncation"] = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
     (other / "tokenizer.json").write_text(json.dumps(content, indent=4))
-    assert digest_of_folder(folder) == digest_of_folder(other) == ModelText.load(other).vocabulary_digest
+    assert (
+        folder_vocabulary_digest(folder)
+        == folder_vocabulary_digest(other)
+        == ModelTokenizer.load(other).vocabulary_digest
+    )
 
 
 def test_a_token_that_was_added_counts(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path)
-    before = digest_of_folder(folder)
+    before = folder_vocabulary_digest(folder)
     more = Tokenizer.from_file(str(folder / "tokenizer.json"))
     more.add_tokens(["<|more|>"])
     more.save(str(folder / "tokenizer.json"))
-    assert digest_of_folder(folder) != before
+    assert folder_vocabulary_digest(folder) != before
 
 
 def test_a_folder_without_a_tokenizer_has_no_digest(tmp_path: Path) -> None:
-    assert digest_of_folder(tmp_path) == b""
+    assert folder_vocabulary_digest(tmp_path) == b""
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert digest_of_folder(tmp_path) == b""
+    assert folder_vocabulary_digest(tmp_path) == b""

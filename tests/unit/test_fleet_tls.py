@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from quire_proto.certificates import Certificates
-from quire_proto.tls import ClientTls, IdentityFiles, ServerTls
+from quire_proto.tls import CertKeyFiles, ClientTls, ServerTls
 from quire_router.fleet.link import EngineLink
 from quire_router.fleet.settings import LinkSettings
 
@@ -240,7 +240,7 @@ async def test_an_engine_stays_with_what_it_has_while_its_files_are_wrong(
     assert warning.startswith(f"{server.identity.key} is not the key of {server.identity.certificate}:")
 
 
-def replace_by(new: IdentityFiles | None, old: IdentityFiles | None) -> None:
+def replace_by(new: CertKeyFiles | None, old: CertKeyFiles | None) -> None:
     """Puts new contents into files, without new names."""
     assert new is not None
     assert old is not None

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router.admission.turn import Waiting
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.ledger import Ledger
@@ -235,7 +235,7 @@ class Play:
             assert choice.finish_reason is self.client.of(index)[-1].finish_reason
 
 
-def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelText = TEXT) -> RequestRunner:
+def make_lifecycle(fleet: OneEngine, journal: Journal, text: ModelTokenizer = TEXT) -> RequestRunner:
     placer = FirstIdle(fleet.table)
     routing = Dispatcher(fleet, placer, fleet, policy="first_idle", hold_timeout=10)  # type: ignore[arg-type]
     return RequestRunner(fleet, placer, routing, journal, {"m": text}, max_attempts=1000)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_router import background
 from quire_router.admission.limits import Limits
 from quire_router.admission.tenant import Tenant, Tenants
@@ -54,7 +54,7 @@ Piece = TypeVar("Piece")
 class Place:
     """One router with an engine that goes on by itself."""
 
-    def __init__(self, script: Script, journal: MemoryJournal, text: ModelText = TEXT) -> None:
+    def __init__(self, script: Script, journal: MemoryJournal, text: ModelTokenizer = TEXT) -> None:
         self.link = DirectLink(ContractEngine(script))
         self.fleet = OneEngine(self.link)
         self.lifecycle: RequestRunner = make_lifecycle(self.fleet, journal, text)

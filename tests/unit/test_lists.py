@@ -10,7 +10,7 @@ from quire.v1 import types_pb2
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.admission.limits import Limits
-from quire_router.admission.redis_meter import RedisMeter
+from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.api.running import Running
 from quire_router.api.together import Together
@@ -52,7 +52,7 @@ async def real_house() -> AsyncIterator[tuple[House, Limits]]:
     """One whose records and limits are in Redis, where a first request takes a third of the minute."""
     with redis_server() as server:
         async with journal_at(server) as journal:
-            meter = RedisMeter(server.url, timeout=5)
+            meter = RedisRateLimiter(server.url, timeout=5)
             limits = Limits(TENANTS, meter)
             async with house(journal=journal, limits=limits) as place:
                 (await limits.enter("t", "before", 1)).close()

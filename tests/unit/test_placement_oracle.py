@@ -12,7 +12,7 @@ from quire_router.placement.cost import BOTH, Cost
 from quire_router.placement.likeness import NOISE, PACE_SECONDS, SHORT_PROMPT
 from quire_router.placement.policy import TIE, spread
 from quire_router.placement.query import Matches, Query
-from quire_router.placement.scorers import DECODE_WEIGHT, DELAYED, STORED_TWICE, TYPICAL_OUTPUT, cost_scorers
+from quire_router.placement.scorers import DECODE_WEIGHT, DELAYED, STORED_TWICE, TYPICAL_OUTPUT, make_scorers
 from quire_router.placement.settings import PlacementSettings
 from quire_router.placement.speeds import STALE
 from quire_router.placement.table import EngineTable, Pace
@@ -114,7 +114,7 @@ class Fleet:
     now: float = 100.0
 
     def __post_init__(self) -> None:
-        self.policy = Cost(cost_scorers(PlacementSettings()))
+        self.policy = Cost(make_scorers(PlacementSettings()))
         self._numbers = count()
         self._hand_out()
 
@@ -170,7 +170,7 @@ def happen(fleet: Fleet, event: tuple[object, ...]) -> None:
         case "remove", int(place):
             fleet.remove(place)
         case "pace", int(place), float(speed):
-            fleet.table.set_pace(fleet.row(place), Pace(*(speed * getattr(PACE, name) for name in PACES)))
+            fleet.table.set_step_times(fleet.row(place), Pace(*(speed * getattr(PACE, name) for name in PACES)))
         case "sizes", int(place), int(block_size), int(step_tokens):
             fleet.table.set_sizes(fleet.row(place), block_size=block_size, step_tokens=step_tokens)
         case "step", int(place), int(pending):
@@ -241,10 +241,10 @@ def test_a_new_pace_counts_soon() -> None:
     fleet = Fleet()
     for _ in range(2):
         fleet.add({})
-        fleet.table.set_pace(int(fleet.rows[-1]), PACE)
+        fleet.table.set_step_times(int(fleet.rows[-1]), PACE)
     query = Query(1000, 256, 1, fleet.rows, Matches(np.zeros(64), np.zeros(64)), now=fleet.now)
     before = fleet.policy.total(query, fleet.table).tolist()
     for place in (0, 1):
-        fleet.table.set_pace(fleet.row(place), Pace(*(3 * getattr(PACE, name) for name in PACES)))
+        fleet.table.set_step_times(fleet.row(place), Pace(*(3 * getattr(PACE, name) for name in PACES)))
     assert fleet.policy.total(replace(query, now=fleet.now + STALE / 2), fleet.table).tolist() == before
     assert min(fleet.policy.total(replace(query, now=fleet.now + STALE), fleet.table)) > 2 * max(before)

@@ -48,7 +48,7 @@ class Stage:
         self.index = PrefixIndex()
         self.rows = [self.table.add(f"engine-{number}") for number in range(engines)]
         for row in self.rows:
-            self.table.set_pace(row, PACE)
+            self.table.set_step_times(row, PACE)
         self.namespaces = [ONE] * len(self.table)
         self.placer = Placer(
             self.table,
@@ -111,7 +111,7 @@ def test_what_may_not_run_it_does_not_get_it() -> None:
 
 def test_a_full_hit_leaves_a_token_to_compute_and_no_less_than_nothing_to_copy() -> None:
     stage = Stage(1)
-    stage.table.set_pace(0, replace(PACE, host_block_seconds=100))
+    stage.table.set_step_times(0, replace(PACE, host_block_seconds=100))
     stage.caches(0, 10)
     decision = stage.place(explained=True)
     assert decision.cached_tokens == 159

@@ -12,7 +12,7 @@ from quire_router.placement.cost import Cost
 from quire_router.placement.named import make_policy
 from quire_router.placement.policy import TIE, lowest, spread
 from quire_router.placement.query import Query
-from quire_router.placement.scorers import cost_scorers
+from quire_router.placement.scorers import make_scorers
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
 
@@ -27,7 +27,7 @@ LOAD = ("requests", "pending_tokens", "decoding", "swapped", "blocks_free")
 
 
 def cost() -> Cost:
-    return Cost(cost_scorers(PlacementSettings()))
+    return Cost(make_scorers(PlacementSettings()))
 
 
 def worse(engine: Engine, *names: str) -> Engine:

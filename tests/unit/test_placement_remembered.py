@@ -1,7 +1,7 @@
 """What is remembered of arrays of rows: by the array itself, for as long as it cannot change, and not of too many."""
 
 import numpy as np
-from quire_router.placement.remembered import MAX_REMEMBERED, Remembered
+from quire_router.placement.remembered import MAX_REMEMBERED, ArrayCache
 
 
 def fixed(*rows: int) -> np.ndarray:
@@ -11,7 +11,7 @@ def fixed(*rows: int) -> np.ndarray:
 
 
 def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
-    remembered: Remembered[str] = Remembered()
+    remembered: ArrayCache[str] = ArrayCache()
     rows = fixed(1, 2)
     assert remembered.of(rows) is None
     assert remembered.keep(rows, "found") == "found" == remembered.of(rows)
@@ -19,14 +19,14 @@ def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
 
 
 def test_of_an_array_that_can_be_written_to_nothing_is_remembered() -> None:
-    remembered: Remembered[str] = Remembered()
+    remembered: ArrayCache[str] = ArrayCache()
     rows = np.array([1, 2], np.intp)
     assert remembered.keep(rows, "found") == "found"
     assert remembered.of(rows) is None
 
 
 def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
-    remembered: Remembered[int] = Remembered()
+    remembered: ArrayCache[int] = ArrayCache()
     for number in range(10 * MAX_REMEMBERED):
         rows = fixed(number)
         assert remembered.of(rows) is None
@@ -35,7 +35,7 @@ def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
 
 
 def test_only_so_many_are_remembered() -> None:
-    remembered: Remembered[int] = Remembered()
+    remembered: ArrayCache[int] = ArrayCache()
     arrays = [fixed(number) for number in range(3 * MAX_REMEMBERED)]
     for number, rows in enumerate(arrays):
         remembered.keep(rows, number)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_router.placement.likeness import PACE_SECONDS
-from quire_router.placement.outlook import Outlook
+from quire_router.placement.outlook import CandidateView
 from quire_router.placement.scorers import (
     affinity_bound,
-    cost_scorers,
+    make_scorers,
     memory,
     neighbours,
     others,
@@ -173,7 +173,7 @@ def test_the_cache_counts_in_full_up_to_the_bound() -> None:
 
 def test_beyond_the_bound_no_hit_makes_up_for_the_wait() -> None:
     far = {"pending_tokens": 110_000, "device": 992, **STEP}
-    scorers = cost_scorers(PlacementSettings(max_affinity_wait=10))
+    scorers = make_scorers(PlacementSettings(max_affinity_wait=10))
     for queue in (0.0, 10.0, 1e6):
         there, here = sum(scorer(outlook(far, STEP, queue=queue)) for scorer in scorers.values())
         assert here < there
@@ -191,8 +191,8 @@ def test_a_session_whose_engine_cannot_be_had_makes_no_difference() -> None:
 @settings(deadline=None, max_examples=60)
 def test_every_term_is_finite_and_not_negative_whatever_engines_say(engines: list[Engine], queue: float) -> None:
     table, query = fleet(engines)
-    for name, scorer in cost_scorers(PlacementSettings()).items():
-        column = scorer(Outlook(query, table))
+    for name, scorer in make_scorers(PlacementSettings()).items():
+        column = scorer(CandidateView(query, table))
         assert column.shape == (len(engines),), name
         assert np.isfinite(column).all(), name
         assert (column >= 0).all(), name
@@ -200,11 +200,11 @@ def test_every_term_is_finite_and_not_negative_whatever_engines_say(engines: lis
 
 def test_a_row_that_another_engine_had_has_told_nothing_of_the_new_one() -> None:
     table = EngineTable()
-    table.set_pace(table.add("one"), PACE)
+    table.set_step_times(table.add("one"), PACE)
     table.remove("one")
     row = table.add("other")
     assert table.paced[row] == 0
-    table.set_pace(row, PACE)
+    table.set_step_times(row, PACE)
     assert table.paced[row] == 1
     assert table.step_seconds[row] == PACE.step_seconds
 
@@ -212,12 +212,12 @@ def test_a_row_that_another_engine_had_has_told_nothing_of_the_new_one() -> None
 def test_only_a_change_of_what_an_engine_is_makes_a_new_version() -> None:
     table = EngineTable()
     row = table.add("one")
-    table.set_pace(row, PACE)
+    table.set_step_times(row, PACE)
     known = table.version
-    table.set_pace(row, replace(PACE))
+    table.set_step_times(row, replace(PACE))
     table.requests[row], table.stepped[row] = 5, 1.0
     assert table.version == known
-    table.set_pace(row, replace(PACE, token_seconds=1.0))
+    table.set_step_times(row, replace(PACE, token_seconds=1.0))
     assert table.version > known
     with pytest.raises(ValueError, match="read-only"):
         table.token_seconds[row] = 2.0

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire_proto.errors import QuireError
 from quire_proto.settings import read_settings
 from quire_router.admission.limits import Charge
-from quire_router.admission.redis_meter import RedisMeter
+from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
 from quire_router.fleet.expectations import Expectations
@@ -74,10 +74,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @asynccontextmanager
-async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisMeter, RedisLoad, Peers]]:
+async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisRateLimiter, RedisLoad, Peers]]:
     """Everything of a router that speaks to Redis."""
     journal = RedisJournal(access, owner="me", settings=JournalSettings(settle=0))
-    meter = RedisMeter(access, timeout=1.0)
+    meter = RedisRateLimiter(access, timeout=1.0)
     load = RedisLoad(access, ["m"])
     teller = LoadTeller(access, lambda: {"m": 7})
     peers = Peers(access, Ledger(EngineTable()), Expectations(EngineTable(), PrefixIndex()))
@@ -91,7 +91,7 @@ async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisM
             await part.close()
 
 
-async def work(journal: RedisJournal, meter: RedisMeter, load: RedisLoad, peers: Peers, number: int) -> None:
+async def work(journal: RedisJournal, meter: RedisRateLimiter, load: RedisLoad, peers: Peers, number: int) -> None:
     """Returns once all of them have been to Redis and back."""
     charge = Charge("t", f"r{number}", 0, 0, most=None)
     async with asyncio.timeout(20):

@@ -59,14 +59,14 @@ class Kind:
 
     @property
     def script(self) -> Script:
-        return Script([TEXT.encode_part(output)[: self.most] for output in self.outputs], self.most)
+        return Script([TEXT.encode_plain(output)[: self.most] for output in self.outputs], self.most)
 
     @property
     def generations(self) -> tuple[GenerationRequest, ...]:
         ids = tuple(prompt_request_id("r", number) if number else "r" for number in range(self.prompts))
         params = SamplingParams(**{"seed": 7, "max_tokens": self.most, "n": len(self.outputs), **self.params})
         common = {"operation": self.operation, "stream": True, "shape": self.shape.to_json(), "echo": self.echo}
-        prompt = TEXT.encode_part("hi é")
+        prompt = TEXT.encode_plain("hi é")
         return tuple(
             GenerationRequest(name, "m", prompt, params, parts=ids if self.prompts > 1 and not number else (), **common)
             for number, name in enumerate(ids)

@@ -10,7 +10,7 @@ from quire_engine.bench.config import BenchConfig
 from quire_engine.config import EngineConfig
 from quire_engine.simulation.config import SimulationConfig
 from quire_proto import settings as command
-from quire_proto.flags import unknown_variables
+from quire_proto.flags import describe_unknown_env
 from quire_router.config import Settings
 from quire_router.simulation.config import FleetSettings
 
@@ -77,7 +77,7 @@ def test_every_flag_is_also_a_variable(monkeypatch):
 def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch, capsys):
     monkeypatch.setenv("QUIRE_ROUTER_API_KEYS", KEY)
     with pytest.raises(SystemExit) as end:
-        command.refuse_unknown_variables(Settings)
+        command.reject_unknown_env(Settings)
 
     assert end.value.code == 2
     assert capsys.readouterr().err == (
@@ -88,9 +88,9 @@ def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant
 def test_a_variable_that_is_read_elsewhere_is_none_of_those(monkeypatch):
     monkeypatch.setenv("QUIRE_ENGINE_KERNEL", "off")
 
-    command.refuse_unknown_variables(EngineConfig, ["kernel"])
+    command.reject_unknown_env(EngineConfig, ["kernel"])
     with pytest.raises(SystemExit):
-        command.refuse_unknown_variables(EngineConfig)
+        command.reject_unknown_env(EngineConfig)
 
 
 # What a pod is given for Services of its namespace, each named like the component or a part of it.
@@ -118,7 +118,7 @@ def test_variables_of_kubernetes_services_are_no_settings(monkeypatch):
     assert EngineConfig(model=Path("/m")).port == 9000
     assert EngineConfig(model=Path("/m")).metrics_port == 9002
     for prefix, settings in (("QUIRE_ROUTER_", Settings), ("QUIRE_ENGINE_", EngineConfig)):
-        assert unknown_variables(prefix, settings.model_fields, SERVICES) == []
+        assert describe_unknown_env(prefix, settings.model_fields, SERVICES) == []
 
 
 def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):

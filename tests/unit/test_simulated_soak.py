@@ -68,7 +68,7 @@ class Client:
         if self.aborted:
             return
         finished = sum(one.finished for one in self.request.delivered)
-        assert len(self.reasons) + finished == (params.n if params.beam_width else params.num_drawn)
+        assert len(self.reasons) + finished == (params.n if params.beam_width else params.num_sequences)
         for index, reason in self.reasons.items():
             length = len(self.token_ids[index])
             assert reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -183,7 +183,7 @@ class Soak:
             return ()
         return tuple(
             ResumedOutput(index, [5] * self.random.randint(0, params.max_tokens - 1), self.random.random() < 0.3)
-            for index in range(params.num_drawn - 1)
+            for index in range(params.num_sequences - 1)
         )
 
     def abort_some(self, probability: float) -> None:

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import MAX_BAD_WORDS, SamplingParams
-from quire_proto.text.bad_words import MAX_WORD_CHARACTERS, MAX_WORDS, bad_word_tokens
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.bad_words import MAX_WORD_CHARACTERS, MAX_WORDS, encode_bad_words
+from quire_proto.text.model_text import ModelTokenizer
 
 from tests.support.model_folders import byte_level, sentencepiece_like
 
@@ -22,7 +22,7 @@ def completed(ids: list[int], forbidden: tuple[tuple[int, ...], ...]) -> bool:
 @settings(deadline=None)
 @given(words=WORDS)
 def test_no_text_that_is_a_bad_word_or_a_space_before_one_can_be_written_as_the_tokenizer_writes_it(tokenizer, words):
-    forbidden = bad_word_tokens(words, ModelText(tokenizer, None))
+    forbidden = encode_bad_words(words, ModelTokenizer(tokenizer, None))
 
     for word in words:
         for written in (word.lstrip(), " " + word.lstrip()):
@@ -33,7 +33,7 @@ def test_no_text_that_is_a_bad_word_or_a_space_before_one_can_be_written_as_the_
 @settings(deadline=None)
 @given(words=WORDS)
 def test_what_is_forbidden_says_a_bad_word_and_nothing_is_forbidden_twice(tokenizer, words):
-    forbidden = bad_word_tokens(words, ModelText(tokenizer, None))
+    forbidden = encode_bad_words(words, ModelTokenizer(tokenizer, None))
 
     for tokens in forbidden:
         assert tokenizer.decode(list(tokens)).strip() in {word.strip() for word in words}
@@ -41,28 +41,28 @@ def test_what_is_forbidden_says_a_bad_word_and_nothing_is_forbidden_twice(tokeni
 
 
 def test_a_form_that_ends_with_another_is_not_told_apart_because_the_other_forbids_it():
-    forbidden = bad_word_tokens(["hello"], ModelText(sentencepiece_like(), None))
+    forbidden = encode_bad_words(["hello"], ModelTokenizer(sentencepiece_like(), None))
 
     assert len(forbidden) == 1
-    assert len(bad_word_tokens(["world"], ModelText(byte_level(), None))) == 2
+    assert len(encode_bad_words(["world"], ModelTokenizer(byte_level(), None))) == 2
 
 
 def test_special_tokens_that_the_tokenizer_adds_by_itself_are_no_part_of_a_word():
     assert byte_level().token_to_id("<|begin|>") not in sum(
-        bad_word_tokens(["hello"], ModelText(byte_level(), None)), ()
+        encode_bad_words(["hello"], ModelTokenizer(byte_level(), None)), ()
     )
 
 
 @pytest.mark.parametrize("words", [["a"] * (MAX_WORDS + 1), [""], ["   "], ["x" * (MAX_WORD_CHARACTERS + 1)]], ids=len)
 def test_too_many_empty_and_endless_words_are_refused(words):
     with pytest.raises(QuireError) as refusal:
-        bad_word_tokens(words, ModelText(byte_level(), None))
+        encode_bad_words(words, ModelTokenizer(byte_level(), None))
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "bad_words")
 
 
 def test_as_many_words_as_are_allowed_are_never_too_many_tokens():
     words = [f"{chr(ord('a') + number % 26)}{number}" for number in range(MAX_WORDS)]
-    forbidden = bad_word_tokens(words, ModelText(byte_level(), None))
+    forbidden = encode_bad_words(words, ModelTokenizer(byte_level(), None))
 
     assert len(forbidden) <= MAX_BAD_WORDS
     assert SamplingParams(bad_words=forbidden).bad_words == forbidden

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.errors import ModelTextError
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.errors import TokenizerLoadError
+from quire_proto.text.model_text import ModelTokenizer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -59,7 +59,7 @@ def test_chat_prompts_are_those_of_transformers(template, conversation, tmp_path
         conversation, add_generation_prompt=True, return_dict=False
     )
 
-    assert ModelText.load(folder).render_chat(conversation) == expected
+    assert ModelTokenizer.load(folder).encode_chat(conversation) == expected
 
 
 PIECES = st.sampled_from(
@@ -72,15 +72,15 @@ TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
 @given(st.lists(PIECES | st.text(max_size=20), max_size=6).map("".join), st.sampled_from(sorted(TOKENIZERS)))
 def test_texts_are_encoded_as_by_the_tokenizer_itself(text, name):
     tokenizer = TOKENIZERS[name]
-    model = ModelText(Tokenizer.from_str(tokenizer.to_str()), None)
+    model = ModelTokenizer(Tokenizer.from_str(tokenizer.to_str()), None)
     assert model.encode(text) == tokenizer.encode(text).ids
-    assert model.encode_part(text) == tokenizer.encode(text, add_special_tokens=False).ids
+    assert model.encode_plain(text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded():
-    model, turns = ModelText(byte_level(), None), 0
+    model, turns = ModelTokenizer(byte_level(), None), 0
     text = "the quick brown fox jumps over 13 lazy dogs. " * 20_000
-    for encode in (model.encode, model.encode_part):
+    for encode in (model.encode, model.encode_plain):
         thread, turns = Thread(target=encode, args=(text,)), 0
         thread.start()
         while thread.is_alive():
@@ -91,32 +91,35 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
 
 def test_half_a_surrogate_pair_is_refused_in_words():
     with pytest.raises(QuireError, match="surrogate") as refusal:
-        ModelText(byte_level(), None).encode("a\ud800b")
+        ModelTokenizer(byte_level(), None).encode("a\ud800b")
     assert refusal.value.code == ErrorCode.INVALID
 
 
 def test_a_text_is_encoded_as_by_transformers(tmp_path):
     folder = write_model_folder(tmp_path)
 
-    assert ModelText.load(folder).encode("hello café") == AutoTokenizer.from_pretrained(folder)("hello café").input_ids
+    assert (
+        ModelTokenizer.load(folder).encode("hello café")
+        == AutoTokenizer.from_pretrained(folder)("hello café").input_ids
+    )
 
 
 def test_a_text_that_can_never_fit_is_refused_by_its_beginning():
-    text = ModelText(byte_level(), ChatTemplate("{{ messages[0].content }}", {}, "the test"))
+    text = ModelTokenizer(byte_level(), ChatTemplate("{{ messages[0].content }}", {}, "the test"))
     long = "=" * 8000 + "never ending " * 10_000
     for refused in (
         lambda: text.encode(long, 1000),
-        lambda: text.render_chat([{"role": "user", "content": long}], 1000),
+        lambda: text.encode_chat([{"role": "user", "content": long}], 1000),
     ):
         with pytest.raises(QuireError, match="more than 1000 tokens") as refusal:
             refused()
         assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "prompt")
 
 
-def with_long_tokens() -> ModelText:
+def with_long_tokens() -> ModelTokenizer:
     tokenizer = type(byte_level()).from_str(byte_level().to_str())
     tokenizer.add_tokens(["=" * 128, "hello " * 20])
-    return ModelText(tokenizer, None)
+    return ModelTokenizer(tokenizer, None)
 
 
 LONG_TOKENS = with_long_tokens()
@@ -137,7 +140,7 @@ def test_truncation_and_padding_in_the_file_do_not_apply(tmp_path):
     tokenizer.enable_padding(length=64)
     folder = write_model_folder(tmp_path, tokenizer)
 
-    assert ModelText.load(folder).encode("hello world " * 9) == byte_level().encode("hello world " * 9).ids
+    assert ModelTokenizer.load(folder).encode("hello world " * 9) == byte_level().encode("hello world " * 9).ids
 
 
 @pytest.mark.parametrize(
@@ -149,20 +152,20 @@ def test_the_template_may_stand_in_the_configuration(chat_template, tmp_path):
     beside = write_model_folder(tmp_path / "beside")
     inside = write_model_folder(tmp_path / "inside", template=None, config={"chat_template": chat_template})
 
-    assert ModelText.load(inside).render_chat([USER]) == ModelText.load(beside).render_chat([USER])
+    assert ModelTokenizer.load(inside).encode_chat([USER]) == ModelTokenizer.load(beside).encode_chat([USER])
 
 
 def test_the_template_file_counts_more_than_the_configuration(tmp_path):
     folder = write_model_folder(tmp_path, template="hello", config={"chat_template": "world"})
 
-    assert ModelText.load(folder).render_chat([USER]) == byte_level().encode("hello", add_special_tokens=False).ids
+    assert ModelTokenizer.load(folder).encode_chat([USER]) == byte_level().encode("hello", add_special_tokens=False).ids
 
 
 def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path):
     folder = write_model_folder(tmp_path, template="{{ raise_exception('Roles must alternate') }}")
 
     with pytest.raises(QuireError, match="Roles must alternate") as refusal:
-        ModelText.load(folder).render_chat([USER])
+        ModelTokenizer.load(folder).encode_chat([USER])
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "messages")
 
 
@@ -184,10 +187,10 @@ def test_what_a_template_refuses_is_told_in_its_own_words(tmp_path):
     ],
 )
 def test_a_template_that_fails_or_reaches_outside_is_a_refusal_without_internals(template, tmp_path):
-    text = ModelText.load(write_model_folder(tmp_path, template=template))
+    text = ModelTokenizer.load(write_model_folder(tmp_path, template=template))
 
     with pytest.raises(QuireError) as refusal:
-        text.render_chat([USER])
+        text.encode_chat([USER])
     assert refusal.value.code == ErrorCode.INVALID
     assert "class" not in refusal.value.message
     assert "root" not in refusal.value.message
@@ -379,28 +382,30 @@ def test_long_conversations_are_rendered_within_the_bounds(count):
 def test_a_template_that_reaches_for_internals_finds_nothing(reach, tmp_path):
     folder = write_model_folder(tmp_path, template="found: {{ " + reach + " }}")
 
-    assert ModelText.load(folder).render_chat([USER]) == byte_level().encode("found: ", add_special_tokens=False).ids
+    assert (
+        ModelTokenizer.load(folder).encode_chat([USER]) == byte_level().encode("found: ", add_special_tokens=False).ids
+    )
 
 
 def test_a_model_without_a_template_refuses_conversations_only(tmp_path):
-    text = ModelText.load(write_model_folder(tmp_path, template=None))
+    text = ModelTokenizer.load(write_model_folder(tmp_path, template=None))
 
     assert text.encode("hello")
     with pytest.raises(QuireError, match="no chat template"):
-        text.render_chat([USER])
+        text.encode_chat([USER])
 
 
 def test_a_configuration_is_not_needed(tmp_path):
     folder = write_model_folder(tmp_path)
     (folder / "tokenizer_config.json").unlink()
 
-    assert ModelText.load(folder).render_chat([USER])
+    assert ModelTokenizer.load(folder).encode_chat([USER])
 
 
 def test_code_that_a_folder_brings_is_not_run(tmp_path):
     folder = write_model_folder(tmp_path, config={"auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    ModelText.load(folder)
+    ModelTokenizer.load(folder)
 
     assert not (tmp_path / "ran").exists()
 
@@ -428,24 +433,24 @@ def test_a_broken_folder_is_named_with_file_and_problem(file, content, tmp_path)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
-    with pytest.raises(ModelTextError) as problem:
-        ModelText.load(folder)
+    with pytest.raises(TokenizerLoadError) as problem:
+        ModelTokenizer.load(folder)
     assert str(path) in str(problem.value)
     assert "\n" not in str(problem.value)
 
 
 @pytest.mark.skipif(not (DEMO / "tokenizer.json").exists(), reason="the demo model is not built")
 def test_the_demo_models_prompts_are_those_of_transformers():
-    text, oracle = ModelText.load(DEMO), AutoTokenizer.from_pretrained(DEMO)
+    text, oracle = ModelTokenizer.load(DEMO), AutoTokenizer.from_pretrained(DEMO)
     for conversation in CONVERSATIONS:
         expected = oracle.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        assert text.render_chat(conversation) == expected
+        assert text.encode_chat(conversation) == expected
     words = "How much is 7 + 8? naïve € 😀"
     assert text.encode(words) == oracle(words).input_ids
 
 
 def test_sentencepiece_folders_load_too(tmp_path):
-    text = ModelText.load(write_model_folder(tmp_path, sentencepiece_like()))
+    text = ModelTokenizer.load(write_model_folder(tmp_path, sentencepiece_like()))
 
     assert text.encode("hello world") == sentencepiece_like().encode("hello world").ids
     assert text.vocab_size == sentencepiece_like().get_vocab_size()

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.text.detokenizer import REPLACEMENT, Detokenizer
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.stop import StopMatcher
 
 from tests.support.model_folders import byte_level, sentencepiece_like
 
-BYTE_LEVEL = ModelText(byte_level(), None)
-SENTENCEPIECE = ModelText(sentencepiece_like(), None)
+BYTE_LEVEL = ModelTokenizer(byte_level(), None)
+SENTENCEPIECE = ModelTokenizer(sentencepiece_like(), None)
 TEXTS = st.text(max_size=40) | st.text("helo wrdu", max_size=40) | st.text("é€😀你 a", max_size=12)
 IDS = st.lists(st.integers(0, byte_level().get_vocab_size() + 5), max_size=40)
 CUTS = st.lists(st.integers(1, 6), max_size=60)
@@ -25,9 +25,9 @@ def pieces_of(items, cuts):
             at += length
 
 
-def streamed(text: ModelText, prompt, output, cuts=(), stop=(), **rules):
+def streamed(text: ModelTokenizer, prompt, output, cuts=(), stop=(), **rules):
     """The text of ``output`` as it comes out piece by piece."""
-    stream = text.open_output(list(prompt), tuple(stop), **rules)
+    stream = text.new_output_stream(list(prompt), tuple(stop), **rules)
     out = "".join(stream.push(piece) for piece in pieces_of(output, cuts))
     return out if stream.stopped else out + stream.finish()
 
@@ -83,7 +83,7 @@ def test_a_sentencepiece_output_keeps_the_space_between_prompt_and_output(text, 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, sentencepiece_like().get_vocab_size() - 1), max_size=40), CUTS)
 def test_any_sentencepiece_tokens_give_some_text_and_nothing_is_held_for_ever(ids, cuts):
-    stream = SENTENCEPIECE.open_output([1], ())
+    stream = SENTENCEPIECE.new_output_stream([1], ())
     for piece in pieces_of(ids, cuts):
         stream.push(piece)
 
@@ -91,7 +91,7 @@ def test_any_sentencepiece_tokens_give_some_text_and_nothing_is_held_for_ever(id
 
 
 def test_a_character_is_told_only_when_it_is_whole():
-    stream = BYTE_LEVEL.open_output(byte_level_ids("x"), ())
+    stream = BYTE_LEVEL.new_output_stream(byte_level_ids("x"), ())
     letters = byte_letters()
     ids = [byte_level().token_to_id(letters[byte]) for byte in "a😀b".encode()]
 
@@ -101,7 +101,7 @@ def test_a_character_is_told_only_when_it_is_whole():
 @settings(deadline=None)
 @given(IDS)
 def test_a_push_never_ends_inside_a_character_that_the_next_tokens_complete(ids):
-    stream = BYTE_LEVEL.open_output([], ())
+    stream = BYTE_LEVEL.new_output_stream([], ())
     told = ""
     for token_id in ids:
         told += stream.push([token_id])
@@ -238,7 +238,7 @@ def test_after_a_stop_there_is_no_more_text():
 )
 def test_a_stop_counts_the_tokens_up_to_the_one_that_completed_it(text, stops, cuts):
     ids = byte_level_ids(text)
-    stream = BYTE_LEVEL.open_output(byte_level_ids("x"), tuple(stops))
+    stream = BYTE_LEVEL.new_output_stream(byte_level_ids("x"), tuple(stops))
     for piece in pieces_of(ids, cuts):
         stream.push(piece)
 

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelText
-from quire_proto.text.special_tokens import SpecialTokens
+from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.special_tokens import SpecialTokenEscaper
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level, sentencepiece_like
@@ -94,7 +94,7 @@ def tools_of(description):
 
 
 def model(tokenizer, template, **settings):
-    return ModelText(TOKENIZERS[tokenizer], ChatTemplate(TEMPLATES[template], {}, "the test"), **settings)
+    return ModelTokenizer(TOKENIZERS[tokenizer], ChatTemplate(TEMPLATES[template], {}, "the test"), **settings)
 
 
 MODELS = {(tokenizer, template): model(tokenizer, template) for tokenizer in TOKENIZERS for template in TEMPLATES}
@@ -120,17 +120,17 @@ def control_tokens(text, token_ids):
 def test_whatever_is_said_control_tokens_are_the_templates_and_all_the_text_is_there(which, contents, arguments, more):
     text, messages, tools = MODELS[which], conversation(contents, arguments), tools_of(more)
     harmless = conversation(["x" if content.strip() else content for content in contents], {})
-    token_ids = text.render_chat(messages, tools=tools)
+    token_ids = text.encode_chat(messages, tools=tools)
 
-    assert control_tokens(text, token_ids) == control_tokens(text, text.render_chat(harmless, tools=tools_of("x")))
+    assert control_tokens(text, token_ids) == control_tokens(text, text.encode_chat(harmless, tools=tools_of("x")))
     if which[0] in ("byte level", "marks", "demo"):  # which write every text so that it can be read
-        assert text.decode(token_ids) == text.chat_prompt(messages, tools)
+        assert text.decode(token_ids) == text.render_chat_text(messages, tools)
 
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(TOKENIZERS)), HOSTILE)
 def test_a_prompt_that_is_split_at_the_templates_tokens_is_encoded_as_by_the_tokenizer_itself(name, prompt):
-    special = SpecialTokens(TOKENIZERS[name])
+    special = SpecialTokenEscaper(TOKENIZERS[name])
     named, names = special.named(prompt, "\ufdd5")
     ids = special.ids(special.tokenizer.encode(named, add_special_tokens=False).ids, names)
 
@@ -143,9 +143,9 @@ def test_a_conversation_without_special_tokens_has_the_tokens_of_its_rendered_te
     text, messages = MODELS[which], conversation(contents, {"city": contents[0]})
     holds = any(name in content for name in SPECIAL for content in contents)
 
-    expected = TOKENIZERS[which[0]].encode(text.chat_prompt(messages), add_special_tokens=False).ids
+    expected = TOKENIZERS[which[0]].encode(text.render_chat_text(messages), add_special_tokens=False).ids
     if not holds and which[1] not in ("between brackets", "side by side"):
-        assert text.render_chat(messages) == expected
+        assert text.encode_chat(messages) == expected
 
 
 @pytest.mark.parametrize("template", ["demo", "hermes"])
@@ -154,8 +154,8 @@ def test_the_operator_can_have_control_tokens_in_contents(template):
     real = [{"role": "user", "content": "hi"}, {"role": "system", "content": "Say moo"}]
     closed, opened = model("demo", "demo"), model("demo", "demo", allow_special_tokens_in_content=True)
 
-    assert opened.render_chat(messages) == opened.render_chat(real) == closed.render_chat(real)
-    assert len(closed.render_chat(messages)) > len(closed.render_chat(real))
+    assert opened.encode_chat(messages) == opened.encode_chat(real) == closed.encode_chat(real)
+    assert len(closed.encode_chat(messages)) > len(closed.encode_chat(real))
 
 
 def test_prompts_that_are_no_conversation_keep_their_control_tokens():
@@ -165,33 +165,33 @@ def test_prompts_that_are_no_conversation_keep_their_control_tokens():
 
 
 def test_texts_that_become_a_special_token_by_normalisation_are_text_too():
-    text = ModelText(normalizing(), ChatTemplate("{{ messages[0].content }}<|end|>", {}, "the test"))
+    text = ModelTokenizer(normalizing(), ChatTemplate("{{ messages[0].content }}<|end|>", {}, "the test"))
 
-    assert len(control_tokens(text, text.render_chat([{"role": "user", "content": "a＜|end|＞b"}]))) == 1
+    assert len(control_tokens(text, text.encode_chat([{"role": "user", "content": "a＜|end|＞b"}]))) == 1
 
 
 def test_a_text_that_the_model_itself_takes_for_a_special_token_is_refused():
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "hello": 1, "<unk>": 2}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["</s>", "<unk>"])
-    text = ModelText(tokenizer, ChatTemplate("{{ messages[0].content }} </s>", {}, "the test"))
+    text = ModelTokenizer(tokenizer, ChatTemplate("{{ messages[0].content }} </s>", {}, "the test"))
 
-    assert text.render_chat([{"role": "user", "content": "hello you"}]) == [1, 2, 0]
+    assert text.encode_chat([{"role": "user", "content": "hello you"}]) == [1, 2, 0]
     with pytest.raises(QuireError, match="special token") as refusal:
-        text.render_chat([{"role": "user", "content": "hello </s> hello"}])
+        text.encode_chat([{"role": "user", "content": "hello </s> hello"}])
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, "messages")
 
 
 def test_nobody_can_use_up_the_marks():
     nonsense = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
-    assert model("demo", "demo").render_chat([{"role": "user", "content": nonsense}])
+    assert model("demo", "demo").encode_chat([{"role": "user", "content": nonsense}])
     with pytest.raises(QuireError, match="noncharacter"):
-        model("demo", "demo").render_chat([{"role": "user", "content": nonsense + "<|im_end|>"}])
+        model("demo", "demo").encode_chat([{"role": "user", "content": nonsense + "<|im_end|>"}])
 
 
 def test_arguments_that_are_nested_too_deeply_are_refused():
     arguments = json.loads('{"a":' * 900 + "1" + "}" * 900)
     with pytest.raises(QuireError) as refusal:
-        model("demo", "demo").render_chat(conversation(["a"] * 5, {"x": [[arguments]]}), tools=tools_of("x"))
+        model("demo", "demo").encode_chat(conversation(["a"] * 5, {"x": [[arguments]]}), tools=tools_of("x"))
     assert refusal.value.code == ErrorCode.INVALID

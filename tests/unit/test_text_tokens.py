@@ -3,29 +3,29 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from tests.support.model_folders import SPECIAL, byte_level, sentencepiece_like
 
-BYTE_LEVEL = ModelText(byte_level(), None)
-SENTENCEPIECE = ModelText(sentencepiece_like(), None)
+BYTE_LEVEL = ModelTokenizer(byte_level(), None)
+SENTENCEPIECE = ModelTokenizer(sentencepiece_like(), None)
 TEXTS = st.text(max_size=40) | st.text("helo wrdu", max_size=40) | st.text("é€😀你\ufffd a", max_size=12)
 
 
-def bytes_of(text: ModelText, token_ids) -> bytes:
+def bytes_of(text: ModelTokenizer, token_ids) -> bytes:
     return b"".join(text.token_bytes(token_id) for token_id in token_ids)
 
 
 @settings(deadline=None)
 @given(TEXTS)
 def test_the_bytes_of_all_tokens_are_the_text_in_byte_level_vocabularies(text):
-    assert bytes_of(BYTE_LEVEL, BYTE_LEVEL.encode_part(text)) == text.encode()
+    assert bytes_of(BYTE_LEVEL, BYTE_LEVEL.encode_plain(text)) == text.encode()
 
 
 @settings(deadline=None)
 @given(TEXTS.filter(bool))
 def test_the_bytes_of_all_tokens_are_the_text_and_its_first_space_with_fallback_to_bytes(text):
-    assert bytes_of(SENTENCEPIECE, SENTENCEPIECE.encode_part(text)) == f" {text}".encode()
+    assert bytes_of(SENTENCEPIECE, SENTENCEPIECE.encode_plain(text)) == f" {text}".encode()
 
 
 @pytest.mark.parametrize("name", [*SPECIAL, "<think>"])

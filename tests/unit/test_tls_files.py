@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives.serialization import (
 from quire_engine.config import EngineConfig
 from quire_proto.settings import read_settings
 from quire_proto.tls import (
+    CertKeyFiles,
     ClientTls,
     Identity,
-    IdentityFiles,
     ServerTls,
     TlsError,
-    read_authorities,
-    read_identity,
+    read_ca,
+    read_cert_key,
     read_key,
 )
 from quire_router.config import Settings
@@ -34,7 +34,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.fixture
-def issued(authority: Authority) -> IdentityFiles:
+def issued(authority: Authority) -> CertKeyFiles:
     return authority.issue(ENGINE_NAME)
 
 
@@ -46,15 +46,15 @@ def damaged(file: Path) -> Path:
     return copy
 
 
-def test_what_is_whole_is_read_as_it_is(authority: Authority, issued: IdentityFiles) -> None:
-    assert read_authorities(authority.ca) == authority.ca.read_bytes()
-    assert read_identity(issued) == Identity(issued.certificate.read_bytes(), issued.key.read_bytes())
+def test_what_is_whole_is_read_as_it_is(authority: Authority, issued: CertKeyFiles) -> None:
+    assert read_ca(authority.ca) == authority.ca.read_bytes()
+    assert read_cert_key(issued) == Identity(issued.certificate.read_bytes(), issued.key.read_bytes())
 
 
 def test_authorities_may_be_several_and_said_what_of(authority: Authority, tmp_path: Path) -> None:
     both = tmp_path / "both.pem"
     both.write_bytes("# ältere\n".encode() + authority.ca.read_bytes() + Authority(tmp_path, "new").ca.read_bytes())
-    assert read_authorities(both) == both.read_bytes()
+    assert read_ca(both) == both.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -65,30 +65,30 @@ def test_what_is_no_certificate_is_no_authority(tmp_path: Path, contents: bytes,
     file = tmp_path / "ca.pem"
     file.write_bytes(contents)
     with pytest.raises(TlsError, match=words) as refusal:
-        read_authorities(file)
+        read_ca(file)
     assert str(file) in str(refusal.value)
 
 
-def test_a_damaged_file_is_refused(authority: Authority, issued: IdentityFiles) -> None:
+def test_a_damaged_file_is_refused(authority: Authority, issued: CertKeyFiles) -> None:
     with pytest.raises(TlsError, match="is damaged"):
-        read_authorities(damaged(authority.ca))
+        read_ca(damaged(authority.ca))
     for files in (
-        IdentityFiles(damaged(issued.certificate), issued.key),
-        IdentityFiles(issued.certificate, damaged(issued.key)),
+        CertKeyFiles(damaged(issued.certificate), issued.key),
+        CertKeyFiles(issued.certificate, damaged(issued.key)),
     ):
         with pytest.raises(TlsError, match="is damaged"):
-            read_identity(files)
+            read_cert_key(files)
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, issued: IdentityFiles) -> None:
+def test_a_key_of_another_certificate_is_refused(authority: Authority, issued: CertKeyFiles) -> None:
     other = authority.issue("other.test")
     with pytest.raises(TlsError, match=r"other\.test\.key is not the key of .*engine\.test\.crt"):
-        read_identity(IdentityFiles(issued.certificate, other.key))
+        read_cert_key(CertKeyFiles(issued.certificate, other.key))
 
 
 @pytest.mark.parametrize("form", [PrivateFormat.TraditionalOpenSSL, PrivateFormat.PKCS8])
 def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
-    issued: IdentityFiles, tmp_path: Path, form: PrivateFormat
+    issued: CertKeyFiles, tmp_path: Path, form: PrivateFormat
 ) -> None:
     key = load_pem_private_key(issued.key.read_bytes(), None)
     encrypted = tmp_path / "encrypted.key"
@@ -98,7 +98,7 @@ def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(
 
 
 def test_an_identity_that_is_replaced_between_its_two_files_is_not_taken(
-    authority: Authority, issued: IdentityFiles, monkeypatch: pytest.MonkeyPatch
+    authority: Authority, issued: CertKeyFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = Path.read_bytes
 
@@ -111,8 +111,8 @@ def test_an_identity_that_is_replaced_between_its_two_files_is_not_taken(
 
     monkeypatch.setattr(Path, "read_bytes", replaced_after)
     with pytest.raises(TlsError, match="are just being replaced"):
-        read_identity(issued)
-    assert read_identity(issued).key == issued.key.read_bytes()
+        read_cert_key(issued)
+    assert read_cert_key(issued).key == issued.key.read_bytes()
 
 
 # Settings
@@ -131,7 +131,7 @@ def refused(read: Reader, arguments: list[str], capsys: pytest.CaptureFixture[st
     return line
 
 
-def test_settings_name_the_files(authority: Authority, issued: IdentityFiles) -> None:
+def test_settings_name_the_files(authority: Authority, issued: CertKeyFiles) -> None:
     cert, key, ca = str(issued.certificate), str(issued.key), str(authority.ca)
     engine = read_settings(EngineConfig, ["--model", "/m", "--tls-cert", cert, "--tls-key", key, "--tls-client-ca", ca])
     flags = ["--engine-tls-ca", ca, "--engine-tls-cert", cert, "--engine-tls-key", key, "--engine-tls-name", "e.test"]
@@ -171,7 +171,7 @@ def test_nothing_is_encrypted_where_nothing_is_said() -> None:
 )
 def test_what_cannot_be_used_is_one_line(
     authority: Authority,
-    issued: IdentityFiles,
+    issued: CertKeyFiles,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     read: Reader,

@@ -230,10 +230,10 @@ def test_what_must_hold_is_seen_to_by_a_grammar(fields, forced):
 def test_marks_that_are_special_tokens_are_text_of_chats():
     tokenizer = with_marks(special=True)
     text = text_with(HERMES_TEMPLATE, tokenizer)
-    ids = text.encode_part(f"{CALL}<|end|>")
-    assert text.open_output([], (), keep_marks=True).push(ids) == CALL
-    assert "tool_call" not in text.open_output([], ()).push(ids)
-    for operation, expected in (("chat", CALL), ("text_completion", text.open_output([], ()).push(ids))):
+    ids = text.encode_plain(f"{CALL}<|end|>")
+    assert text.new_output_stream([], (), keep_markers=True).push(ids) == CALL
+    assert "tool_call" not in text.new_output_stream([], ()).push(ids)
+    for operation, expected in (("chat", CALL), ("text_completion", text.new_output_stream([], ()).push(ids))):
         generation = replace(generation_of(tokenizer=tokenizer)[0], operation=operation)
         (choice,) = open_choices(generation, text, 1)
         assert choice.take(Output(ids, 0)).text == expected

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.text import held, reasoning
-from quire_proto.text.held import LONGEST_GAP, Held, Source
-from quire_proto.text.pieces import Arguments, CallStart, Content, Reasoning, joined
+from quire_proto.text.held import MAX_MARKER_SPACE, Held, Source
+from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart, joined
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools import body, head, hermes, llama, parser
-from quire_proto.text.tools.body import LONGEST_BODY
-from quire_proto.text.tools.formats import ToolFormat, open_parser
-from quire_proto.text.tools.head import HeadReader, Verdict
+from quire_proto.text.tools.body import MAX_CALL_CHARS
+from quire_proto.text.tools.formats import ToolFormat, new_tool_parser
+from quire_proto.text.tools.head import ToolCallHeaderParser, Verdict
 
 NAMES = ("get", "now")
 OPENERS = {
-    "hermes": lambda: open_parser(ToolFormat.HERMES, NAMES),
-    "llama3": lambda: open_parser(ToolFormat.LLAMA3, NAMES),
+    "hermes": lambda: new_tool_parser(ToolFormat.HERMES, NAMES),
+    "llama3": lambda: new_tool_parser(ToolFormat.LLAMA3, NAMES),
     "thinking": lambda: ReasoningParser(opened=True),
     "answering": lambda: ReasoningParser(opened=False),
 }
@@ -64,10 +64,10 @@ def small_bounds() -> Iterator[None]:
     gaps, bodies = (held, reasoning, llama), (parser, hermes, llama)
     with ExitStack() as patches:
         for module in gaps:
-            patches.enter_context(patch.object(module, "LONGEST_GAP", 5))
+            patches.enter_context(patch.object(module, "MAX_MARKER_SPACE", 5))
         for module in bodies:
-            patches.enter_context(patch.object(module, "LONGEST_BODY", 45))
-        patches.enter_context(patch.object(head, "LONGEST_HEAD", 40))
+            patches.enter_context(patch.object(module, "MAX_CALL_CHARS", 45))
+        patches.enter_context(patch.object(head, "MAX_HEADER_CHARS", 40))
         yield
 
 
@@ -94,7 +94,7 @@ def test_where_bounds_end_what_is_held_back_does_not_depend_on_the_cuts(open_, t
 def test_where_bounds_end_what_is_held_back_no_text_is_lost(name, text, cuts):
     with small_bounds():
         pieces = read(OPENERS[name], text, cuts)
-    if not any(isinstance(piece, CallStart) for piece in pieces):
+    if not any(isinstance(piece, ToolCallStart) for piece in pieces):
         assert "".join(piece.text for piece in pieces) == text
 
 
@@ -109,7 +109,7 @@ ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{
 @settings(deadline=None, max_examples=300)
 @given(HEADS, CUTS)
 def test_a_head_is_what_one_expression_finds(text, cuts):
-    reader, verdict = HeadReader(NAMES), Verdict.EARLY
+    reader, verdict = ToolCallHeaderParser(NAMES), Verdict.EARLY
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in pairwise(bounds):
         source = Source()
@@ -268,9 +268,9 @@ def test_what_is_held_back_is_bounded_whatever_comes(open_):
 
 
 def test_much_space_is_a_part_of_what_it_stands_in():
-    much, most = " " * (LONGEST_GAP + 1), " " * LONGEST_GAP
+    much, most = " " * (MAX_MARKER_SPACE + 1), " " * MAX_MARKER_SPACE
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [CallStart("now"), Arguments("{}")]
+    told = [ToolCallStart("now"), Arguments("{}")]
     assert read(OPENERS["hermes"], f"a{most}{call}") == [Content("a"), *told]
     assert read(OPENERS["hermes"], f"a{much}{call}") == [Content(f"a{much}"), *told]
     assert read(OPENERS["llama3"], much + LLAMA_CALL) == [Content(much + LLAMA_CALL)]
@@ -283,7 +283,7 @@ def test_much_space_is_a_part_of_what_it_stands_in():
 def test_what_was_no_call_as_a_whole_is_not_looked_at_as_one_again():
     late = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'
     early = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [CallStart("now"), Arguments("{}")]
+    told = [ToolCallStart("now"), Arguments("{}")]
     assert read(OPENERS["hermes"], '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type": ' + late)]
     assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *told]
     assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == told
@@ -300,5 +300,5 @@ def test_a_call_of_what_nobody_offered_is_told_as_soon_as_that_is_certain():
 
 
 def test_a_body_that_is_too_long_ends_where_another_mark_may_begin():
-    text = '<tool_call>{"type": "' + "y" * (LONGEST_BODY - 14) + "</toxy"
+    text = '<tool_call>{"type": "' + "y" * (MAX_CALL_CHARS - 14) + "</toxy"
     assert read(OPENERS["hermes"], text, ended=False) == [Content(text)]

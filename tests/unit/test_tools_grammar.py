@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 from quire_engine.structured.model import ModelGrammars
 from quire_proto.structured import Structured, StructuredKind
-from quire_proto.text.pieces import Arguments, CallStart, Content, Reasoning
+from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart
 from quire_proto.text.reasoning import ReasoningParser
-from quire_proto.text.tools.formats import ToolFormat, open_parser
-from quire_proto.text.tools.grammar import Callable, Thinking, call_grammar, schema_at
+from quire_proto.text.tools.formats import ToolFormat, new_tool_parser
+from quire_proto.text.tools.grammar import Callable, Thinking, schema_on_line, tool_call_grammar
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.tool_models import with_marks
@@ -47,7 +47,7 @@ def added(tokenizer):
 
 def compiled(model, **how):
     tokenizer, _, grammars = model
-    return grammars.compile(Structured(StructuredKind.GRAMMAR, call_grammar(special=added(tokenizer), **how)))
+    return grammars.compile(Structured(StructuredKind.GRAMMAR, tool_call_grammar(special=added(tokenizer), **how)))
 
 
 def walk(model, grammar, random, most=400):
@@ -83,11 +83,11 @@ def accepts(model, grammar, text):
 
 def read_calls(tool_format, text):
     """The calls in a text that must have nothing else."""
-    parser = open_parser(tool_format, SCHEMAS, exact=True)
+    parser = new_tool_parser(tool_format, SCHEMAS, exact=True)
     calls = []
     for piece in [*parser.push(text), *parser.finish()]:
         assert not isinstance(piece, Content), text
-        if isinstance(piece, CallStart):
+        if isinstance(piece, ToolCallStart):
             calls.append([piece.name, ""])
         elif isinstance(piece, Arguments):
             calls[-1][1] += piece.text
@@ -201,20 +201,20 @@ def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_for
         text = walk(model, grammar, Random(seed))
         if text is None:
             continue
-        parser = open_parser(tool_format, SCHEMAS, exact=True)
+        parser = new_tool_parser(tool_format, SCHEMAS, exact=True)
         pieces = [*parser.push(text), *parser.finish()]
         kinds = {type(piece) for piece in pieces}
         seen |= kinds
-        assert kinds in ({CallStart, Arguments}, {Content}), text
+        assert kinds in ({ToolCallStart, Arguments}, {Content}), text
         if kinds == {Content}:
             content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
             jsonschema.validate(json.loads(content), REPLY)
         else:
-            names = [piece.name for piece in pieces if isinstance(piece, CallStart)]
+            names = [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
             arguments = [piece.text for piece in pieces if isinstance(piece, Arguments)]
             for name, each in zip(names, arguments, strict=True):
                 jsonschema.validate(json.loads(each), SCHEMAS[name])
-    assert seen == {CallStart, Arguments, Content}
+    assert seen == {ToolCallStart, Arguments, Content}
 
 
 @pytest.mark.parametrize("text", ["hello", "{}", '{"mood":"good"} and more', '{"mood":"toolong"}', ""])
@@ -228,7 +228,7 @@ def test_an_answer_with_a_schema_is_nothing_else(model, tool_format, text):
 @pytest.mark.parametrize("cut", [1, 5, 100])
 def test_a_reply_that_has_a_tools_name_is_no_call(cut):
     text = '{"name":"get","mood":"good"}'
-    parser = open_parser(ToolFormat.LLAMA3, SCHEMAS, exact=True)
+    parser = new_tool_parser(ToolFormat.LLAMA3, SCHEMAS, exact=True)
     pieces = [piece for at in range(0, len(text), cut) for piece in parser.push(text[at : at + cut])]
     pieces += parser.finish()
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == text
@@ -242,9 +242,9 @@ def test_a_forced_call_leaves_no_room_for_a_reply(model, tool_format):
 
 def test_the_lines_of_a_grammar_say_whose_schema_they_have():
     for tool_format in ToolFormat:
-        grammar = call_grammar(tool_format, TOOLS, forced=False, parallel=True, reply=REPLY)
+        grammar = tool_call_grammar(tool_format, TOOLS, forced=False, parallel=True, reply=REPLY)
         lines = range(grammar.count("\n") + 3)
-        found = dict(each for each in (schema_at(grammar, line) for line in lines) if each is not None)
+        found = dict(each for each in (schema_on_line(grammar, line) for line in lines) if each is not None)
         assert set(found) == {None, *SCHEMAS}
         assert found[None]["required"] == REPLY["required"]
         assert found["get"]["required"] == SCHEMAS["get"]["required"]

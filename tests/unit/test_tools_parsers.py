@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_proto.text.pieces import Arguments, CallStart, Content, Reasoning, joined
-from quire_proto.text.reasoning import ReasoningParser, is_opened
-from quire_proto.text.tools.body import LONGEST_BODY
-from quire_proto.text.tools.formats import ToolFormat, format_of, open_parser
+from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart, joined
+from quire_proto.text.reasoning import ReasoningParser, opens_reasoning
+from quire_proto.text.tools.body import MAX_CALL_CHARS
+from quire_proto.text.tools.formats import ToolFormat, detect_tool_format, new_tool_parser
 
 NAMES = ("get", "now")
 NOW = '{"name": "now", "parameters": {}}'
@@ -66,12 +66,12 @@ def read(parser, text, cuts=(), *, ended=True):
     parts = [text[start:end] for start, end in pairwise(bounds)]
     pieces = [piece for part in parts for piece in parser.push(part)]
     pieces += parser.finish() if ended else []
-    assert all(piece.text for piece in pieces if not isinstance(piece, CallStart))
+    assert all(piece.text for piece in pieces if not isinstance(piece, ToolCallStart))
     return joined(pieces)
 
 
 def calls(tool_format, text, cuts=()):
-    return read(open_parser(tool_format, NAMES), text, cuts)
+    return read(new_tool_parser(tool_format, NAMES), text, cuts)
 
 
 @FORMATS
@@ -89,15 +89,15 @@ def test_how_far_it_has_come_does_not_depend_on_the_cuts(tool_format, text, cuts
     for opened in (True, False):
         whole = read(ReasoningParser(opened=opened), text, ended=False)
         assert read(ReasoningParser(opened=opened), text, cuts, ended=False) == whole
-    whole = read(open_parser(tool_format, NAMES), text, ended=False)
-    assert read(open_parser(tool_format, NAMES), text, cuts, ended=False) == whole
+    whole = read(new_tool_parser(tool_format, NAMES), text, ended=False)
+    assert read(new_tool_parser(tool_format, NAMES), text, cuts, ended=False) == whole
 
 
 @FORMATS
 @given(TEXTS)
 def test_text_without_calls_is_told_whole(tool_format, text):
     pieces = calls(tool_format, text)
-    if not any(isinstance(piece, CallStart) for piece in pieces):
+    if not any(isinstance(piece, ToolCallStart) for piece in pieces):
         assert "".join(piece.text for piece in pieces) == text
 
 
@@ -106,10 +106,10 @@ def test_text_without_calls_is_told_whole(tool_format, text):
 def test_calls_are_of_offered_tools_and_arguments_follow_them(tool_format, text):
     before = None
     for piece in calls(tool_format, text):
-        if isinstance(piece, CallStart):
+        if isinstance(piece, ToolCallStart):
             assert piece.name in NAMES
         if isinstance(piece, Arguments):
-            assert isinstance(before, CallStart)
+            assert isinstance(before, ToolCallStart)
         before = piece
 
 
@@ -132,7 +132,7 @@ def written_calls(draw, key):
     name, arguments = draw(st.sampled_from(NAMES)), draw(OBJECTS)
     text = json.dumps(arguments, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
     gap = draw(st.sampled_from(["", " ", "\n"]))
-    return f'{gap}{{{gap}"name":{gap}"{name}",{gap}"{key}": {text}{gap}}}{gap}', (CallStart(name), Arguments(text))
+    return f'{gap}{{{gap}"name":{gap}"{name}",{gap}"{key}": {text}{gap}}}{gap}', (ToolCallStart(name), Arguments(text))
 
 
 @given(st.lists(WORDS | written_calls("arguments"), max_size=5), CUTS)
@@ -162,35 +162,35 @@ def test_llama_calls_are_what_was_written(items, gap, cuts):
     [
         (
             '<tool_call>{"arguments": {"a": "é"}, "name": "get"}</tool_call>',
-            [CallStart("get"), Arguments('{"a": "é"}')],
+            [ToolCallStart("get"), Arguments('{"a": "é"}')],
         ),
         (
             '<tool_call>{"name": "get", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            [CallStart("get"), Arguments('{"a": 1}')],
+            [ToolCallStart("get"), Arguments('{"a": 1}')],
         ),
-        ('<tool_call>{"name": "now"}</tool_call>', [CallStart("now"), Arguments("{}")]),
-        ('<tool_call>{"name": "now"}', [CallStart("now"), Arguments("{}")]),
-        ('<tool_call>{"name": "get", "arguments": {"a": 1}', [CallStart("get"), Arguments('{"a": 1}')]),
-        ('<tool_call>{"name": "get", "arguments": {"a": ', [CallStart("get"), Arguments('{"a": ')]),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCallStart("now"), Arguments("{}")]),
+        ('<tool_call>{"name": "now"}', [ToolCallStart("now"), Arguments("{}")]),
+        ('<tool_call>{"name": "get", "arguments": {"a": 1}', [ToolCallStart("get"), Arguments('{"a": 1}')]),
+        ('<tool_call>{"name": "get", "arguments": {"a": ', [ToolCallStart("get"), Arguments('{"a": ')]),
         (
             '<tool_call>{"name": "get", "arguments": {"a": 1</tool_call> b',
-            [CallStart("get"), Arguments('{"a": 1'), Content(" b")],
+            [ToolCallStart("get"), Arguments('{"a": 1'), Content(" b")],
         ),
         (
             '<tool_call>{"name": "get", "arguments": {}}}</tool_call>',
-            [CallStart("get"), Arguments("{}"), Content("}</tool_call>")],
+            [ToolCallStart("get"), Arguments("{}"), Content("}</tool_call>")],
         ),
         ('<tool_call>{"name": "get", "arguments": 5}</tool_call>', None),
         ('<tool_call>{"name": "drop", "arguments": {}}</tool_call>', None),
-        ('<tool_call>{"name": "get", "arguments": {}', [CallStart("get"), Arguments("{}")]),
+        ('<tool_call>{"name": "get", "arguments": {}', [ToolCallStart("get"), Arguments("{}")]),
         ("<tool_call>get()</tool_call>", None),
         ('<tool_call>{"arguments": {}, "name": "drop"}</tool_call>', None),
-        ('<tool_call>{"name": "now"}</tool_call> b ', [CallStart("now"), Arguments("{}"), Content(" b ")]),
-        ('<tool_call>{"name": "now"}</tool_call>\n', [CallStart("now"), Arguments("{}")]),
+        ('<tool_call>{"name": "now"}</tool_call> b ', [ToolCallStart("now"), Arguments("{}"), Content(" b ")]),
+        ('<tool_call>{"name": "now"}</tool_call>\n', [ToolCallStart("now"), Arguments("{}")]),
         ('say "<tool_call>"', None),
         (
             '<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>',
-            [Content("<tool_call>"), CallStart("now"), Arguments("{}")],
+            [Content("<tool_call>"), ToolCallStart("now"), Arguments("{}")],
         ),
         ('{"name": "get", "parameters": {}}', None),
     ],
@@ -202,10 +202,10 @@ def test_what_hermes_models_get_wrong_is_mended_or_stays_text(text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"name": "get", "parameters": {"a": 1}}', [CallStart("get"), Arguments('{"a": 1}')]),
-        ('{"type": "function", "name": "now", "parameters": {}}', [CallStart("now"), Arguments("{}")]),
-        ('{"name": "now", "arguments": {}}\nDone.', [CallStart("now"), Arguments("{}"), Content("\nDone.")]),
-        (f"{NOW}; <|python_tag|>{NOW}", [CallStart("now"), Arguments("{}")] * 2),
+        ('{"name": "get", "parameters": {"a": 1}}', [ToolCallStart("get"), Arguments('{"a": 1}')]),
+        ('{"type": "function", "name": "now", "parameters": {}}', [ToolCallStart("now"), Arguments("{}")]),
+        ('{"name": "now", "arguments": {}}\nDone.', [ToolCallStart("now"), Arguments("{}"), Content("\nDone.")]),
+        (f"{NOW}; <|python_tag|>{NOW}", [ToolCallStart("now"), Arguments("{}")] * 2),
         ('{"name": "Bob", "parameters": {}}', None),
         ('{"city": "Rome"}', None),
         ('Sure: {"name": "get", "parameters": {}}', None),
@@ -218,9 +218,9 @@ def test_what_llama_models_get_wrong_is_mended_or_stays_text(text, expected):
 
 
 def test_a_call_is_told_while_it_comes():
-    parser = open_parser(HERMES, NAMES)
+    parser = new_tool_parser(HERMES, NAMES)
     assert parser.push('Hi\n<tool_call>\n{"name": "get", "arguments":') == [Content("Hi")]
-    assert parser.push(' {"a"') == [CallStart("get"), Arguments('{"a"')]
+    assert parser.push(' {"a"') == [ToolCallStart("get"), Arguments('{"a"')]
     assert parser.push(": 1") == [Arguments(": 1")]
     assert parser.push("}}\n</tool_call>") == [Arguments("}")]
     assert parser.finish() == []
@@ -228,15 +228,15 @@ def test_a_call_is_told_while_it_comes():
 
 def test_a_call_may_begin_with_much_space():
     begin = '<tool_call>{"name": "get", "arguments":' + " " * 400
-    assert open_parser(HERMES, NAMES).push(begin + '{"a"') == [CallStart("get"), Arguments('{"a"')]
+    assert new_tool_parser(HERMES, NAMES).push(begin + '{"a"') == [ToolCallStart("get"), Arguments('{"a"')]
 
 
 @FORMATS
 def test_what_is_held_back_is_bounded(tool_format):
-    parser = open_parser(tool_format, NAMES)
+    parser = new_tool_parser(tool_format, NAMES)
     begin = '<tool_call>{"name": "x' if tool_format is HERMES else '{"type": "'
-    told = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * LONGEST_BODY))
-    assert len(told) >= LONGEST_BODY
+    told = "".join(piece.text for _ in range(2) for piece in parser.push(begin + "y" * MAX_CALL_CHARS))
+    assert len(told) >= MAX_CALL_CHARS
 
 
 @given(TEXTS, CUTS, st.booleans())
@@ -270,7 +270,7 @@ def test_thoughts_come_as_they_are_thought():
 
 @pytest.mark.parametrize(("prompt", "opened"), [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
 def test_a_prompt_may_open_the_thoughts(prompt, opened):
-    assert is_opened(prompt) is opened
+    assert opens_reasoning(prompt) is opened
 
 
 @pytest.mark.parametrize(
@@ -284,4 +284,4 @@ def test_a_prompt_may_open_the_thoughts(prompt, opened):
     ],
 )
 def test_the_format_is_seen_in_the_template(template, expected):
-    assert format_of(template) is expected
+    assert detect_tool_format(template) is expected

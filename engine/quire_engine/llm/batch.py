@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.llm.collector import RequestCollector
@@ -21,7 +21,7 @@ class Batch:
     """
 
     def __init__(
-        self, submissions: Sequence[Submission], core: EngineCore, text: ModelText, progress: Progress
+        self, submissions: Sequence[Submission], core: EngineCore, text: ModelTokenizer, progress: Progress
     ) -> None:
         self.broken = False
         self._core = core

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from quire_proto.best_of import best_of
 from quire_proto.logprobs import TokenLogprobs, mean_logprob
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
-from quire_proto.text.output import OutputText
+from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.output import OutputTextStream
 
 from quire_engine.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
 from quire_engine.llm.submission import Submission
@@ -20,7 +20,7 @@ class ChoiceCollector:
     string.
     """
 
-    def __init__(self, text: OutputText) -> None:
+    def __init__(self, text: OutputTextStream) -> None:
         self._text = text
         self._pieces: list[str] = []
         self.token_ids: list[int] = []
@@ -65,20 +65,20 @@ class ChoiceCollector:
 class RequestCollector:
     """One request as far as it has come."""
 
-    def __init__(self, submission: Submission, text: ModelText) -> None:
+    def __init__(self, submission: Submission, text: ModelTokenizer) -> None:
         self.submission = submission
         self._text = text
         drawn, params, prompt = submission.request.sampling, submission.params, submission.request.prompt_token_ids
         self._choices = [
             ChoiceCollector(
-                text.open_output(
+                text.new_output_stream(
                     prompt,
                     params.stops,
                     include_stop=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
                 )
             )
-            for _ in range(drawn.num_told)
+            for _ in range(drawn.num_returned)
         ]
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._result = RequestOutput(submission.prompt, [])

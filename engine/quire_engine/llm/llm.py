@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_engine.assembly import load_executor, make_grammars, make_scheduler
 from quire_engine.core import EngineCore, EngineCoreOutputs
@@ -34,13 +34,13 @@ class LLM:
     """The model in the folder ``model``, with the engine's ``settings``.
 
     ``seed`` makes the seeds of prompts that have none: the same calls in the same order then give the same outputs.
-    Raises ``QuireError`` INVALID for wrong settings, and ``ModelError`` or ``ModelTextError``, with one sentence, for a
-    folder that cannot be used. May be called from any thread; calls wait for each other.
+    Raises ``QuireError`` INVALID for wrong settings, and ``ModelError`` or ``TokenizerLoadError``, with one sentence,
+    for a folder that cannot be used. May be called from any thread; calls wait for each other.
     """
 
     def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[EngineSettings]) -> None:
         config = engine_config(model, settings)
-        self._text = ModelText.load(config.model)
+        self._text = ModelTokenizer.load(config.model)
         self._executor = load_executor(config)
         scheduler = make_scheduler(config, self._executor)
         self._core = EngineCore(scheduler, self._executor, self._publish)

@@ -7,8 +7,8 @@ from itertools import count
 
 from quire_proto import sampling
 from quire_proto.errors import invalid
-from quire_proto.text.bad_words import bad_word_tokens
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.bad_words import encode_bad_words
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_engine.llm.params import SamplingParams
 from quire_engine.request import Request
@@ -31,7 +31,7 @@ class RequestBuilder:
 
     def __init__(
         self,
-        text: ModelText,
+        text: ModelTokenizer,
         scheduler: Scheduler,
         draw_seed: Callable[[], int],
         grammars: GrammarCompiler,
@@ -56,8 +56,8 @@ class RequestBuilder:
 
     def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> Submission:
         """Answers a conversation. Raises ``QuireError``."""
-        prompt = self._text.chat_prompt(messages)
-        token_ids = self._text.render_chat(messages, self._limits.max_model_len)
+        prompt = self._text.render_chat_text(messages)
+        token_ids = self._text.encode_chat(messages, self._limits.max_model_len)
         return self._build(prompt, token_ids, params, priority)
 
     def _build(self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int) -> Submission:
@@ -86,6 +86,6 @@ class RequestBuilder:
         """Cached: calls with many prompts mostly have the same words for all."""
         known = self._bad_words.get(words)
         if known is None:
-            known = bad_word_tokens(words, self._text)
+            known = encode_bad_words(words, self._text)
             self._bad_words = {words: known}
         return known

@@ -44,12 +44,12 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_history(request: Request) -> None:
     indexes = [delivered.index for delivered in request.history]
-    if len(set(indexes)) < len(indexes) or not all(0 <= index < request.sampling.num_drawn for index in indexes):
+    if len(set(indexes)) < len(indexes) or not all(0 <= index < request.sampling.num_sequences for index in indexes):
         raise invalid("delivered", "Each choice can be delivered once, and there are as many as are drawn.")
     if request.sampling.beam_width and indexes:
         raise invalid("delivered", "Nothing of a beam search is delivered before its end.")
     finished = sum(delivered.finished for delivered in request.history)
-    if finished == request.sampling.num_drawn:
+    if finished == request.sampling.num_sequences:
         raise invalid("delivered", "All choices have been delivered.")
     for delivered in request.history:
         if not delivered.finished and len(delivered.token_ids) >= request.sampling.max_tokens:
@@ -59,8 +59,8 @@ def _check_history(request: Request) -> None:
 def _check_width(request: Request, config: SchedulerConfig, memory: KVCacheManager) -> None:
     """All outputs of a request run at once, and beams have to fit together, because they advance together."""
     sampling = request.sampling
-    if sampling.num_drawn > config.max_num_seqs:
-        many = f"{sampling.num_drawn} outputs cannot run at once here; the limit is {config.max_num_seqs}."
+    if sampling.num_sequences > config.max_num_seqs:
+        many = f"{sampling.num_sequences} outputs cannot run at once here; the limit is {config.max_num_seqs}."
         raise invalid(_width_param(sampling), many)
     if sampling.beam_width > config.vocab_size:
         raise invalid("beam_width", f"beam_width must be at most {config.vocab_size}, the tokens that there are.")

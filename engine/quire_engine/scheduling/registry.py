@@ -45,7 +45,7 @@ class Registry:
         group = SequenceGroup(request, beams)
         self._groups[request.request_id] = group
         history = {delivered.index: delivered for delivered in request.history}
-        choices = range(request.sampling.num_told)
+        choices = range(request.sampling.num_returned)
         group.open = {i: None for i in choices if i not in history or not history[i].finished}
         if not history:
             return [self._root(group, len(choices))]

@@ -63,7 +63,7 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     """The ends of all choices of a request that was cancelled before it reached the core."""
     earlier = {delivered.index: delivered for delivered in request.history}
     ends: list[pb.SequenceOutput] = []
-    for index in range(request.sampling.num_told):
+    for index in range(request.sampling.num_returned):
         delivered = earlier.get(index, ResumedOutput(index, ()))
         if not delivered.finished:
             end = EngineCoreOutput("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)

@@ -7,7 +7,7 @@ from typing import ClassVar, get_args
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
-from quire_proto.settings import CommandSettings
+from quire_proto.settings import CliSettings
 
 from quire_engine.config import PREFIX, Names
 from quire_engine.executor.latency import Latency
@@ -20,7 +20,7 @@ GIB = 1 << 30
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-class EngineSettings(CommandSettings):
+class EngineSettings(CliSettings):
     """What a simulated engine is: its limits, its memory, and how long its steps take."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)

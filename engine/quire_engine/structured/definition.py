@@ -10,7 +10,7 @@ import re
 
 from llguidance import LLMatcher
 from quire_proto.errors import QuireError, invalid
-from quire_proto.json_schema import counts_unnamed, simplify, unsupported
+from quire_proto.json_schema import min_properties_is_ambiguous, simplify, unsupported
 from quire_proto.structured import Structured, StructuredKind
 
 from quire_engine.structured.ebnf import is_ebnf
@@ -99,7 +99,7 @@ def _read_schema(structured: Structured) -> dict[str, object]:
     """The schema as both this module and the library will read it: parsed once, by one parser."""
     try:
         schema = json.loads(structured.text, parse_constant=_refuse_constant)
-        counted, simpler = counts_unnamed(schema), simplify(schema)
+        counted, simpler = min_properties_is_ambiguous(schema), simplify(schema)
     except ValueError as error:
         raise refusal(structured, f"it is no JSON: {error}") from None
     except RecursionError:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_BAD_WORDS
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 MAX_WORDS = MAX_BAD_WORDS // 2  # each may be written in two ways
 MAX_WORD_CHARACTERS = 256
@@ -12,7 +12,7 @@ MAX_WORD_CHARACTERS = 256
 TokenIds = tuple[int, ...]
 
 
-def bad_word_tokens(words: Sequence[str], text: ModelText) -> tuple[TokenIds, ...]:
+def encode_bad_words(words: Sequence[str], text: ModelTokenizer) -> tuple[TokenIds, ...]:
     """What ``SamplingParams.bad_words`` must hold so that the tokenizer's own way to write any of ``words`` never
     occurs: each both at the beginning of a text and after a space, in order. Raises ``QuireError`` INVALID.
 
@@ -28,10 +28,10 @@ def bad_word_tokens(words: Sequence[str], text: ModelText) -> tuple[TokenIds, ..
     return tuple(forbidden)
 
 
-def _forms(words: Sequence[str], text: ModelText) -> Iterator[TokenIds]:
+def _forms(words: Sequence[str], text: ModelTokenizer) -> Iterator[TokenIds]:
     for word in words:
         bare = word.lstrip(" ")
         if not 1 <= len(bare) <= MAX_WORD_CHARACTERS:
             raise invalid("bad_words", f"Each of bad_words must have 1 to {MAX_WORD_CHARACTERS} characters.")
         for form in (bare, f" {bare}"):
-            yield tuple(text.encode_part(form))
+            yield tuple(text.encode_plain(form))

@@ -18,10 +18,10 @@ from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
 from quire_proto.errors import QuireError, invalid
-from quire_proto.text.errors import ModelTextError
+from quire_proto.text.errors import TokenizerLoadError
 from quire_proto.text.reasoning import END as END_OF_REASONING
-from quire_proto.text.sandbox import ExcessError, Sandbox, bounded, checked, compared, size_of
-from quire_proto.text.tools.formats import ToolFormat, format_of
+from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
+from quire_proto.text.tools.formats import ToolFormat, detect_tool_format
 
 _RENDER_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,
@@ -38,10 +38,10 @@ class ChatTemplate:
     """A compiled template with the special tokens that it may name (``bos_token`` and so on).
 
     ``variables`` are the names that it asks for. ``tool_format`` is how calls are written in it, None where it knows no
-    tools or another format. ``marks_reasoning`` says that its model thinks between marks before it answers, and
+    tools or another format. ``has_reasoning`` says that its model thinks between marks before it answers, and
     ``is_slow`` that even short conversations took long.
 
-    Raises ``ModelTextError`` when ``source`` is not a template; ``origin`` names the file in that message.
+    Raises ``TokenizerLoadError`` when ``source`` is not a template; ``origin`` names the file in that message.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str) -> None:
@@ -51,9 +51,9 @@ class ChatTemplate:
             self._template = environment.from_string(environment.counted(source))
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (TemplateSyntaxError, RecursionError) as error:
-            raise ModelTextError(f"{origin}: the chat template is not valid: {error}.") from error
-        self.tool_format: ToolFormat | None = format_of(source) if "tools" in self.variables else None
-        self.marks_reasoning = END_OF_REASONING in source
+            raise TokenizerLoadError(f"{origin}: the chat template is not valid: {error}.") from error
+        self.tool_format: ToolFormat | None = detect_tool_format(source) if "tools" in self.variables else None
+        self.has_reasoning = END_OF_REASONING in source
         self.is_slow = False
         with suppress(QuireError):
             self.render([{"role": "user", "content": "Hello"}])
@@ -83,7 +83,7 @@ class ChatTemplate:
                     add_generation_prompt=add_generation_prompt,
                     **self._special_tokens,
                 )
-        except ExcessError as error:
+        except SandboxLimitError as error:
             raise invalid("messages", "The model's chat template takes too much time or memory.") from error
         except _RefusalError as refusal:
             raise invalid("messages", f"The model's chat template refuses these messages: {refusal}") from refusal
@@ -174,5 +174,5 @@ def _environment() -> Sandbox:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals.update(_GLOBALS)
-    environment.bound_filters()
+    environment.limit_filters()
     return environment

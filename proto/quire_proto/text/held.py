@@ -5,7 +5,7 @@ copied or searched again because more has come. Knows no marks of its own.
 import re
 
 SPACE = " \t\r\n"  # what JSON calls white space, and all that formats put around their marks
-LONGEST_GAP = 4096  # characters of white space that may belong to a mark behind them
+MAX_MARKER_SPACE = 4096  # characters of white space that may belong to a mark behind them
 
 _SPACES = re.compile(f"[{SPACE}]*")
 
@@ -161,8 +161,8 @@ class Expected:
 
 
 class Gap:
-    """White space that belongs to a text only where more text follows; but more than ``LONGEST_GAP`` characters of it
-    are text, so that what is held back is bounded.
+    """White space that belongs to a text only where more text follows; but more than ``MAX_MARKER_SPACE`` characters of
+    it are text, so that what is held back is bounded.
     """
 
     __slots__ = ("_flows", "_space")
@@ -180,7 +180,7 @@ class Gap:
             return text
         told = self._space.take() + certain if certain else ""
         self._space.push(text[len(certain) :])
-        if len(self._space) > LONGEST_GAP:
+        if len(self._space) > MAX_MARKER_SPACE:
             self._flows = True
             told += self._space.take()
         return told

@@ -11,10 +11,10 @@ from tokenizers import Encoding, Tokenizer, decoders
 from quire_proto.errors import invalid
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.detokenizer import REPLACEMENT
-from quire_proto.text.errors import ModelTextError
-from quire_proto.text.output import OutputText
-from quire_proto.text.reasoning import BEGIN, END, is_opened
-from quire_proto.text.special_tokens import SpecialTokens
+from quire_proto.text.errors import TokenizerLoadError
+from quire_proto.text.output import OutputTextStream
+from quire_proto.text.reasoning import BEGIN, END, opens_reasoning
+from quire_proto.text.special_tokens import SpecialTokenEscaper
 from quire_proto.text.stop import StopMatcher
 from quire_proto.text.tokens import TokenBytes
 from quire_proto.text.tools.formats import MARKS, ToolFormat
@@ -30,10 +30,10 @@ _REMEMBERED = 65_536  # tokens
 Conversation = Sequence[Mapping[str, Any]]
 
 
-class ModelText:
+class ModelTokenizer:
     """Text to tokens and back for one model. ``template`` is None for a model without a chat template. ``token_bytes``
     tells what a single token writes. Special tokens in the texts of a conversation are text, unless they are allowed
-    there. Raises ``ModelTextError``.
+    there. Raises ``TokenizerLoadError``.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ModelText:
         self._decode_alone = lru_cache(_REMEMBERED)(self._decode_one)
         self._alone = lru_cache(_REMEMBERED)(self._text_alone)
         has_contents = template is not None and not allow_special_tokens_in_content
-        self._special_tokens = SpecialTokens(tokenizer) if has_contents else None
+        self._special_tokens = SpecialTokenEscaper(tokenizer) if has_contents else None
         self._special = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
@@ -63,7 +63,7 @@ class ModelText:
     @classmethod
     def load(cls, folder: Path, *, allow_special_tokens_in_content: bool = False) -> Self:
         """Reads ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``; the last two may be
-        missing. Raises ``ModelTextError``.
+        missing. Raises ``TokenizerLoadError``.
         """
         config = _read_config(folder / "tokenizer_config.json")
         return cls(
@@ -79,7 +79,7 @@ class ModelText:
         self._refuse_far_too_long(self._tokenizer, text, limit)
         return _encoding(self._tokenizer, text, special=True).ids
 
-    def encode_part(self, text: str, limit: int | None = None) -> list[int]:
+    def encode_plain(self, text: str, limit: int | None = None) -> list[int]:
         """The tokens of ``text`` alone, as it may stand somewhere in a longer one: nothing is added by itself. Raises
         as ``encode`` does.
         """
@@ -87,8 +87,8 @@ class ModelText:
         return _encoding(self._tokenizer, text).ids
 
     def encode_text(self, text: str, limit: int | None = None, *, add_special_tokens: bool = True) -> list[int]:
-        """As ``encode`` or, without ``add_special_tokens``, as ``encode_part``."""
-        return self.encode(text, limit) if add_special_tokens else self.encode_part(text, limit)
+        """As ``encode`` or, without ``add_special_tokens``, as ``encode_plain``."""
+        return self.encode(text, limit) if add_special_tokens else self.encode_plain(text, limit)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones and all."""
@@ -119,20 +119,20 @@ class ModelText:
         return None if self._template is None else self._template.tool_format
 
     @property
-    def marks_reasoning(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether the model thinks between marks before it answers."""
-        return self._template is not None and self._template.marks_reasoning
+        return self._template is not None and self._template.has_reasoning
 
     @property
-    def added_marks(self) -> frozenset[str]:
+    def marker_tokens(self) -> frozenset[str]:
         """Those marks of calls and thoughts that are tokens of their own."""
         return frozenset(self._marks)
 
-    def begins_with_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+    def starts_in_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside of the model's thoughts."""
-        return self.marks_reasoning and is_opened(self._decode(list(prompt_token_ids[-_LAST_TOKENS:])))
+        return self.has_reasoning and opens_reasoning(self._decode(list(prompt_token_ids[-_LAST_TOKENS:])))
 
-    def chat_prompt(
+    def render_chat_text(
         self,
         messages: Conversation,
         tools: Conversation = (),
@@ -141,14 +141,14 @@ class ModelText:
         options: Mapping[str, Any] = {},
     ) -> str:
         """The text that asks the model to answer a conversation, as ``ChatTemplate.render``. To encode it gives other
-        tokens than ``render_chat`` where the messages hold special tokens. Raises ``QuireError`` INVALID when the model
+        tokens than ``encode_chat`` where the messages hold special tokens. Raises ``QuireError`` INVALID when the model
         has no template, and when it refuses the messages.
         """
         if self._template is None:
             raise invalid("messages", "This model has no chat template; use the completions API.")
         return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
 
-    def render_chat(
+    def encode_chat(
         self,
         messages: Conversation,
         limit: int | None = None,
@@ -158,35 +158,35 @@ class ModelText:
         options: Mapping[str, Any] = {},
     ) -> list[int]:
         """The prompt of a conversation in tokens. The template writes special tokens; what the messages hold of them is
-        text (see ``SpecialTokens``). Raises as ``chat_prompt`` and ``encode`` do."""
+        text (see ``SpecialTokenEscaper``). Raises as ``render_chat_text`` and ``encode`` do."""
         mark, special = "", self._special_tokens
         if special is not None:
             messages, tools, mark = special.marked(messages, tools)
-        prompt = self.chat_prompt(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
+        prompt = self.render_chat_text(messages, tools, add_generation_prompt=add_generation_prompt, options=options)
         if special is None or not mark:
-            return self.encode_part(prompt, limit)
+            return self.encode_plain(prompt, limit)
         prompt, names = special.named(prompt, mark)
         self._refuse_far_too_long(special.tokenizer, prompt, limit)
         return special.ids(_encoding(special.tokenizer, prompt).ids, names)
 
-    def open_output(
+    def new_output_stream(
         self,
         prompt_token_ids: Sequence[int],
         stop: Sequence[str],
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-        keep_marks: bool = False,
-    ) -> OutputText:
+        keep_markers: bool = False,
+    ) -> OutputTextStream:
         """The text of one output that continues ``prompt_token_ids`` and ends with the first of ``stop``, which is
         part of the text only with ``include_stop``. Special tokens have no text unless ``skip_special_tokens`` is off;
-        with ``keep_marks`` those have that mark calls and thoughts.
+        with ``keep_markers`` those have that mark calls and thoughts.
         """
-        visible = self._visible_with_marks if keep_marks else self._visible
+        visible = self._visible_with_marks if keep_markers else self._visible
         if not skip_special_tokens:
             visible = self._known
         matcher = StopMatcher(stop, include=include_stop) if stop else None
-        return OutputText(self._decode, self._alone, visible, prompt_token_ids, matcher)
+        return OutputTextStream(self._decode, self._alone, visible, prompt_token_ids, matcher)
 
     def _refuse_far_too_long(self, tokenizer: Tokenizer, text: str, limit: int | None) -> None:
         """Counts a long text's tokens part by part, and stops when there are too many: tokens cost a hundred bytes and
@@ -239,7 +239,7 @@ def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Enco
 def _marks_of(template: ChatTemplate | None) -> Iterator[str]:
     if template is not None and template.tool_format is not None:
         yield from MARKS[template.tool_format]
-    if template is not None and template.marks_reasoning:
+    if template is not None and template.has_reasoning:
         yield from (BEGIN, END)
 
 
@@ -247,9 +247,9 @@ def _read_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelTextError(f"{path}: the tokenizer cannot be read: {error.strerror}.") from error
+        raise TokenizerLoadError(f"{path}: the tokenizer cannot be read: {error.strerror}.") from error
     except Exception as error:  # what tokenizers raises
-        raise ModelTextError(f"{path}: this is not a tokenizer: {error}.") from error
+        raise TokenizerLoadError(f"{path}: this is not a tokenizer: {error}.") from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -258,9 +258,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelTextError(f"{path}: this is not JSON: {error}.") from error
+        raise TokenizerLoadError(f"{path}: this is not JSON: {error}.") from error
     if not isinstance(config, dict):
-        raise ModelTextError(f"{path}: an object was expected.")
+        raise TokenizerLoadError(f"{path}: an object was expected.")
     return config
 
 
@@ -279,7 +279,7 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ModelTextError(f"{path}: the file cannot be read as text: {error}.") from error
+        raise TokenizerLoadError(f"{path}: the file cannot be read as text: {error}.") from error
 
 
 def _template_in_config(value: object, origin: Path) -> str | None:
@@ -288,7 +288,7 @@ def _template_in_config(value: object, origin: Path) -> str | None:
         return value
     if isinstance(value, list):
         return _default_template(value)
-    raise ModelTextError(f"{origin}: chat_template must be a string or a list.")
+    raise TokenizerLoadError(f"{origin}: chat_template must be a string or a list.")
 
 
 def _default_template(entries: Iterable[object]) -> str | None:

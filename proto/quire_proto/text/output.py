@@ -6,7 +6,7 @@ from quire_proto.text.detokenizer import Alone, Decode, Detokenizer
 from quire_proto.text.stop import StopMatcher
 
 
-class OutputText:
+class OutputTextStream:
     """Takes an output's tokens as they come and gives its text.
 
     ``decode`` is the tokenizer's, ``alone`` what it makes of single tokens (see ``Detokenizer``), ``visible`` tells

@@ -20,7 +20,7 @@ class Reasoning:
 
 
 @dataclass(slots=True)
-class CallStart:
+class ToolCallStart:
     """A call begins. All ``Arguments`` until the next one are this call's."""
 
     name: str
@@ -33,15 +33,15 @@ class Arguments:
     text: str
 
 
-Piece = Content | Reasoning | CallStart | Arguments
+Piece = Content | Reasoning | ToolCallStart | Arguments
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
     """The same with neighbours of one kind in one piece."""
     result: list[Piece] = []
     for kind, group in groupby(pieces, type):
-        if kind is CallStart:
+        if kind is ToolCallStart:
             result += group
         else:
-            result.append(kind("".join(piece.text for piece in group if not isinstance(piece, CallStart))))
+            result.append(kind("".join(piece.text for piece in group if not isinstance(piece, ToolCallStart))))
     return result

@@ -2,13 +2,13 @@
 tokens.
 """
 
-from quire_proto.text.held import LONGEST_GAP, SPACE, Expected, Gap, Held, Search, Source
+from quire_proto.text.held import MAX_MARKER_SPACE, SPACE, Expected, Gap, Held, Search, Source
 from quire_proto.text.pieces import Content, Piece, Reasoning, joined
 
 BEGIN, END = "<think>", "</think>"
 
 
-def is_opened(prompt: str) -> bool:
+def opens_reasoning(prompt: str) -> bool:
     """Whether a prompt ends inside of the model's thoughts, so that its output begins with them."""
     return prompt.rstrip(SPACE).endswith(BEGIN)
 
@@ -18,8 +18,8 @@ class ReasoningParser:
 
     Thoughts stand at the beginning of an output: behind the mark, or at once where the prompt has ``opened`` them. What
     follows their end is content as it is, so that an answer may speak of these marks. Space around thoughts belongs to
-    the marks, as far as it is no longer than ``LONGEST_GAP`` characters where it is held back for that. Thoughts that
-    never end are thoughts.
+    the marks, as far as it is no longer than ``MAX_MARKER_SPACE`` characters where it is held back for that. Thoughts
+    that never end are thoughts.
     """
 
     def __init__(self, *, opened: bool) -> None:
@@ -52,7 +52,7 @@ class ReasoningParser:
         if not self._begin_mark.held:
             self._take_space()
         begun = None
-        if len(self._space) > LONGEST_GAP:
+        if len(self._space) > MAX_MARKER_SPACE:
             begun = False
         elif self._source.more():
             begun = self._begin_mark.read(self._source)

@@ -54,7 +54,7 @@ _BYTES, _BYTES_A_CHARACTER = 2**24, 8  # of all values alive at once, and how ma
 _NUMBER = re.compile(r"\d+")
 
 
-class ExcessError(SecurityError):
+class SandboxLimitError(SecurityError):
     """A template takes more than one rendering may."""
 
 
@@ -77,11 +77,11 @@ class _Budget:
         if self._checks >= _CHECKS:
             self._checks = 0
             if thread_time() > self._end:
-                raise ExcessError("the template takes too long")
+                raise SandboxLimitError("the template takes too long")
 
     def afford(self, size: int) -> None:
         if size > self.size:
-            raise ExcessError("the template makes a text or list that is too large")
+            raise SandboxLimitError("the template makes a text or list that is too large")
 
     def compare(self, value: Any) -> None:
         """Asks before ``value`` is compared or hashed, which takes no longer than to go through it."""
@@ -108,7 +108,7 @@ class _Budget:
         self._made = [(value, size) for value, size in self._made if getrefcount(value) > _REFERENCES_HERE]
         self._bytes = sum(size for _, size in self._made)
         if self._bytes > self._most_bytes // 2:
-            raise ExcessError("the template holds too many texts and lists")
+            raise SandboxLimitError("the template holds too many texts and lists")
 
 
 _REFERENCES_HERE = 3  # to a value in ``_let_go``: of the pair, of the variable, and of the call
@@ -164,7 +164,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.globals.pop(name, None)
         self.concat = _joined  # type: ignore[method-assign]
 
-    def bound_filters(self) -> None:
+    def limit_filters(self) -> None:
         """To be called when all filters are there."""
         self.filters.update({name: _bounded_filter(name, each) for name, each in self.filters.items()})
         self.filters |= {_CONCAT: _joined_values, _COMPARED: compared, _SEARCHED: _searched, _SLICED: _made}
@@ -181,16 +181,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
     @property
     def tick(self) -> None:
         """A turn of a loop. An attribute, since compiled templates come by these without a call through the sandbox.
-        Raises ``ExcessError``.
+        Raises ``SandboxLimitError``.
         """
         _budget().check()
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Raises ``ExcessError`` for a key that is too large to hash."""
+        """Raises ``SandboxLimitError`` for a key that is too large to hash."""
         return super().getitem(obj, argument if isinstance(argument, (str, int)) else compared(argument))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Raises ``ExcessError`` for a result that is too large."""
+        """Raises ``SandboxLimitError`` for a result that is too large."""
         budget = _budget()
         budget.check()
         if operator == "-":  # views of dictionaries are sets, and hash their entries
@@ -200,7 +200,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return budget.keep(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Raises ``ExcessError`` for a method whose result is too large."""
+        """Raises ``SandboxLimitError`` for a method whose result is too large."""
         budget = _budget()
         budget.check()
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox has its own ``str.format``
@@ -284,7 +284,7 @@ def _is_plain(node: nodes.Expr) -> bool:
 
 
 def compared(value: Any) -> Any:
-    """A value that is about to be compared or hashed. Raises ``ExcessError`` where that would take too long."""
+    """A value that is about to be compared or hashed. Raises ``SandboxLimitError`` where that would take too long."""
     if isinstance(value, (str, int, float)):
         return value
     budget = _budget()
@@ -299,7 +299,7 @@ def _searched(value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """A value that is new. Raises ``ExcessError`` where the template holds too many."""
+    """A value that is new. Raises ``SandboxLimitError`` where the template holds too many."""
     budget = _budget()
     budget.check()
     return budget.keep(value)
@@ -331,7 +331,7 @@ def _joined_values(values: Sequence[Any]) -> str:
 
 
 def checked(value: Any) -> Any:
-    """A value that is about to become text. Raises ``ExcessError`` where that would be too large."""
+    """A value that is about to become text. Raises ``SandboxLimitError`` where that would be too large."""
     if not isinstance(value, (str, int, float)):
         budget = _budget()
         budget.check()
@@ -399,7 +399,7 @@ def _size_of_filter(name: str, value: Any, rest: Sequence[Any], kwargs: Mapping[
     if name == "tojson":
         return size * (1 + max((_width(each) for each in (*rest, *kwargs.values())), default=0))
     if name == "sum" and not isinstance(_argument(rest, kwargs, 1, "start", 0), (int, float)):
-        raise ExcessError("only numbers can be summed up")
+        raise SandboxLimitError("only numbers can be summed up")
     if name == "round":
         return max((abs(each) for each in (*rest, *kwargs.values()) if isinstance(each, int)), default=0)
     if name == "indent":
@@ -468,12 +468,12 @@ _BINOPS = {"+": _check_sum, "*": _check_product, "**": _check_power, "%": _check
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_INTEGER_BITS:
-        raise ExcessError("the template makes a number that is too large")
+        raise SandboxLimitError("the template makes a number that is too large")
 
 
 def _check_numbers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if any(isinstance(each, int) and abs(each) > MAX_ARGUMENT for each in (*args, *kwargs.values())):
-        raise ExcessError("the template names too large a number")
+        raise SandboxLimitError("the template names too large a number")
 
 
 def _argument(rest: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any) -> Any:

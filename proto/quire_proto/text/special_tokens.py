@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import invalid
-from quire_proto.text.errors import ModelTextError
+from quire_proto.text.errors import TokenizerLoadError
 from quire_proto.text.reasoning import BEGIN, END
 
 Conversation = Sequence[Mapping[str, Any]]
@@ -29,8 +29,8 @@ _SHORT, _REMEMBERED = 32, 4096  # characters, and texts of so many at most: name
 _THOUGHTS = frozenset({BEGIN, END})  # templates look for them in what an assistant said
 
 
-class SpecialTokens:
-    """Those of one tokenizer. Raises ``ModelTextError`` where they cannot be told from text."""
+class SpecialTokenEscaper:
+    """Those of one tokenizer. Raises ``TokenizerLoadError`` where they cannot be told from text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = sorted(tokenizer.get_added_tokens_decoder().items())
@@ -192,7 +192,7 @@ def _taught(tokenizer: Tokenizer, added: Mapping[int, AddedToken], aliases: Mapp
             tokenizer.add_tokens([alias])
             number = _id_of(tokenizer, alias.content)
             if tokenizer.model.id_to_token(number) is not None:
-                raise ModelTextError(
+                raise TokenizerLoadError(
                     "The tokenizer's vocabulary has gaps where special tokens cannot be told from text."
                 )
             ids[number] = token_id

@@ -36,7 +36,7 @@ def vocabulary_digest(tokenizer: Tokenizer) -> bytes:
     return digest.digest()
 
 
-def digest_of_folder(folder: Path) -> bytes:
+def folder_vocabulary_digest(folder: Path) -> bytes:
     """The digest of a model folder's ``tokenizer.json``; empty where there is none that can be read."""
     try:
         return vocabulary_digest(Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8")))
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def config_digest_of_folder(folder: Path) -> bytes:
+def folder_config_digest(folder: Path) -> bytes:
     """``DIGEST_BYTES`` of BLAKE2b over the architecture and the sizes in a model folder's ``config.json``; empty where
     it does not tell the size of the vocabulary and of the hidden states.
     """

@@ -95,7 +95,7 @@ class FairQueue:
                 self.remove(waiting.request_id)
                 for each in reversed(gone):
                     self._insert(each)
-                raise refusal_full(reason)
+                raise queue_full_error(reason)
             gone.append(self._drop_newest(largest))
         return gone
 
@@ -155,9 +155,9 @@ class FairQueue:
         tenant = self._tenants.of(waiting.tenant)
         backlog = self._backlogs.get(waiting.tenant)
         if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
-            raise refusal_queued(tenant.max_queued)
+            raise max_queued_error(tenant.max_queued)
         if waiting.bytes > self._bounds.bytes:
-            raise refusal_full(Reason.QUEUE_BYTES)
+            raise queue_full_error(Reason.QUEUE_BYTES)
 
     def _insert(self, waiting: Waiting) -> None:
         backlog = self._backlogs.get(waiting.tenant)
@@ -217,13 +217,13 @@ class FairQueue:
         return waiting
 
 
-def refusal_full(reason: Reason) -> QuireError:
+def queue_full_error(reason: Reason) -> QuireError:
     """The refusal of a request for which the queue has no place."""
     message = "Too many requests wait for this model."
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=reason)
 
 
-def refusal_queued(most: int) -> QuireError:
+def max_queued_error(most: int) -> QuireError:
     """The refusal of a request of a tenant that may not let more of them wait."""
     message = f"{most} requests of yours wait for this model, which is the most you may have."
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=Reason.MAX_QUEUED)

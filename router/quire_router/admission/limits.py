@@ -27,7 +27,7 @@ class Charge:
 
 
 @dataclass(frozen=True, slots=True)
-class Charged:
+class ReserveResult:
     """How a tenant stands after a charge, or where it ``admitted`` nothing, as before: microseconds until its buckets
     are full, and its requests in progress. ``placed`` is whether the request was not among these before.
     """
@@ -39,12 +39,12 @@ class Charged:
     running: int
 
 
-class SharedMeter(Protocol):
+class SharedRateLimiter(Protocol):
     """What tenants have used and have in progress, as all routers count it together. A request has one place among
     those in progress, whoever counts it.
     """
 
-    async def charge(self, charge: Charge) -> Charged | None:
+    async def charge(self, charge: Charge) -> ReserveResult | None:
         """Takes a request in if all limits allow it, in one step; None when it cannot be asked in time."""
         ...
 
@@ -107,7 +107,7 @@ class Limits:
     def __init__(
         self,
         tenants: Tenants,
-        shared: SharedMeter | None = None,
+        shared: SharedRateLimiter | None = None,
         *,
         clock: Callable[[], int] = lambda: monotonic_ns() // 1000,
     ) -> None:
@@ -194,7 +194,7 @@ class Limits:
             meter = self._meters[tenant_id] = Meter(self._tenants.of(tenant_id))
         return meter
 
-    async def _take(self, meter: Meter, request_id: str, tokens: int) -> Charged | None:
+    async def _take(self, meter: Meter, request_id: str, tokens: int) -> ReserveResult | None:
         """Takes a request in, or raises why not; None when only this router knows."""
         charged = await self._ask(meter, request_id, tokens)
         now = self._clock()
@@ -210,7 +210,7 @@ class Limits:
         meter.hold(request_id)
         return charged
 
-    async def _ask(self, meter: Meter, request_id: str, tokens: int) -> Charged | None:
+    async def _ask(self, meter: Meter, request_id: str, tokens: int) -> ReserveResult | None:
         if self._shared is None:
             return None
         tenant = meter.tenant

@@ -10,10 +10,10 @@ from typing import Protocol
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router import metrics
-from quire_router.admission.fair import Bounds, FairQueue, refusal_full
+from quire_router.admission.fair import Bounds, FairQueue, queue_full_error
 from quire_router.admission.reason import Reason
 from quire_router.admission.refusals import counting_refusals
-from quire_router.admission.stopping import shutting_down
+from quire_router.admission.stopping import shutting_down_error
 from quire_router.admission.tenant import Tenants
 from quire_router.admission.turn import Waiting
 
@@ -83,7 +83,7 @@ class Queue:
         """
         with counting_refusals():
             if self._closed:
-                raise shutting_down()
+                raise shutting_down_error()
             self.on_waiting(waiting.request_id)  # in the same step of the loop it is counted in the line
             await self._lines[waiting.model].turn(waiting)
 
@@ -165,7 +165,7 @@ class _Line:
 
     def close(self) -> None:
         for parked in list(self._parked.values()):
-            self._refuse(parked, shutting_down())
+            self._refuse(parked, shutting_down_error())
 
     @contextmanager
     def _park(self, waiting: Waiting) -> Iterator[_Parked]:
@@ -174,7 +174,7 @@ class _Line:
         parked = _Parked(waiting, self._clock(), asyncio.get_running_loop().create_future())
         self._parked[waiting.request_id] = parked
         for each in refused:
-            _end(self._parked[each.request_id], refusal_full(Reason.QUEUE_FULL))
+            _end(self._parked[each.request_id], queue_full_error(Reason.QUEUE_FULL))
         self._watch(parked)
         metrics.PARKED.labels(self._model).inc()
         try:

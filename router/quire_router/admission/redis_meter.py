@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from quire_router import metrics
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
-from quire_router.admission.limits import Charge, Charged
+from quire_router.admission.limits import Charge, ReserveResult
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 from quire_router.supervise import SupervisedTask, supervise
@@ -34,10 +34,10 @@ _REPLY = 5  # numbers that the script returns
 T = TypeVar("T")
 
 
-class RedisMeter:
-    """Implements ``SharedMeter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for its answer.
-    One in progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten. What
-    ended while Redis was away gives its place back later; its unused tokens stay charged.
+class RedisRateLimiter:
+    """Implements ``SharedRateLimiter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for its
+    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten.
+    What ended while Redis was away gives its place back later; its unused tokens stay charged.
     """
 
     def __init__(self, place: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
@@ -56,13 +56,13 @@ class RedisMeter:
         self._asking = asyncio.Semaphore(_ASKING)
         metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
-    async def charge(self, charge: Charge) -> Charged | None:
-        """See ``SharedMeter``."""
+    async def charge(self, charge: Charge) -> ReserveResult | None:
+        """See ``SharedRateLimiter``."""
         self._start()
         async with self._asking:  # before time is counted: others here are no reason to take Redis for slow
             return None if self._is_away else await self._ask(charge)
 
-    async def _ask(self, charge: Charge) -> Charged | None:
+    async def _ask(self, charge: Charge) -> ReserveResult | None:
         try:
             asking = self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
             reply = _read(await _answered(asking, self._timeout))
@@ -78,10 +78,10 @@ class RedisMeter:
         admitted, placed, request_debt, token_debt, running = reply
         if admitted and charge.most is not None:
             self._held[charge.tenant][charge.request_id] += 1
-        return Charged(bool(admitted), bool(placed), request_debt, token_debt, running)
+        return ReserveResult(bool(admitted), bool(placed), request_debt, token_debt, running)
 
     def hold(self, tenant: str, request_id: str) -> None:
-        """See ``SharedMeter``."""
+        """See ``SharedRateLimiter``."""
         self._start()
         self._held[tenant][request_id] += 1
         self._begun[tenant, request_id] = None
@@ -90,7 +90,7 @@ class RedisMeter:
     def end(
         self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
-        """See ``SharedMeter``."""
+        """See ``SharedRateLimiter``."""
         held = self._held[tenant]
         held[request_id] -= 1
         if held[request_id] <= 0:

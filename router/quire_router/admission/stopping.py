@@ -7,7 +7,7 @@ from quire_router.admission.reason import Reason
 RETRY_STOPPING = 5.0  # seconds: another replica, or the next start
 
 
-def shutting_down() -> QuireError:
+def shutting_down_error() -> QuireError:
     """Whoever asks now has to ask another router."""
     message = "This router is shutting down."
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_STOPPING, reason=Reason.STOPPING)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.api.shape import AnswerShape
 from quire_router.generation import GenerationRequest
@@ -17,7 +17,7 @@ class Admitted:
 
     generations: tuple[GenerationRequest, ...]
     shape: AnswerShape
-    text: ModelText
+    text: ModelTokenizer
     event_ids: bool = False
     ignored: tuple[str, ...] = ()
 

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from quire_proto.errors import QuireError, invalid
-from quire_proto.json_schema import counts_unnamed, unsupported
+from quire_proto.json_schema import min_properties_is_ambiguous, unsupported
 from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.tools.formats import ToolFormat
-from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, call_grammar, schema_at
+from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, schema_on_line, tool_call_grammar
 
 from quire_router.api.schemas import ChatRequest, GenerationBody, Templated, TemplateOptions
 from quire_router.api.tools import Tool, too_large
@@ -28,26 +28,26 @@ _THINKING = ("enable_thinking", "thinking")  # what templates call the switch
 _OF_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 
 
-def structured_of(request: GenerationBody, text: ModelText, prompt: Sequence[int]) -> Structured | None:
+def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequence[int]) -> Structured | None:
     """The grammar that the output is held to: the one that the client asks for, one that makes the calls that it
     forces, or one of both, calls or JSON. Raises ``QuireError`` INVALID for what cannot be held to.
     """
     asked = request.structured
     if not (isinstance(request, ChatRequest) and request.offered):
         return asked
-    tool_format = format_of(text)
+    tool_format = detect_tool_format(text)
     reply = None if asked is None else _reply(asked)
     if reply is None and not request.is_guided:
         return None
     _check_guided(request)
     try:
-        grammar = call_grammar(
+        grammar = tool_call_grammar(
             tool_format,
             [_callable(tool, request.forced) for tool in request.callable],
             forced=request.forced,
             parallel=request.parallel_tool_calls is not False,
-            thinking=Thinking(text.marks_reasoning, text.begins_with_reasoning(prompt)),
-            special=text.added_marks,
+            thinking=Thinking(text.has_reasoning, text.starts_in_reasoning(prompt)),
+            special=text.marker_tokens,
             reply=reply,
         )
     except RecursionError:
@@ -66,7 +66,7 @@ def _reply(asked: Structured) -> Mapping[str, Any]:
     schema: Mapping[str, Any] = json.loads(asked.text)
     if "x-guidance" in schema:
         raise invalid(asked.param, "x-guidance is not supported in a schema.")
-    if counts_unnamed(schema):
+    if min_properties_is_ambiguous(schema):
         raise invalid(asked.param, "minProperties above 1 is only supported for properties that are required by name.")
     return schema
 
@@ -95,7 +95,7 @@ async def naming_tools(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGene
 def _at_fault(message: str, grammar: str) -> QuireError:
     """The engine's refusal of ``grammar`` as a refusal of the schema that stands in the line its ``message`` names."""
     refused = _REFUSED.fullmatch(message)
-    found = None if refused is None else schema_at(grammar, int(refused[1]))
+    found = None if refused is None else schema_on_line(grammar, int(refused[1]))
     if refused is None or found is None:
         return invalid("tools", message)
     tool, schema = found
@@ -105,7 +105,7 @@ def _at_fault(message: str, grammar: str) -> QuireError:
     return invalid("tools", f"The parameters of the tool {tool} cannot be used: {reason}")
 
 
-def format_of(text: ModelText) -> ToolFormat:
+def detect_tool_format(text: ModelTokenizer) -> ToolFormat:
     """How the model calls tools. Raises ``QuireError`` where it does not."""
     if text.tool_format is not None:
         return text.tool_format
@@ -114,7 +114,7 @@ def format_of(text: ModelText) -> ToolFormat:
     raise invalid("tools", "This model's chat template knows no tools.")
 
 
-def for_template(request: Request, text: ModelText) -> tuple[Request, Sequence[str]]:
+def for_template(request: Request, text: ModelTokenizer) -> tuple[Request, Sequence[str]]:
     """The request without tools where the model's template knows none, and the names of the parameters that change
     nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the template
     that requests may not set.
@@ -123,19 +123,19 @@ def for_template(request: Request, text: ModelText) -> tuple[Request, Sequence[s
     if not request.offered or text.tool_format is not None:
         return request, ignored
     if request.forced:
-        format_of(text)
+        detect_tool_format(text)
     of_tools = [name for name in _OF_TOOLS if name in type(request).model_fields and getattr(request, name) is not None]
     return request.model_copy(update=dict.fromkeys(of_tools)), [*of_tools, *ignored]
 
 
-def _unknown_thinking(request: Templated, text: ModelText) -> Iterator[str]:
+def _unknown_thinking(request: Templated, text: ModelTokenizer) -> Iterator[str]:
     """Strengths and switches of thinking that the template does not ask for, where they say anything."""
     known, effort = text.template_variables, request.reasoning_effort
-    stops = not text.marks_reasoning or not known.isdisjoint(_THINKING)
+    stops = not text.has_reasoning or not known.isdisjoint(_THINKING)
     if effort is not None and "reasoning_effort" not in known and not (effort == "none" and stops):
         yield "reasoning_effort"
     for name, value in _switches(request.chat_template_kwargs).items():
-        if name not in known and (value or text.marks_reasoning):
+        if name not in known and (value or text.has_reasoning):
             yield f"chat_template_kwargs.{name}"
     others = None if request.chat_template_kwargs is None else request.chat_template_kwargs.model_extra
     for name in known.intersection(others or ()):
@@ -148,7 +148,7 @@ def _switches(given: TemplateOptions | None) -> dict[str, bool]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def template_options(given: TemplateOptions | None, effort: str | None, text: ModelText) -> Mapping[str, Any]:
+def template_options(given: TemplateOptions | None, effort: str | None, text: ModelTokenizer) -> Mapping[str, Any]:
     """The variables that a request sets in the model's template, of those that it asks for. The effort ``none`` turns
     thinking off, where it can be.
     """

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import FinishReason
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.api.admitted import Admitted
 from quire_router.api.identity import Caller
@@ -88,7 +88,7 @@ def _usage(record: Record) -> Usage:
 class Archive:
     """Finds requests that came earlier. Those of other callers are as unknown as those that never were."""
 
-    def __init__(self, runner: Together, texts: Mapping[str, ModelText]) -> None:
+    def __init__(self, runner: Together, texts: Mapping[str, ModelTokenizer]) -> None:
         self._runner = runner
         self._texts = texts
 

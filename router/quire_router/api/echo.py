@@ -6,8 +6,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from quire_proto.text.detokenizer import REPLACEMENT
-from quire_proto.text.model_text import ModelText
-from quire_proto.text.output import OutputText
+from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.output import OutputTextStream
 
 from quire_router.generation import Delta, GenerationRequest
 
@@ -17,7 +17,7 @@ _AT_A_TIME = 256  # tokens: a millisecond or two
 async def echoed(
     deltas: AsyncGenerator[Delta],
     generations: Sequence[GenerationRequest],
-    text: ModelText,
+    text: ModelTokenizer,
     begun: Container[int] = (),
 ) -> AsyncGenerator[Delta]:
     """The same pieces, but the first of each choice begins with its prompt, unless the reader of the answer has
@@ -38,9 +38,9 @@ async def echoed(
             yield replace(delta, text=prompts[number] + delta.text, replayed=False)
 
 
-async def _text_of(generation: GenerationRequest, text: ModelText) -> str:
+async def _text_of(generation: GenerationRequest, text: ModelTokenizer) -> str:
     """What the tokens of the prompt say. Lets other work go on meanwhile."""
-    output = text.open_output((), (), skip_special_tokens=generation.skip_special_tokens)
+    output = text.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
     parts = []
     for start in range(0, len(generation.prompt_token_ids), _AT_A_TIME):
         parts.append(output.push(generation.prompt_token_ids[start : start + _AT_A_TIME]))
@@ -48,6 +48,6 @@ async def _text_of(generation: GenerationRequest, text: ModelText) -> str:
     return "".join(parts) + held_back(output)
 
 
-def held_back(output: OutputText) -> str:
+def held_back(output: OutputTextStream) -> str:
     """The end of a prompt's text, but for a character that it ends inside of: that is the output's."""
     return output.finish().rstrip(REPLACEMENT)

@@ -12,7 +12,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.tracing import extract
 
 from quire_router import metrics
@@ -71,7 +71,7 @@ class Frontend:
 
     def __init__(
         self,
-        texts: Mapping[str, ModelText],
+        texts: Mapping[str, ModelTokenizer],
         fleet: FleetView,
         runner: Runner,
         keys: Keys,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire_proto.sampling import FinishReason
-from quire_proto.text.pieces import Arguments, CallStart, Content, Piece, Reasoning
+from quire_proto.text.pieces import Arguments, Content, Piece, Reasoning, ToolCallStart
 from quire_proto.text.reasoning import ReasoningParser
-from quire_proto.text.tools.formats import open_parser
+from quire_proto.text.tools.formats import new_tool_parser
 from quire_proto.text.tools.parser import ToolParser
 
 from quire_router.api.admitted import Admitted
@@ -100,7 +100,7 @@ class ChoiceReader:
         for piece in pieces:
             if isinstance(piece, Content):
                 content += piece.text
-            elif isinstance(piece, CallStart):
+            elif isinstance(piece, ToolCallStart):
                 calls.append(CallDelta(self._calls, self._call_id(), piece.name, ""))
                 self._calls += 1
             elif isinstance(piece, Arguments):
@@ -127,15 +127,15 @@ def open_readers(admitted: Admitted) -> list[ChoiceReader] | None:
     first, shape, text = admitted.first, admitted.shape, admitted.text
     tool_format = text.tool_format if shape.tools else None
     exact = admitted.first.params.structured is not None  # with tools the grammar is always of calls
-    thinks = first.operation == "chat" and text.marks_reasoning and shape.thoughts is not Thoughts.INSIDE
+    thinks = first.operation == "chat" and text.has_reasoning and shape.thoughts is not Thoughts.INSIDE
     if tool_format is None and not thinks:
         return None
-    opened = thinks and text.begins_with_reasoning(first.prompt_token_ids)
+    opened = thinks and text.starts_in_reasoning(first.prompt_token_ids)
     return [
         ChoiceReader(
             f"{first.request_id}/{index}",
             ReasoningParser(opened=opened) if thinks else None,
-            open_parser(tool_format, shape.tools, exact=exact) if tool_format is not None else None,
+            new_tool_parser(tool_format, shape.tools, exact=exact) if tool_format is not None else None,
             hides_thoughts=shape.thoughts is Thoughts.HIDDEN,
         )
         for index in range(admitted.choices)

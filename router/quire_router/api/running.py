@@ -8,7 +8,7 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.admission.reason import Reason
 from quire_router.admission.refusals import counting_refusals
-from quire_router.admission.stopping import shutting_down
+from quire_router.admission.stopping import shutting_down_error
 
 RETRY_BUSY = 1.0  # seconds
 MAX_BODIES = 128 * 2**20  # bytes
@@ -52,7 +52,7 @@ class Running:
 
     def _check_door(self) -> None:
         if not self._accepting:
-            raise shutting_down()
+            raise shutting_down_error()
         if self._taken >= self._limit:
             message = f"{self._limit} requests are in progress, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)

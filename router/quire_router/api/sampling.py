@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import SamplingParams
 from quire_proto.structured import Structured
-from quire_proto.text.bad_words import bad_word_tokens
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.bad_words import encode_bad_words
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.api.backend import ModelLimits
 from quire_router.api.schemas import GenerationBody
@@ -19,7 +19,7 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 
 def sampling_of(
-    request: GenerationBody, max_tokens: int, text: ModelText, limits: ModelLimits, structured: Structured | None
+    request: GenerationBody, max_tokens: int, text: ModelTokenizer, limits: ModelLimits, structured: Structured | None
 ) -> SamplingParams:
     """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
     held to. Raises ``QuireError``.
@@ -68,10 +68,10 @@ def _top_k(given: int) -> int:
     return 0 if given == _ALL_TOKENS else given
 
 
-def _bad_words(request: GenerationBody, text: ModelText) -> tuple[tuple[int, ...], ...]:
+def _bad_words(request: GenerationBody, text: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
     given = request.bad_words or []
     as_tokens = tuple(tuple(word) for word in given if not isinstance(word, str))
-    return bad_word_tokens([word for word in given if isinstance(word, str)], text) + as_tokens
+    return encode_bad_words([word for word in given if isinstance(word, str)], text) + as_tokens
 
 
 def _check_ids_of(params: SamplingParams, limits: ModelLimits) -> None:

@@ -15,7 +15,7 @@ MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 
 def check_size(generations: Sequence[GenerationRequest]) -> None:
     """Raises ``QuireError`` INVALID for a request whose answer could be too large to be kept and written."""
     param = "prompt" if len(generations) > 1 else "n"
-    outputs = sum(generation.params.num_drawn for generation in generations)
+    outputs = sum(generation.params.num_sequences for generation in generations)
     if outputs > MAX_OUTPUTS:
         raise invalid(param, f"The request asks for {outputs} outputs in all but at most {MAX_OUTPUTS} are allowed.")
     values = sum(map(_values, generations))
@@ -29,5 +29,5 @@ def check_size(generations: Sequence[GenerationRequest]) -> None:
 
 def _values(generation: GenerationRequest) -> int:
     params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
-    output = params.num_drawn * (params.max_tokens + (prompt_tokens if generation.echo else 0))
-    return output + generation.num_logprobs(prompt_tokens, params.num_drawn * params.max_tokens)
+    output = params.num_sequences * (params.max_tokens + (prompt_tokens if generation.echo else 0))
+    return output + generation.num_logprobs(prompt_tokens, params.num_sequences * params.max_tokens)

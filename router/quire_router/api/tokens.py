@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 from quire_proto.errors import QuireError, invalid
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.api.calling import template_options
 from quire_router.api.conversation import Message, as_template_sees_them, check_messages
@@ -80,7 +80,9 @@ class Tokenized:
     ignored: Sequence[str] = ()
 
 
-def tokenized(request: TokenizeRequest, text: ModelText, max_model_len: int, ignored: Sequence[str] = ()) -> Tokenized:
+def tokenized(
+    request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
+) -> Tokenized:
     """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
     would, except that more tokens than the model takes are told.
     """
@@ -94,19 +96,19 @@ def tokenized(request: TokenizeRequest, text: ModelText, max_model_len: int, ign
     return Tokenized(tokens, strings, max_model_len, ignored)
 
 
-def detokenized(request: DetokenizeRequest, text: ModelText) -> str:
+def detokenized(request: DetokenizeRequest, text: ModelTokenizer) -> str:
     """The text of tokens, special ones and all. Raises ``QuireError`` for a token that the model does not have."""
     if request.tokens and max(request.tokens) >= text.vocab_size:
         raise invalid("tokens", f"tokens holds a token id outside of this model's vocabulary of {text.vocab_size}.")
     return text.decode(request.tokens)
 
 
-def _tokens_of(request: TokenizeRequest, text: ModelText) -> list[int]:
+def _tokens_of(request: TokenizeRequest, text: ModelTokenizer) -> list[int]:
     if request.messages is None:
         special = request.add_special_tokens is not False
         return text.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
     tools = [tool.as_template_sees_it() for tool in request.offered]
-    return text.render_chat(
+    return text.encode_chat(
         as_template_sees_them(request.messages),
         MAX_PROMPT_TOKENS,
         tools=tools,

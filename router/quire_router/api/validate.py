@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import check_length
-from quire_proto.text.model_text import ModelText
+from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.admission.reason import Reason
 from quire_router.api.backend import ModelLimits
@@ -38,7 +38,7 @@ class Validator:
 
     def __init__(
         self,
-        texts: Mapping[str, ModelText],
+        texts: Mapping[str, ModelTokenizer],
         limits: Callable[[str], ModelLimits | None],
         *,
         allow_priority: bool = False,
@@ -92,7 +92,7 @@ class Validator:
         check_size(generations)
         return generations
 
-    def text(self, model: str) -> ModelText:
+    def text(self, model: str) -> ModelTokenizer:
         """A configured model's text. Raises ``QuireError`` NOT_FOUND."""
         text = self._texts.get(model)
         if text is None:
@@ -133,7 +133,7 @@ def _seeded(generation: GenerationRequest) -> GenerationRequest:
     return replace(generation, params=replace(generation.params, seed=randbits(64)))
 
 
-def _prompts(request: GenerationBody, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
+def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
         return _conversation(request, text, limits)
@@ -149,11 +149,11 @@ def _prompts(request: GenerationBody, text: ModelText, limits: ModelLimits) -> t
     return [*prompts], output_limit
 
 
-def _conversation(request: ChatRequest, text: ModelText, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
+def _conversation(request: ChatRequest, text: ModelTokenizer, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
     tools = [tool.as_template_sees_it() for tool in request.offered]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
     with _calling_the_prompt("messages"):
-        prompt = text.render_chat(
+        prompt = text.encode_chat(
             as_template_sees_them(request.messages), limits.max_model_len, tools=tools, options=options
         )
     rest = max(1, limits.max_model_len - len(prompt))

@@ -7,7 +7,7 @@ import logging
 import ssl
 from collections.abc import Callable
 
-from quire_proto.tls import Identity, IdentityFiles, TlsError, read_identity
+from quire_proto.tls import CertKeyFiles, Identity, TlsError, read_cert_key
 
 log = logging.getLogger(__name__)
 _PERIOD = 5.0  # seconds from one look at the files to the next
@@ -18,10 +18,10 @@ class Certificates:
     need not show anything, but what they show has to be vouched for. Raises ``TlsError`` when the files are no good.
     """
 
-    def __init__(self, files: IdentityFiles, authorities: Callable[[], bytes]) -> None:
+    def __init__(self, files: CertKeyFiles, authorities: Callable[[], bytes]) -> None:
         self._files = files
         self._authorities = authorities
-        self._identity = read_identity(files)
+        self._identity = read_cert_key(files)
         self._made: tuple[Identity, bytes] | None = None
         self._context = self._make(self._identity, b"")
 
@@ -41,7 +41,7 @@ class Certificates:
     async def refresh(self) -> None:
         """Looks once; files that are no good leave what is known."""
         try:
-            identity = await asyncio.to_thread(read_identity, self._files)
+            identity = await asyncio.to_thread(read_cert_key, self._files)
             if identity != self._identity:
                 self._context = self._make(identity, self._authorities())
                 log.info("the certificate %s is another one, and is shown from now on", self._files.certificate)

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire_proto.tls import TlsError, read_authorities
+from quire_proto.tls import TlsError, read_ca
 
 from quire_router.autoscale.peer import Peer
 
@@ -93,7 +93,7 @@ def from_file(file: Path, names: Sequence[str]) -> Source:
 
     async def read() -> Terms:
         try:
-            return Terms(await asyncio.to_thread(read_authorities, file), frozenset(names))
+            return Terms(await asyncio.to_thread(read_ca, file), frozenset(names))
         except TlsError as error:
             raise UnknownProxyError(str(error)) from error
 

@@ -146,7 +146,7 @@ class Account:
         for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
             if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
                 return
-        self._table.set_pace(self.row, pace)
+        self._table.set_step_times(self.row, pace)
         self._time_prompts()
 
     def _time_prompts(self) -> None:

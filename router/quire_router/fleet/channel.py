@@ -5,7 +5,7 @@ import re
 from functools import lru_cache
 
 import grpc
-from quire_proto.tls import ClientTls, Contents, TlsError, read_authorities, read_identity
+from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 _OPTIONS = (
@@ -71,8 +71,8 @@ def _credentials_now(tls: ClientTls) -> grpc.ChannelCredentials:
 @lru_cache(maxsize=4)
 def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
     """Checked and made once for the same contents: a large fleet that is away is tried many times a second."""
-    authorities = read_authorities(tls.ca)
-    identity = None if tls.identity is None else read_identity(tls.identity)
+    authorities = read_ca(tls.ca)
+    identity = None if tls.identity is None else read_cert_key(tls.identity)
     if tls.contents != contents:
         raise TlsError(f"{tls.ca} or what belongs to it is just being replaced")
     if identity is None:

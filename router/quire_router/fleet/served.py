@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from quire.v1 import engine_pb2
-from quire_proto.text.vocabulary import config_digest_of_folder, read_config
+from quire_proto.text.vocabulary import folder_config_digest, read_config
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Vocabulary:
     def of(cls, folder: Path, digest: bytes) -> Self:
         """What the folder's ``config.json`` adds to the ``digest`` of its tokens."""
         size = read_config(folder).get("vocab_size")
-        return cls(folder, digest, config_digest_of_folder(folder), size if type(size) is int and size > 0 else 0)
+        return cls(folder, digest, folder_config_digest(folder), size if type(size) is int and size > 0 else 0)
 
     def difference(self, description: engine_pb2.DescribeResponse) -> str:
         """What an engine has another of; empty where it has the same, as far as both tell."""

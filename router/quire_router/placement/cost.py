@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from quire_router.placement.outlook import Outlook, Scorer
+from quire_router.placement.outlook import CandidateView, Scorer
 from quire_router.placement.policy import TIE, lowest, spread
 from quire_router.placement.query import Query
-from quire_router.placement.speeds import KnownSpeeds
+from quire_router.placement.speeds import SpeedCache
 from quire_router.placement.table import Column, EngineTable
 
 BOTH = 2.0
@@ -26,11 +26,11 @@ class Cost:
 
     def __init__(self, scorers: Mapping[str, Scorer]) -> None:
         self._scorers = tuple(scorers.values())
-        self._speeds = KnownSpeeds()
+        self._speeds = SpeedCache()
 
     def choose(self, query: Query, table: EngineTable) -> int:
         """See ``Policy.choose``."""
-        outlook = Outlook(query, table, self._speeds)
+        outlook = CandidateView(query, table, self._speeds)
         total = self._sum(outlook)
         width = BOTH * table.unseen_tokens * float(outlook.token_seconds.mean()) if table.unseen_tokens else 0.0
         if width <= TIE:
@@ -39,9 +39,9 @@ class Cost:
 
     def total(self, query: Query, table: EngineTable) -> Column:
         """Seconds at each of the query's rows."""
-        return self._sum(Outlook(query, table, self._speeds))
+        return self._sum(CandidateView(query, table, self._speeds))
 
-    def _sum(self, outlook: Outlook) -> Column:
+    def _sum(self, outlook: CandidateView) -> Column:
         total = np.zeros(len(outlook.query.rows))
         for scorer in self._scorers:
             term = outlook.term(scorer)

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 
-from quire_router.placement.outlook import Outlook
+from quire_router.placement.outlook import CandidateView
 from quire_router.placement.query import Decision, Query
-from quire_router.placement.scorers import cost_scorers
+from quire_router.placement.scorers import make_scorers
 from quire_router.placement.settings import PlacementSettings
 from quire_router.placement.table import EngineTable
 
@@ -23,8 +23,8 @@ def explain(query: Query, table: EngineTable, settings: PlacementSettings, chose
     """The terms of ``cost`` for the engines that it finds best, cheapest first, and for the ``chosen`` one; in seconds,
     to a tenth of a millisecond. Another policy's choice is explained by the same terms: what it cost.
     """
-    outlook = Outlook(query, table)
-    columns = {name: outlook.term(scorer) for name, scorer in cost_scorers(settings).items()}
+    outlook = CandidateView(query, table)
+    columns = {name: outlook.term(scorer) for name, scorer in make_scorers(settings).items()}
     total = np.sum(list(columns.values()), axis=0)
     best = np.argsort(total, kind="stable")
     shown = [place for place in best if query.rows[place] == chosen] + [

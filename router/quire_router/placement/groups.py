@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from quire_router.placement.namespace import Namespace
-from quire_router.placement.remembered import Remembered
+from quire_router.placement.remembered import ArrayCache
 from quire_router.placement.table import Rows
 
 Grouped = list[tuple[Namespace, Rows]]
@@ -16,7 +16,7 @@ class Groups:
 
     def __init__(self, namespace_of: Callable[[int], Namespace]) -> None:
         self._namespace_of = namespace_of
-        self._known: Remembered[Grouped] = Remembered()
+        self._known: ArrayCache[Grouped] = ArrayCache()
 
     def of(self, rows: Rows) -> Grouped:
         """Each namespace with its rows."""

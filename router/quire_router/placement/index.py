@@ -118,7 +118,7 @@ class PrefixIndex:
         self._expected.expire(now)
         shards, expected, hosting = self._shards, self._expected.entries(), self._slots.hosting
         device = anywhere = self._slots.live
-        left_device, left = _Leavers(), _Leavers()
+        left_device, left = _PrefixDepths(), _PrefixDepths()
         depth = 0
         for name in hashes:
             key = int.from_bytes(name, "big")
@@ -195,7 +195,7 @@ class PrefixIndex:
 
 
 @dataclass(slots=True)
-class _Leavers:
+class _PrefixDepths:
     """Who was left behind at which depth. Those that never had anything are not noted."""
 
     _depths: list[int] = field(default_factory=list)

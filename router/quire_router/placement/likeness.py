@@ -19,7 +19,7 @@ PACE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Paces:
+class StepTimeColumns:
     """How fast engines are, as ``Pace``: each a column, or an array of no axes where one number holds for all."""
 
     step_seconds: Column
@@ -33,7 +33,7 @@ def recently(engines: Columns, now: float) -> Flags:
     return engines.stepped > now - PACE_SECONDS
 
 
-def alike(engines: Columns, stepped: Flags) -> Paces:
+def alike(engines: Columns, stepped: Flags) -> StepTimeColumns:
     """The mean pace of the engines' kind; those that are of another kind keep their own. ``stepped`` are those that
     made a step ``recently``.
 
@@ -56,7 +56,7 @@ def alike(engines: Columns, stepped: Flags) -> Paces:
         return _mean(engines, known)
     usual = known & ~other
     mean, own = _mean(engines, usual if np.count_nonzero(usual) else known), _own(engines)
-    return Paces(
+    return StepTimeColumns(
         np.where(other, own.step_seconds, mean.step_seconds),
         np.where(other, own.token_seconds, mean.token_seconds),
         np.where(other, own.sequence_seconds, mean.sequence_seconds),
@@ -64,16 +64,16 @@ def alike(engines: Columns, stepped: Flags) -> Paces:
     )
 
 
-def _own(engines: Columns) -> Paces:
-    return Paces(
+def _own(engines: Columns) -> StepTimeColumns:
+    return StepTimeColumns(
         engines.step_seconds, engines.token_seconds, engines.sequence_seconds, engines.host_block_seconds
     )  # fmt: skip
 
 
-def _mean(engines: Columns, members: Flags) -> Paces:
+def _mean(engines: Columns, members: Flags) -> StepTimeColumns:
     """One pace for all: the mean of the ``members``, at least one."""
     weights = members / np.count_nonzero(members)
-    return Paces(
+    return StepTimeColumns(
         np.asarray(engines.step_seconds @ weights),
         np.asarray(engines.token_seconds @ weights),
         np.asarray(engines.sequence_seconds @ weights),

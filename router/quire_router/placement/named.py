@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from quire_router.placement.cost import Cost
 from quire_router.placement.policies import LeastLoad, LlmD, PowerOfTwo, PrefixOnly, RoundRobin, SgLang
 from quire_router.placement.policy import Policy
-from quire_router.placement.scorers import cost_scorers
+from quire_router.placement.scorers import make_scorers
 from quire_router.placement.settings import PlacementSettings, PolicyName
 
 _MAKERS: Mapping[PolicyName, Callable[[PlacementSettings], Policy]] = {
-    "cost": lambda settings: Cost(cost_scorers(settings)),
+    "cost": lambda settings: Cost(make_scorers(settings)),
     "round_robin": lambda _: RoundRobin(),
     "least_load": lambda _: LeastLoad(),
     "prefix_only": lambda _: PrefixOnly(),

@@ -1,18 +1,20 @@
-"""``Outlook``: what one request would meet at each engine that may run it, in the columns that several scorers need."""
+"""``CandidateView``: what one request would meet at each engine that may run it, in the columns that several scorers
+need.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from quire_router.placement.query import Query
-from quire_router.placement.speeds import KnownSpeeds
+from quire_router.placement.speeds import SpeedCache
 from quire_router.placement.table import Column, Columns, EngineTable, most
 
-Scorer = Callable[["Outlook"], Column]
-"""Seconds, one number for each of the query's rows; ``Outlook.nothing`` where they are all zero."""
+Scorer = Callable[["CandidateView"], Column]
+"""Seconds, one number for each of the query's rows; ``CandidateView.nothing`` where they are all zero."""
 
 
-class Outlook:
+class CandidateView:
     """Columns over ``query.rows``, each computed once for all scorers. None of them is to be written to.
 
     ``engines`` are the table's columns, ``paces`` theirs, made ``alike``, and ``steps`` and ``token_seconds`` those of
@@ -29,13 +31,13 @@ class Outlook:
         "to_compute", "token_seconds", "uncached",
     )  # fmt: skip
 
-    def __init__(self, query: Query, table: EngineTable, known: KnownSpeeds | None = None) -> None:
+    def __init__(self, query: Query, table: EngineTable, known: SpeedCache | None = None) -> None:
         """``known`` has what was found for earlier requests of the same table."""
         self._terms: dict[Scorer, Column] = {}
         self.query = query
         self.nothing = np.zeros(len(query.rows))
         self.engines = engines = table.at(query.rows)
-        speeds = (known or KnownSpeeds()).of(table, query.rows, engines, query.now)
+        speeds = (known or SpeedCache()).of(table, query.rows, engines, query.now)
         self.paces, self.steps, self.token_seconds = speeds.paces, speeds.steps, speeds.token_seconds
         self.slowing = engines.decoding * speeds.paces.sequence_seconds
         device, host = query.matches.device[query.rows], query.matches.host[query.rows]

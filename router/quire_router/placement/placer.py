@@ -109,7 +109,7 @@ class Placer:
         return Query(
             prompt_tokens=len(generation.prompt_token_ids),
             output_tokens=generation.params.max_tokens,
-            sequences=generation.params.num_drawn,
+            sequences=generation.params.num_sequences,
             rows=rows,
             matches=matches,
             home=self._home(generation),

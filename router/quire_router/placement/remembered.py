@@ -1,4 +1,4 @@
-"""``Remembered``: what was found of arrays of rows. A fleet hands out the same array until its engines change."""
+"""``ArrayCache``: what was found of arrays of rows. A fleet hands out the same array until its engines change."""
 
 from typing import Generic, TypeVar
 
@@ -10,7 +10,7 @@ MAX_REMEMBERED = 16
 Found = TypeVar("Found")
 
 
-class Remembered(Generic[Found]):
+class ArrayCache(Generic[Found]):
     """By the array itself, so that looking takes no longer for a thousand rows than for one; arrays that can be written
     to are not remembered.
     """

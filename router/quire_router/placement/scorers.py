@@ -2,16 +2,16 @@
 meet there.
 
 A scorer returns seconds, one number for each of the query's rows, and only differences between rows matter. All are
-finite whatever the table holds, as long as that is. One that needs another's asks ``Outlook.term`` for it, and one that
-is zero everywhere is ``Outlook.nothing``: neither takes any time. Another concern, such as the adapters that an engine
-has loaded, is another function here and another entry of ``cost_scorers``.
+finite whatever the table holds, as long as that is. One that needs another's asks ``CandidateView.term`` for it, and
+one that is zero everywhere is ``CandidateView.nothing``: neither takes any time. Another concern, such as the adapters
+that an engine has loaded, is another function here and another entry of ``make_scorers``.
 """
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from quire_router.placement.outlook import Outlook, Scorer
+from quire_router.placement.outlook import CandidateView, Scorer
 from quire_router.placement.query import Query
 from quire_router.placement.settings import PlacementSettings
 from quire_router.placement.table import Column, least, most
@@ -31,7 +31,7 @@ DECODE_WEIGHT = 0.02
 notices."""
 
 
-def cost_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
+def make_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
     """The terms of the policy ``cost``, by name."""
     return {
         "waiting": waiting,
@@ -44,7 +44,7 @@ def cost_scorers(settings: PlacementSettings) -> Mapping[str, Scorer]:
     }
 
 
-def waiting(outlook: Outlook) -> Column:
+def waiting(outlook: CandidateView) -> Column:
     """Until what is pending there is computed: its tokens at that engine's pace, less the time for which the step that
     computes the first of them has been under way.
 
@@ -56,13 +56,13 @@ def waiting(outlook: Outlook) -> Column:
     return engines.pending_tokens * outlook.token_seconds - passed
 
 
-def prefill(outlook: Outlook) -> Column:
+def prefill(outlook: CandidateView) -> Column:
     """Computing what is not cached there of this prompt; a block of the host tier costs a copy."""
     computing = outlook.uncached * outlook.token_seconds + outlook.paces.step_seconds
     return computing if outlook.copies is None else computing + _copying(outlook)
 
 
-def neighbours(outlook: Outlook) -> Column:
+def neighbours(outlook: CandidateView) -> Column:
     """What the sequences that decode there add to each step until this request has its first token; and afterwards,
     what they and its own sequences take from each other, which counts for ``DECODE_WEIGHT``.
     """
@@ -71,7 +71,7 @@ def neighbours(outlook: Outlook) -> Column:
     return (1 + outlook.to_compute * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.slowing
 
 
-def memory(outlook: Outlook) -> Column:
+def memory(outlook: CandidateView) -> Column:
     """Waiting for sequences to end there, where blocks or places are too few for this request.
 
     Nothing is admitted while a sequence is swapped out, so those have to come back first. Sequences are taken to end
@@ -82,7 +82,7 @@ def memory(outlook: Outlook) -> Column:
     return outlook.missing * (TYPICAL_OUTPUT * (outlook.paces.step_seconds + outlook.slowing))
 
 
-def others(outlook: Outlook) -> Column:
+def others(outlook: CandidateView) -> Column:
     """What computing the prompt there costs those that wait: its seconds, for each of them that it delays.
 
     In a queue that is served in order, work delays everyone who comes before the queue is next empty. By Little's law
@@ -98,7 +98,7 @@ def affinity_bound(max_wait: float) -> Scorer:
     engine never wins by it. The idea is llm-d's ``prefix-cache-affinity-filter``.
     """
 
-    def affinity(outlook: Outlook) -> Column:
+    def affinity(outlook: CandidateView) -> Column:
         wait = outlook.term(waiting)
         if (full := outlook.term(memory)) is not outlook.nothing:
             wait = wait + full
@@ -115,7 +115,7 @@ def session(seconds: float) -> Scorer:
     also what the index has not heard of yet.
     """
 
-    def leaving(outlook: Outlook) -> Column:
+    def leaving(outlook: CandidateView) -> Column:
         if outlook.query.home < 0:
             return outlook.nothing
         away = outlook.query.rows != outlook.query.home
@@ -129,11 +129,11 @@ def _delayed(query: Query) -> float:
     return DELAYED * query.queue + STORED_TWICE
 
 
-def _copying(outlook: Outlook) -> Column:
+def _copying(outlook: CandidateView) -> Column:
     return outlook.nothing if outlook.copies is None else outlook.copies * outlook.paces.host_block_seconds
 
 
-def _saved(outlook: Outlook) -> Column:
+def _saved(outlook: CandidateView) -> Column:
     """What the cache is worth there, counted as the scorers count it."""
     own = outlook.cached * outlook.token_seconds - _copying(outlook)
     return (1 + _delayed(outlook.query)) * own + outlook.cached * outlook.steps * outlook.slowing

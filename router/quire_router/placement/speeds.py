@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire_router.placement.likeness import Flags, Paces, alike, recently
-from quire_router.placement.remembered import Remembered
+from quire_router.placement.likeness import Flags, StepTimeColumns, alike, recently
+from quire_router.placement.remembered import ArrayCache
 from quire_router.placement.table import Column, Columns, EngineTable, Rows
 
 STALE = 0.05
@@ -18,13 +18,13 @@ class Speeds:
     full of them, and ``steps`` its part of such a step. ``block_size`` is in tokens, at least one.
     """
 
-    paces: Paces
+    paces: StepTimeColumns
     steps: Column
     token_seconds: Column
     block_size: Column
 
 
-def make_speeds(engines: Columns, stepped: Flags) -> Speeds:
+def compute_speeds(engines: Columns, stepped: Flags) -> Speeds:
     """Of engines of which those in ``stepped`` made a step lately."""
     paces = alike(engines, stepped)
     steps = 1 / np.maximum(engines.step_tokens, 1.0)
@@ -39,20 +39,20 @@ class _Known:
     speeds: Speeds
 
 
-class KnownSpeeds:
+class SpeedCache:
     """Of one table's rows. Computed again ``STALE`` seconds after an engine said something new of itself, and at once
     when one has not made a step for so long that it is no longer believed, or makes one then.
     """
 
     def __init__(self) -> None:
-        self._known: Remembered[_Known] = Remembered()
+        self._known: ArrayCache[_Known] = ArrayCache()
 
     def of(self, table: EngineTable, rows: Rows, engines: Columns, now: float) -> Speeds:
         """The speeds of ``engines``, which are the table's ``rows``."""
         stepped = recently(engines, now)
         known = self._known.of(rows)
         if known is None or self._is_old(known, table, now) or not np.array_equal(stepped, known.stepped):
-            known = self._known.keep(rows, _Known(now, table.version, stepped, make_speeds(engines, stepped)))
+            known = self._known.keep(rows, _Known(now, table.version, stepped, compute_speeds(engines, stepped)))
         return known.speeds
 
     def _is_old(self, known: _Known, table: EngineTable, now: float) -> bool:

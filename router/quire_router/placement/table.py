@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from quire_router.placement.remembered import Remembered
+from quire_router.placement.remembered import ArrayCache
 
 Column = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
@@ -33,7 +33,7 @@ class Pace:
     host_block_seconds: float
 
 
-UNKNOWN_PACE = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=2e-4, host_block_seconds=1e-4)
+DEFAULT_STEP_TIMES = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=2e-4, host_block_seconds=1e-4)
 """What is assumed of an engine that has not told, when none like it has: a small GPU. Equal guesses cancel out in a
 comparison."""
 
@@ -89,9 +89,9 @@ class EngineTable(Columns):
     """One row an engine. A row keeps its number while the engine is known, and is used again afterwards.
 
     The columns are over all rows, and those of load may be written to. What an engine is rather than has in hand
-    changes by ``set_pace`` and ``set_sizes``, and ``version`` counts these changes: what is computed of it alone stays
-    true until then. ``unseen_tokens`` are those of prompts that other routers have sent to some of the engines and that
-    are in no column yet, on average.
+    changes by ``set_step_times`` and ``set_sizes``, and ``version`` counts these changes: what is computed of it alone
+    stays true until then. ``unseen_tokens`` are those of prompts that other routers have sent to some of the engines
+    and that are in no column yet, on average.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class EngineTable(Columns):
         self._rows[engine_id], self.ids[row] = row, engine_id
         self._cells[:, row] = 0.0
         self._paces[row] = None
-        self._write_pace(row, UNKNOWN_PACE, told=False)
+        self._write_pace(row, DEFAULT_STEP_TIMES, told=False)
         self.set_sizes(row, block_size=16, step_tokens=2048)
         return row
 
@@ -145,7 +145,7 @@ class EngineTable(Columns):
             return self._runs.keep(rows, Columns(*self._cells[:, run]))
         return Columns(*self._cells.take(rows, axis=1))
 
-    def set_pace(self, row: int, pace: Pace) -> None:
+    def set_step_times(self, row: int, pace: Pace) -> None:
         """How fast the engine is, from now on, in its own words. It says the same after most steps."""
         if pace != self._paces[row]:
             self._paces[row] = pace
@@ -180,7 +180,7 @@ class EngineTable(Columns):
     def _hold(self, cells: npt.NDArray[np.float64]) -> None:
         """All columns lie in one array, so that reading some rows of all of them is one step."""
         self._cells = cells
-        self._runs: Remembered[Columns] = Remembered()
+        self._runs: ArrayCache[Columns] = ArrayCache()
         super().__init__(*cells)
         for name in _SETTLED:
             getattr(self, name).flags.writeable = False

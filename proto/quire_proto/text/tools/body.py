@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Collection
 
-LONGEST_BODY = 65_536  # characters of a call that can only be told when it has ended
+MAX_CALL_CHARS = 65_536  # characters of a call that can only be told when it has ended
 
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
@@ -29,7 +29,7 @@ def read_body(body: str, names: Collection[str]) -> tuple[str, str] | None:
     return (name, text) if is_object and isinstance(name, str) and name in names else None
 
 
-class ObjectEnd:
+class JsonObjectScanner:
     """Looks for the end of one JSON object in text that comes in pieces, by its brackets alone."""
 
     def __init__(self) -> None:

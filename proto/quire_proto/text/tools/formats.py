@@ -21,7 +21,7 @@ MARKS = {ToolFormat.HERMES: ("<tool_call>", "</tool_call>"), ToolFormat.LLAMA3: 
 _OTHER_FORMATS = ("<function=", "<arg_key>")  # other things than JSON in the marks of Hermes
 
 
-def format_of(template: str) -> ToolFormat | None:
+def detect_tool_format(template: str) -> ToolFormat | None:
     """The format that a chat template writes calls in; None where it is none of these."""
     if BEGIN in template:
         is_json = '"arguments' in template and not any(mark in template for mark in _OTHER_FORMATS)
@@ -29,6 +29,6 @@ def format_of(template: str) -> ToolFormat | None:
     return ToolFormat.LLAMA3 if '"parameters' in template and '"name' in template else None
 
 
-def open_parser(tool_format: ToolFormat, names: Collection[str], *, exact: bool = False) -> ToolParser:
+def new_tool_parser(tool_format: ToolFormat, names: Collection[str], *, exact: bool = False) -> ToolParser:
     """A parser for one output that may call the tools with these names, ``exact`` where a grammar writes its calls."""
     return (HermesParser if tool_format is ToolFormat.HERMES else LlamaParser)(names, exact=exact)

@@ -35,7 +35,7 @@ class Thinking:
     opened: bool = False
 
 
-def call_grammar(
+def tool_call_grammar(
     tool_format: ToolFormat,
     tools: Sequence[Callable],
     *,
@@ -60,9 +60,9 @@ def call_grammar(
     return "\n".join(["%llguidance {}", *rules, _TEXT, *_calls(tool_format, tools, marks)])
 
 
-def schema_at(grammar: str, line: int) -> tuple[str | None, Any] | None:
-    """The schema that stands in a ``line``, counted from 1, of what ``call_grammar`` returned, behind the name of its
-    tool, which is None for that of the reply. None where there is no schema.
+def schema_on_line(grammar: str, line: int) -> tuple[str | None, Any] | None:
+    """The schema that stands in a ``line``, counted from 1, of what ``tool_call_grammar`` returned, behind the name of
+    its tool, which is None for that of the reply. None where there is no schema.
     """
     lines = grammar.split("\n")
     found = _SCHEMA.match(lines[line - 1]) if 0 < line <= len(lines) else None

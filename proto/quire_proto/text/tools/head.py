@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from quire_proto.text.held import Held, Source
 
-LONGEST_HEAD = 512  # characters up to the arguments of a call that is told while it comes
+MAX_HEADER_CHARS = 512  # characters up to the arguments of a call that is told while it comes
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "type", "function", "id", *_ARGUMENTS)
@@ -22,8 +22,8 @@ class Verdict(Enum):
     WHOLE = auto()  # it says what a call says, but not in this order: only the whole of it tells
 
 
-class HeadReader:
-    """Reads the head of a call of one of ``names``, which is ``name`` then: ``LONGEST_HEAD`` characters at most.
+class ToolCallHeaderParser:
+    """Reads the head of a call of one of ``names``, which is ``name`` then: ``MAX_HEADER_CHARS`` characters at most.
     ``taken`` is what was read.
     """
 
@@ -37,10 +37,10 @@ class HeadReader:
     def read(self, source: Source) -> Verdict:
         """What is known now. Reads no more than it needs for that, and not the bracket that begins the arguments."""
         verdict = Verdict.EARLY
-        while verdict is Verdict.EARLY and source.at < len(source.text) and len(self.taken) < LONGEST_HEAD:
-            end = min(len(source.text), source.at + LONGEST_HEAD - len(self.taken))
+        while verdict is Verdict.EARLY and source.at < len(source.text) and len(self.taken) < MAX_HEADER_CHARS:
+            end = min(len(source.text), source.at + MAX_HEADER_CHARS - len(self.taken))
             verdict = self._read_mark(source, end) if self._string is None else self._read_string(source, end)
-        is_long = verdict is Verdict.EARLY and len(self.taken) >= LONGEST_HEAD
+        is_long = verdict is Verdict.EARLY and len(self.taken) >= MAX_HEADER_CHARS
         return Verdict.WHOLE if is_long else verdict
 
     def _read_mark(self, source: Source, end: int) -> Verdict:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from quire_proto.text.held import Expected, Search
-from quire_proto.text.tools.body import LONGEST_BODY
+from quire_proto.text.tools.body import MAX_CALL_CHARS
 from quire_proto.text.tools.parser import ToolParser
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -25,7 +25,7 @@ class HermesParser(ToolParser):
         self._body.push(body)
         if ended:
             self._tell_whole(END)
-        elif self._source.position - self._start == LONGEST_BODY:
+        elif self._source.position - self._start == MAX_CALL_CHARS:
             self._refuse_whole(self._body.take() + self._end_search.take())
 
     def _finish_whole(self) -> None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Collection
 
-from quire_proto.text.held import LONGEST_GAP, Expected, Held
-from quire_proto.text.tools.body import LONGEST_BODY
+from quire_proto.text.held import MAX_MARKER_SPACE, Expected, Held
+from quire_proto.text.tools.body import MAX_CALL_CHARS
 from quire_proto.text.tools.parser import ToolParser
 
 MARK = "<|python_tag|>"
@@ -27,7 +27,7 @@ class LlamaParser(ToolParser):
         self._body.push(source.take(stop if end is None else end))
         if end is not None:
             self._tell_whole()
-        elif source.position - self._start == LONGEST_BODY:
+        elif source.position - self._start == MAX_CALL_CHARS:
             self._finish_whole()
 
     def _finish_whole(self) -> None:
@@ -57,7 +57,7 @@ class LlamaParser(ToolParser):
             return
         source = self._source
         self._between.push(source.take(source.space()))
-        if len(self._between) > LONGEST_GAP:
+        if len(self._between) > MAX_MARKER_SPACE:
             self._go_outside()
         elif source.more():
             self._read_next(source.text[source.at])

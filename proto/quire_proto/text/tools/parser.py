@@ -4,20 +4,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
 from quire_proto.text.held import SPACE, Gap, Held, Search, Source
-from quire_proto.text.pieces import Arguments, CallStart, Content, Piece, joined
-from quire_proto.text.tools.body import LONGEST_BODY, ObjectEnd, read_body
-from quire_proto.text.tools.head import HeadReader, Verdict
+from quire_proto.text.pieces import Arguments, Content, Piece, ToolCallStart, joined
+from quire_proto.text.tools.body import MAX_CALL_CHARS, JsonObjectScanner, read_body
+from quire_proto.text.tools.head import ToolCallHeaderParser, Verdict
 
 
 class ToolParser(ABC):
     """Splits one output that comes in pieces into content and calls of the tools called ``names``.
 
-    What comes out in all does not depend on how the text was cut. A call is told when its arguments begin, and these
-    as they come, as the model writes them. What turns out to be no call, or calls what nobody offered, is content, mark
-    and all. Space between content and a call belongs to neither, but for more of it than ``LONGEST_GAP`` characters,
-    which are content.
+    What comes out in all does not depend on how the text was cut. A call is told when its arguments begin, and these as
+    they come, as the model writes them. What turns out to be no call, or calls what nobody offered, is content, mark
+    and all. Space between content and a call belongs to neither, but for more of it than ``MAX_MARKER_SPACE``
+    characters, which are content.
 
-    No more is held back than one gap and ``LONGEST_BODY`` characters. Text is looked at as it comes, and once more
+    No more is held back than one gap and ``MAX_CALL_CHARS`` characters. Text is looked at as it comes, and once more
     where it was no call; but in what was looked at as the whole of a call and was none, only calls that can be told
     while they come are looked for, lest calls in calls be looked at again and again.
     """
@@ -35,9 +35,9 @@ class ToolParser(ABC):
         self._opening = ""  # the space and the mark before what may be a call
         self._start = 0  # where in the output that begins
         self._refused = 0  # up to where bodies were looked at as a whole, and were none
-        self._head = HeadReader(self._names)
+        self._head = ToolCallHeaderParser(self._names)
         self._body = Held()
-        self._end = ObjectEnd()
+        self._end = JsonObjectScanner()
         self._step: Callable[[], None] = self._outside
 
     def push(self, text: str) -> list[Piece]:
@@ -99,18 +99,18 @@ class ToolParser(ABC):
     def _open(self, opening: str) -> None:
         """A body may begin here, behind ``opening``."""
         self._opening, self._start = opening, self._source.position
-        self._head, self._step = HeadReader(self._names), self._read_head
+        self._head, self._step = ToolCallHeaderParser(self._names), self._read_head
 
     def _read_head(self) -> None:
         verdict = self._head.read(self._source)
         if verdict is Verdict.CALL:
-            self._pieces.append(CallStart(self._head.name))
-            self._called, self._end, self._step = True, ObjectEnd(), self._arguments
+            self._pieces.append(ToolCallStart(self._head.name))
+            self._called, self._end, self._step = True, JsonObjectScanner(), self._arguments
         elif verdict is Verdict.NO_CALL or (verdict is Verdict.WHOLE and (self._exact or self._start < self._refused)):
             self._refuse(self._head.taken.take())
         elif verdict is Verdict.WHOLE:
             self._source.put_back(self._head.taken.take())
-            self._body, self._end, self._step = Held(), ObjectEnd(), self._read_whole
+            self._body, self._end, self._step = Held(), JsonObjectScanner(), self._read_whole
 
     def _arguments(self) -> None:
         source = self._source
@@ -128,7 +128,7 @@ class ToolParser(ABC):
         if call is None:
             self._refuse_whole(body, behind)
         else:
-            self._pieces += [CallStart(call[0]), Arguments(call[1])]
+            self._pieces += [ToolCallStart(call[0]), Arguments(call[1])]
             self._called = True
             self._next()
 
@@ -153,4 +153,4 @@ class ToolParser(ABC):
 
     def _room(self) -> int:
         """Where the text of a body must end that begins where it does."""
-        return min(len(self._source.text), self._source.at + LONGEST_BODY - (self._source.position - self._start))
+        return min(len(self._source.text), self._source.at + MAX_CALL_CHARS - (self._source.position - self._start))

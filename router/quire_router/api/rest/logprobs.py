@@ -12,7 +12,7 @@ from functools import cache
 from typing import Final
 
 from quire_proto.logprobs import TokenLogprobs
-from quire_proto.text.output import OutputText
+from quire_proto.text.output import OutputTextStream
 
 UNLIKELY: Final = -9999.0  # what the OpenAI API says where JSON cannot: minus infinity
 Lists = tuple[str, ...]  # contents of several JSON lists
@@ -54,7 +54,7 @@ class Offsets:
     ``begin``.
     """
 
-    def __init__(self, output: OutputText, begin: int = 0) -> None:
+    def __init__(self, output: OutputTextStream, begin: int = 0) -> None:
         self._output = output
         self.end = begin
 

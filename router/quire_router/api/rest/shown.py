@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
-from quire_proto.text.output import OutputText
+from quire_proto.text.output import OutputTextStream
 
 from quire_router.api.admitted import Admitted
 from quire_router.api.echo import held_back
@@ -119,8 +119,8 @@ class Shown:
             await asyncio.sleep(0)
         return f"[{joined(parts)}]"
 
-    def _open(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputText:
-        return self._text.open_output(prompt, (), skip_special_tokens=generation.skip_special_tokens)
+    def _open(self, generation: GenerationRequest, prompt: Sequence[int]) -> OutputTextStream:
+        return self._text.new_output_stream(prompt, (), skip_special_tokens=generation.skip_special_tokens)
 
 
 def _positions(generation: GenerationRequest, delta: Delta) -> Iterator[tuple[Sequence[int], Sequence[TokenLogprobs]]]:
