@@ -22,11 +22,11 @@ from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
 from quire_router.fleet.combined import discovery_of
 from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.output import LOSSES
+from quire_router.fleet.fleet import EnginePool
+from quire_router.fleet.output import ATTEMPT_FAILURES
 from quire_router.fleet.peers import Peers
-from quire_router.fleet.served import Vocabulary
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.served import ModelIdentity
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -44,16 +44,17 @@ class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
 
     def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
-        metrics.begin(settings.models, LOSSES)
+        metrics.begin(settings.models, ATTEMPT_FAILURES)
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
-        self.fleet = Fleet(
+        self.fleet = EnginePool(
             discovery_of(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
-            LinkSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
+            ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
             assumed=assumed_limits(settings.models),
             vocabularies={
-                name: Vocabulary.of(folder, texts[name].vocabulary_digest) for name, folder in settings.models.items()
+                name: ModelIdentity.of(folder, texts[name].vocabulary_digest)
+                for name, folder in settings.models.items()
             },
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)

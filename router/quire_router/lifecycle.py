@@ -15,7 +15,7 @@ from quire_router import metrics
 from quire_router.admission.limits import Bill, Limits
 from quire_router.admission.tenant import Tenants
 from quire_router.background import BackgroundRequests
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.held import OwnedDeltaStream
@@ -54,7 +54,7 @@ class RequestRunner:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: EnginePool,
         placer: Placer,
         routing: Dispatcher,
         journal: Journal,

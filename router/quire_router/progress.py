@@ -176,7 +176,7 @@ class RequestState:
         """From now on an interruption ends ``outputs``, and pieces come by the shortcut where they can."""
         self._outputs = outputs
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
-            outputs.on_piece = self.pass_on
+            outputs.sink = self.pass_on
 
     def interrupt(self, error: QuireError | None) -> None:
         """Ends the request from outside: with ``error``, or as cancelled. The first interruption counts."""

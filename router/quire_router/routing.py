@@ -13,7 +13,7 @@ from quire_proto.telemetry import Attribute
 from quire_router import metrics
 from quire_router.admission.reason import Reason
 from quire_router.admission.turn import Turns, Waiting
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.generation import GenerationRequest
 from quire_router.placement.explanation import route_attributes
 from quire_router.placement.placer import Placer
@@ -33,7 +33,14 @@ class Dispatcher:
     """
 
     def __init__(
-        self, fleet: Fleet, placer: Placer, turns: Turns, *, policy: str, hold_timeout: float, explain: bool = False
+        self,
+        fleet: EnginePool,
+        placer: Placer,
+        turns: Turns,
+        *,
+        policy: str,
+        hold_timeout: float,
+        explain: bool = False,
     ) -> None:
         self._fleet = fleet
         self._placer = placer

@@ -19,9 +19,9 @@ from statistics import median
 from time import perf_counter, process_time
 
 import uvloop
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.source import KubernetesService
 from quire_router.kube_access import KubeAccess
 
@@ -40,7 +40,9 @@ async def delays(folder: Path) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"new and ready": [], "terminating": [], "known, and becomes ready": []}
     async with kube_api() as server:
         service = KubernetesService(None, "engines", int(port))
-        fleet = Fleet(KubernetesDiscovery(service, KubeAccess(server.kubeconfig(folder))), ["m"], LinkSettings())
+        fleet = EnginePool(
+            KubernetesDiscovery(service, KubeAccess(server.kubeconfig(folder))), ["m"], ConnectionSettings()
+        )
         await fleet.start()
         await until(lambda: server.watching > 0)
         for _ in range(ROUNDS):

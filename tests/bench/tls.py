@@ -15,21 +15,21 @@ from tempfile import TemporaryDirectory
 from quire.v1 import engine_pb2
 from quire_proto.certificates import Certificates
 from quire_proto.tls import ClientTls, ServerTls
-from quire_router.fleet.link import EngineLink
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.link import EngineConnection
+from quire_router.fleet.settings import ConnectionSettings
 
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.scripted_engine import LENGTH, ScriptedEngine, output
 from tests.support.waiting import until
 
-Linked = tuple[ScriptedEngine, EngineLink]
+Linked = tuple[ScriptedEngine, EngineConnection]
 ROUNDS, STEPS, REQUESTS, LINKS = 7, 400, 64, 40
 
 
 @asynccontextmanager
 async def linked(server: ServerTls | None, client: ClientTls | None) -> AsyncIterator[Linked]:
     engine = ScriptedEngine(credentials=None if server is None else Certificates(server).credentials())
-    link = EngineLink(await engine.start(), replace(LinkSettings(), tls=client))
+    link = EngineConnection(await engine.start(), replace(ConnectionSettings(), tls=client))
     link.start()
     try:
         await engine.opened.get()

@@ -6,5 +6,5 @@ from quire_router.fleet.session import Session
 
 def take_all(session: Session, batch: engine_pb2.StepBatch) -> None:
     """Takes a batch's news, and hands its outputs to their requests without letting anybody else have a turn."""
-    for _ in session.take(batch):
+    for _ in session.process_batch(batch):
         pass

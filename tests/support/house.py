@@ -9,8 +9,8 @@ from typing import Any
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason
 from quire_router.admission.queue import Queue, QueueSettings
-from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.fleet import EnginePool
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Journal
@@ -52,7 +52,7 @@ class House:
     """A router's inner rooms and its engines."""
 
     lifecycle: RequestRunner
-    fleet: Fleet
+    fleet: EnginePool
     journal: Journal
     engines: list[ScriptedEngine]
 
@@ -65,7 +65,7 @@ class House:
 
     async def heard(self) -> None:
         """Waits until the router has heard all that the first engine said, and its readers have read it."""
-        (link,) = [each.link for each in self.fleet._engines.values() if each.id == self.engine.address]
+        (link,) = [each.connection for each in self.fleet._engines.values() if each.id == self.engine.address]
         await until(lambda: link.session.sequence == self.engine.sequence)
         for _ in range(10):
             await asyncio.sleep(0)
@@ -107,8 +107,8 @@ async def house(
         await engine.start()
         if ready == 0:
             await engine.stop()
-    settings = LinkSettings(grace=grace, **link)
-    fleet = Fleet(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
+    settings = ConnectionSettings(grace=grace, **link)
+    fleet = EnginePool(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
     await fleet.start()
     queue = Queue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
     fleet.on_room = queue.stir

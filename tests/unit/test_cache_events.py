@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from quire.v1 import engine_pb2 as pb
 from quire_router.fleet import cache_events
 from quire_router.fleet.cache_events import CacheEvents
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.session import SequenceGap, Session
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
@@ -164,13 +164,13 @@ async def test_a_tier_that_is_not_known_here_is_left_out_and_damaged_names_are_c
 
 def test_a_session_that_is_resumed_after_it_was_given_up_is_begun_anew() -> None:
     heard: list[pb.Snapshot | pb.KvEvent] = []
-    session = Session(LinkSettings(), heard.append)
+    session = Session(ConnectionSettings(), heard.append)
     session.begin(pb.Snapshot(generation=1, cached=[stored(1)]))
     take_all(session, pb.StepBatch(sequence=1))
-    session.lose("it was away for too long")
+    session.fail_all("it was away for too long")
     with pytest.raises(SequenceGap):
         session.begin(pb.Snapshot(generation=1, resumed=True, sequence=1))
-    assert session.opening().open.last_sequence == 0
+    assert session.open_request().open.last_sequence == 0
     assert len(heard) == 1
 
 
@@ -179,10 +179,10 @@ async def test_a_fleet_tells_the_index_of_snapshots_events_new_generations_and_l
     engine.cached = [stored(1, 2, 3, 4, 5), stored(6, tier=HOST)]
     address = await engine.start()
     heard: list[CacheEvents] = []
-    fleet = Fleet(
+    fleet = EnginePool(
         StaticDiscovery([address]),
         ["m"],
-        LinkSettings(grace=0.2, refused_grace=0.2),
+        ConnectionSettings(grace=0.2, refused_grace=0.2),
         on_kv_event=lambda engine_id, change, /: heard[0](engine_id, change),
     )
     heard.append(CacheEvents(index, fleet.table))

@@ -17,7 +17,7 @@ from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service import server as server_module
 from quire_engine.service.server import EngineServer, ServerConfig
-from quire_router.fleet.link import EngineLink
+from quire_router.fleet.link import EngineConnection
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 from tests.support.ports import cut_off, free_port
@@ -62,7 +62,8 @@ class Served:
         description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
         self.server = EngineServer(config, self.executor, scheduler, description, SlowSource())
         self.serving = self.server.serve()
-        self.link = EngineLink(f"127.0.0.1:{self.port}")
+        self.load = engine_pb2.Load()
+        self.link = EngineConnection(f"127.0.0.1:{self.port}", on_load=self.load.CopyFrom)
 
     async def probes(self) -> list[int]:
         pages = ("/started", "/ready", "/live")
@@ -124,7 +125,7 @@ async def test_an_engine_whose_port_is_taken_ends_with_its_address(port: str) ->
 async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -> None:
     async with served() as (engine, serving):
         running = asyncio.create_task(engine.tokens("a", 300))
-        await until(lambda: engine.link.load.running > 0)
+        await until(lambda: engine.load.running > 0)
         signal.raise_signal(signal.SIGTERM)
         await until(lambda: not engine.link.ready)
         assert len(await running) == 300
@@ -135,7 +136,7 @@ async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -
 async def test_an_engine_whose_core_fails_while_it_leaves_waits_for_nobody(delay: float) -> None:
     async with served(shutdown_delay=delay) as (engine, serving):
         running = asyncio.create_task(engine.tokens("a", 3000))
-        await until(lambda: engine.link.load.running > 0)
+        await until(lambda: engine.load.running > 0)
         signal.raise_signal(signal.SIGTERM)
         engine.executor.broken = True
         with pytest.raises(ExecutorError):
@@ -156,7 +157,7 @@ async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(mo
     monkeypatch.setattr(server_module, "ROUTER_SILENCE", 0.3)
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):
         hub = engine.server._hub
-        vanishing = EngineLink(f"127.0.0.1:{port}")
+        vanishing = EngineConnection(f"127.0.0.1:{port}")
         vanishing.start()
         try:
             await until(lambda: vanishing.ready)

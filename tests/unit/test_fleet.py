@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_router.fleet.endpoint import Endpoint
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.output import EngineLost
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.placement.namespace import Namespace
 
@@ -17,7 +17,7 @@ from tests.support.announced import Announced
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
-QUICK = LinkSettings(grace=0.05, backoff=0.01)
+QUICK = ConnectionSettings(grace=0.05, backoff=0.01)
 
 
 def submit(request_id: str, **sampled: int) -> engine_pb2.Submit:
@@ -29,16 +29,18 @@ def load(**said: Any) -> engine_pb2.Load:
     return engine_pb2.Load(**said)
 
 
-def counted(fleet: Fleet) -> tuple[float, ...]:
+def counted(fleet: EnginePool) -> tuple[float, ...]:
     """Requests, pending tokens and decoding sequences of the only engine."""
     ((_, row),) = fleet.table
     return fleet.table.requests[row], fleet.table.pending_tokens[row], fleet.table.decoding[row]
 
 
 @asynccontextmanager
-async def fleet_of(*engines: ScriptedEngine, models: Sequence[str] = ("m",), **options: Any) -> AsyncIterator[Fleet]:
+async def fleet_of(
+    *engines: ScriptedEngine, models: Sequence[str] = ("m",), **options: Any
+) -> AsyncIterator[EnginePool]:
     addresses = [await engine.start() for engine in engines]
-    fleet = Fleet(StaticDiscovery(addresses), models, QUICK, **options)
+    fleet = EnginePool(StaticDiscovery(addresses), models, QUICK, **options)
     await fleet.start()
     try:
         yield fleet
@@ -48,7 +50,7 @@ async def fleet_of(*engines: ScriptedEngine, models: Sequence[str] = ("m",), **o
             await engine.stop()
 
 
-async def all_ready(fleet: Fleet, count: int, model: str = "m") -> None:
+async def all_ready(fleet: EnginePool, count: int, model: str = "m") -> None:
     await until(lambda: fleet.ready(model) == count)
 
 
@@ -204,7 +206,7 @@ async def fail_after(moment: Awaitable[object]) -> None:
 async def test_an_engine_that_leaves_the_list_gets_nothing_new_and_finishes_what_it_has() -> None:
     engine, discovery = ScriptedEngine(), Announced()
     address = await engine.start()
-    fleet = Fleet(discovery, ["m"], QUICK)
+    fleet = EnginePool(discovery, ["m"], QUICK)
     await fleet.start()
     discovery.say(Endpoint(address))
     await all_ready(fleet, 1)

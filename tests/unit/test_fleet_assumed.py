@@ -4,7 +4,7 @@ import json
 
 import pytest
 from quire_router.fleet.assumed import assumed_limits
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.limits import ModelLimits
 from quire_router.fleet.static import StaticDiscovery
 
@@ -36,7 +36,7 @@ async def test_the_folder_counts_until_an_engine_has_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     engine = ScriptedEngine(max_model_len=32, vocab_size=99)
     address = await engine.start()
-    fleet = Fleet(StaticDiscovery([address]), ["m"], assumed=assumed_limits({"m": tmp_path}))
+    fleet = EnginePool(StaticDiscovery([address]), ["m"], assumed=assumed_limits({"m": tmp_path}))
     try:
         assert fleet.limits("m") == ModelLimits(64, 100)
         await fleet.start()

@@ -6,11 +6,11 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.fleet.asked import Asked, most_sequences
-from quire_router.fleet.outbox import Outbox
+from quire_router.fleet.asked import ExpectedOutput, max_sequences
+from quire_router.fleet.outbox import CommandQueue
 from quire_router.fleet.output import EngineLost, Output
 from quire_router.fleet.session import Session
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.stream import OutputStream
 
 from tests.support.batches import take_all
@@ -26,7 +26,7 @@ class Wire:
     """A session whose messages the test moves by hand; ``message`` has been sent over it."""
 
     def __init__(self, message: engine_pb2.Submit) -> None:
-        self.session = Session(LinkSettings())
+        self.session = Session(ConnectionSettings())
         self.session.begin(engine_pb2.Snapshot(generation=1))
         self.stream: OutputStream = self.session.submit(message)
         assert self.sent()[0].WhichOneof("command") == "submit"
@@ -37,7 +37,7 @@ class Wire:
     def sent(self) -> list[engine_pb2.SessionRequest]:
         """What has been waiting to be sent to the engine."""
         commands = []
-        while (command := self.session.outbox._pop()) is not None:
+        while (command := self.session.commands._pop()) is not None:
             commands.append(command)
         return commands
 
@@ -321,18 +321,18 @@ def test_as_many_choices_are_expected_as_are_told_and_counted_as_are_made(
     sampling: dict[str, int], told: int, made: int
 ) -> None:
     message = submit(**{"n": 0, **sampling})
-    assert Asked.of(message).positions == dict.fromkeys(range(told), 0)
-    assert most_sequences(message) == made
+    assert ExpectedOutput.of(message).positions == dict.fromkeys(range(told), 0)
+    assert max_sequences(message) == made
 
 
 def test_candidates_come_with_log_probabilities() -> None:
-    assert Asked.of(submit(1, best_of=2)).logprobs
-    assert not Asked.of(submit(2, best_of=2)).logprobs
-    assert Asked.of(submit(2, logprobs=0)).logprobs
+    assert ExpectedOutput.of(submit(1, best_of=2)).logprobs
+    assert not ExpectedOutput.of(submit(2, best_of=2)).logprobs
+    assert ExpectedOutput.of(submit(2, logprobs=0)).logprobs
 
 
 async def test_cancels_of_choices_are_sent_together_and_give_way_to_one_of_the_request() -> None:
-    outbox = Outbox(10)
+    outbox = CommandQueue(10)
     outbox.cancel("a", 1)
     outbox.cancel("a", 0, 1)
     outbox.cancel("b", 2)

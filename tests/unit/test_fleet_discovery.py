@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from quire.v1 import engine_pb2, types_pb2
-from quire_router.fleet.away import TRIES_A_SECOND, Away
+from quire_router.fleet.away import MAX_CONNECTS_PER_SECOND, ReconnectLimiter
 from quire_router.fleet.endpoint import Endpoint
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
-from quire_router.fleet.link import EngineLink
-from quire_router.fleet.outage import Outage
+from quire_router.fleet.link import EngineConnection
+from quire_router.fleet.outage import ConnectFailureLog
 from quire_router.fleet.output import EngineLost
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.source import KubernetesService
 from quire_router.kube_access import KubeAccess
 
@@ -24,7 +24,7 @@ from tests.support.kube_api import endpoint, kube_api, slice_of
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
-QUICK = LinkSettings(grace=0.05, backoff=0.01, silence=600, stall=600)  # an engine that says nothing stays ready
+QUICK = ConnectionSettings(grace=0.05, backoff=0.01, silence=600, stall=600)  # an engine that says nothing stays ready
 
 
 def submit(request_id: str) -> engine_pb2.Submit:
@@ -33,10 +33,12 @@ def submit(request_id: str) -> engine_pb2.Submit:
 
 
 @asynccontextmanager
-async def announced(settings: LinkSettings = QUICK) -> AsyncIterator[tuple[Fleet, Announced, ScriptedEngine, Endpoint]]:
+async def announced(
+    settings: ConnectionSettings = QUICK,
+) -> AsyncIterator[tuple[EnginePool, Announced, ScriptedEngine, Endpoint]]:
     """A fleet that finds what is announced, and an engine that is not yet, with its endpoint."""
     engine, discovery = ScriptedEngine(), Announced()
-    fleet = Fleet(discovery, ["m"], settings)
+    fleet = EnginePool(discovery, ["m"], settings)
     await fleet.start()
     try:
         yield fleet, discovery, engine, Endpoint(await engine.start())
@@ -93,7 +95,7 @@ async def test_an_engine_with_an_open_session_is_chosen_whatever_a_probe_says() 
 
 
 async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
-    patient = LinkSettings(grace=0.05, backoff=600, max_backoff=600)
+    patient = ConnectionSettings(grace=0.05, backoff=600, max_backoff=600)
     async with announced(patient) as (fleet, discovery, engine, there):
         await engine.stop()
         discovery.say(replace(there, ready=False))
@@ -114,12 +116,14 @@ async def test_readiness_that_flaps_makes_no_storm_of_tries() -> None:
         writer.close()
 
     listener = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    link = EngineLink(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", LinkSettings(backoff=600, max_backoff=600))
+    link = EngineConnection(
+        f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", ConnectionSettings(backoff=600, max_backoff=600)
+    )
     link.start()
     await until(lambda: tries > 0)
     first = tries  # a channel may try more than once by itself
     for _ in range(100):
-        link.hurry()
+        link.retry_now()
         await asyncio.sleep(0.005)
     await link.close()
     listener.close()
@@ -148,15 +152,15 @@ async def test_another_engine_at_the_address_of_one_that_left_is_another_engine(
 
 
 def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
-    away, settings = Away(), LinkSettings()
+    away, settings = ReconnectLimiter(), ConnectionSettings()
     with ExitStack() as waiting:
         for _ in range(5000):
             waiting.enter_context(away.waiting())
-        outage = Outage("e:1", settings)
+        outage = ConnectFailureLog("e:1", settings)
         delays = [outage.next_delay(away.spacing) for _ in range(20)]
     assert delays[0] <= settings.backoff  # who is away for a moment only is not made to wait
-    assert 5000 / delays[-1] <= 2 * TRIES_A_SECOND
-    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / TRIES_A_SECOND
+    assert 5000 / delays[-1] <= 2 * MAX_CONNECTS_PER_SECOND
+    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / MAX_CONNECTS_PER_SECOND
     assert outage.next_delay(away.spacing) <= settings.max_backoff
 
 
@@ -167,7 +171,7 @@ async def test_engines_of_a_service_run_what_they_have_to_its_end_while_their_po
         service = KubernetesService(None, "engines", int(port))
         server.put(slice_of("a", [endpoint(host, ready=True)]))
         access = KubeAccess(server.kubeconfig(tmp_path))
-        fleet = Fleet(KubernetesDiscovery(service, access, WatchSettings(backoff=0.001)), ["m"], QUICK)
+        fleet = EnginePool(KubernetesDiscovery(service, access, WatchSettings(backoff=0.001)), ["m"], QUICK)
         await fleet.start()
         await until(lambda: fleet.ready("m") == 1)
         with fleet.dispatch(engine.address, submit("a"), pending_tokens=1) as outputs:

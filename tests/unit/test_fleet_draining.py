@@ -5,20 +5,20 @@ from dataclasses import replace
 
 import pytest
 from quire.v1 import types_pb2
-from quire_router.fleet.link import EngineLink
-from quire_router.fleet.output import DrainExceeded, EngineLeaving, EngineLost
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.link import EngineConnection
+from quire_router.fleet.output import DrainExceeded, EngineDraining, EngineLost
+from quire_router.fleet.settings import ConnectionSettings
 
 from tests.support.scripted_engine import ABORT, ERROR, ScriptedEngine, output
 from tests.support.waiting import until
 from tests.unit.test_fleet_link import linked, rest, submit, submitted
 
-SETTINGS = LinkSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01)
+SETTINGS = ConnectionSettings(grace=0.1, refused_grace=0.1, backoff=0.01, ack_interval=0.01)
 
 STOPPING = types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE, message="The engine is shutting down.")
 
 
-async def drained(engine: ScriptedEngine, link: EngineLink) -> None:
+async def drained(engine: ScriptedEngine, link: EngineConnection) -> None:
     engine.draining = True
     engine.send()
     await until(lambda: not link.ready)
@@ -49,7 +49,7 @@ async def test_an_engine_still_drains_when_its_session_is_resumed() -> None:
 async def test_a_router_that_comes_late_hears_it_first() -> None:
     engine = ScriptedEngine()
     engine.draining = True
-    link = EngineLink(await engine.start(), SETTINGS)
+    link = EngineConnection(await engine.start(), SETTINGS)
     link.start()
     try:
         await until(lambda: link.description is not None and link.session.generation == 1)
@@ -96,7 +96,7 @@ async def test_what_a_leaving_engine_did_not_end_is_told_from_what_another_loses
         refused = await submitted(engine, link, submit("c"))
         engine.draining = True
         engine.send(output("c", [], 0, ERROR, STOPPING))
-        with pytest.raises(EngineLeaving):
+        with pytest.raises(EngineDraining):
             await rest(refused)
         await engine.stop()
         with pytest.raises(DrainExceeded):

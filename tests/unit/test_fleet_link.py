@@ -11,9 +11,9 @@ import pytest
 from quire.v1 import engine_pb2, types_pb2
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason
-from quire_router.fleet.link import OUTPUTS_IN_A_TURN, EngineLink, _in_turns
+from quire_router.fleet.link import OUTPUTS_PER_YIELD, EngineConnection, _yielding_to_loop
 from quire_router.fleet.output import EngineFull, EngineLost, Output
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.stream import OutputStream
 
 from tests.support.batches import take_all
@@ -21,7 +21,7 @@ from tests.support.ports import free_port
 from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
 from tests.support.waiting import until
 
-PATIENT = LinkSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01)
+PATIENT = ConnectionSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01)
 
 
 def submit(
@@ -37,10 +37,10 @@ def submit(
 
 @asynccontextmanager
 async def linked(
-    settings: LinkSettings = PATIENT, engine: ScriptedEngine | None = None, **options: Any
-) -> AsyncIterator[tuple[ScriptedEngine, EngineLink]]:
+    settings: ConnectionSettings = PATIENT, engine: ScriptedEngine | None = None, **options: Any
+) -> AsyncIterator[tuple[ScriptedEngine, EngineConnection]]:
     engine = engine or ScriptedEngine()
-    link = EngineLink(await engine.start(), settings, **options)
+    link = EngineConnection(await engine.start(), settings, **options)
     link.start()
     try:
         await connected(engine)
@@ -65,7 +65,7 @@ async def rest(stream: OutputStream) -> tuple[list[int], Output]:
     return token_ids, last
 
 
-async def submitted(engine: ScriptedEngine, link: EngineLink, message: engine_pb2.Submit) -> OutputStream:
+async def submitted(engine: ScriptedEngine, link: EngineConnection, message: engine_pb2.Submit) -> OutputStream:
     stream = link.submit(message)
     await engine.submit()
     return stream
@@ -120,7 +120,7 @@ async def test_a_broken_stream_is_resumed_and_nobody_notices() -> None:
 
 
 async def test_a_grace_that_was_not_needed_ends_nothing_later() -> None:
-    async with linked(LinkSettings(grace=0.1, backoff=0.01)) as (engine, link):
+    async with linked(ConnectionSettings(grace=0.1, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         await anext(stream)
@@ -147,19 +147,19 @@ async def test_others_have_their_turn_within_a_large_batch_and_it_is_handed_out_
     handed, turns = [], []
 
     def outputs() -> Iterator[None]:
-        for number in range(5 * OUTPUTS_IN_A_TURN):
+        for number in range(5 * OUTPUTS_PER_YIELD):
             handed.append(number)
             yield
 
-    handing = asyncio.create_task(_in_turns(outputs()))
+    handing = asyncio.create_task(_yielding_to_loop(outputs()))
     while not handing.done():
         await asyncio.sleep(0)
         turns.append(len(handed))
         if interrupted and len(turns) == 2:
             handing.cancel()
     assert handing.cancelled() == interrupted
-    assert handed == [*range(5 * OUTPUTS_IN_A_TURN)]
-    assert turns[0] == OUTPUTS_IN_A_TURN
+    assert handed == [*range(5 * OUTPUTS_PER_YIELD)]
+    assert turns[0] == OUTPUTS_PER_YIELD
 
 
 async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:
@@ -211,7 +211,7 @@ async def test_an_engine_that_forgot_the_session_gives_back_what_it_ran() -> Non
 
 
 async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None:
-    async with linked(LinkSettings(grace=0.05, backoff=0.01)) as (engine, link):
+    async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         await engine.stop()
         with pytest.raises(EngineLost):
@@ -222,7 +222,7 @@ async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None
 
 
 async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> None:
-    async with linked(LinkSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
+    async with linked(ConnectionSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         await engine.stop()
         async with asyncio.timeout(10):
@@ -232,7 +232,7 @@ async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> No
 
 async def test_an_engine_that_falls_silent_gets_no_new_work_until_it_speaks_again() -> None:
     changes: list[None] = []
-    settings = LinkSettings(silence=0.05, stall=3600)
+    settings = ConnectionSettings(silence=0.05, stall=3600)
     async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
         await submitted(engine, link, submit("a"))
         changes.clear()
@@ -245,7 +245,7 @@ async def test_an_engine_that_falls_silent_gets_no_new_work_until_it_speaks_agai
 
 
 async def test_a_stream_that_stays_silent_is_left_for_a_new_one() -> None:
-    async with linked(LinkSettings(silence=0.02, stall=0.05, grace=30, backoff=0.01)) as (engine, link):
+    async with linked(ConnectionSettings(silence=0.02, stall=0.05, grace=30, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         await until(lambda: link.session.sequence == 1)
@@ -255,7 +255,7 @@ async def test_a_stream_that_stays_silent_is_left_for_a_new_one() -> None:
 
 
 async def test_an_engine_without_requests_may_be_silent() -> None:
-    async with linked(LinkSettings(silence=0.01, stall=0.02)) as (engine, link):
+    async with linked(ConnectionSettings(silence=0.01, stall=0.02)) as (engine, link):
         await asyncio.sleep(0.1)
         assert link.ready
         assert engine.opened.empty()
@@ -263,18 +263,18 @@ async def test_an_engine_without_requests_may_be_silent() -> None:
 
 async def test_an_engine_that_is_still_starting_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire_router")
-    assert await levels_told(LinkSettings(backoff=0.001, max_backoff=0.001), caplog, 1) == [logging.INFO]
+    assert await levels_told(ConnectionSettings(backoff=0.001, max_backoff=0.001), caplog, 1) == [logging.INFO]
 
 
 async def test_an_engine_that_does_not_come_is_a_reason_to_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "quire_router")
-    settings = LinkSettings(backoff=0.001, max_backoff=0.001, start_patience=0.05)
+    settings = ConnectionSettings(backoff=0.001, max_backoff=0.001, start_patience=0.05)
     assert await levels_told(settings, caplog, 2) == [logging.INFO, logging.WARNING]
 
 
-async def levels_told(settings: LinkSettings, caplog: pytest.LogCaptureFixture, lines: int) -> list[int]:
+async def levels_told(settings: ConnectionSettings, caplog: pytest.LogCaptureFixture, lines: int) -> list[int]:
     """What a link says of an engine that was never there, and that it goes on trying in silence."""
-    link = EngineLink(f"127.0.0.1:{free_port()}", settings)
+    link = EngineConnection(f"127.0.0.1:{free_port()}", settings)
     link.start()
     await until(lambda: len(told(caplog)) == lines)
     await asyncio.sleep(0.1)
@@ -287,7 +287,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:
-    async with linked(LinkSettings(grace=0.05, backoff=0.01)) as (engine, link):
+    async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         await anext(stream)
@@ -325,7 +325,7 @@ async def test_a_request_that_ended_before_it_came_again_is_cancelled() -> None:
 
 
 async def test_only_so_many_requests_are_kept_to_be_sent_again() -> None:
-    async with linked(replace(PATIENT, max_unheard=1)) as (engine, link):
+    async with linked(replace(PATIENT, max_unconfirmed=1)) as (engine, link):
         engine.send()
         first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
         await until(lambda: link.session.sequence == 1)
@@ -426,7 +426,7 @@ async def test_an_aborted_output_ends_with_what_had_come() -> None:
 
 
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
-    async with linked(LinkSettings(slow_client_timeout=0.02)) as (engine, link):
+    async with linked(ConnectionSettings(slow_client_timeout=0.02)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         assert (await engine.cancel()).request_id == "a"
@@ -436,7 +436,7 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
 
 
 async def test_a_client_that_reads_is_not_cut_off_however_long_it_takes() -> None:
-    async with linked(LinkSettings(slow_client_timeout=0.02)) as (engine, link):
+    async with linked(ConnectionSettings(slow_client_timeout=0.02)) as (engine, link):
         stream = await submitted(engine, link, submit("a"))
         engine.send(output("a", [1], 0))
         await anext(stream)
@@ -490,7 +490,7 @@ async def test_an_engine_that_takes_no_more_requests_says_so_before_anything_els
 
 
 async def test_requests_that_cannot_even_be_sent_are_too_many() -> None:
-    async with linked(LinkSettings(max_unsent=2)) as (_, link):
+    async with linked(ConnectionSettings(max_unsent=2)) as (_, link):
         link.submit(submit("a"))
         link.submit(submit("b"))
         with pytest.raises(EngineFull):
@@ -545,21 +545,22 @@ async def test_an_abort_that_nobody_asked_for_gives_the_request_back() -> None:
 
 
 async def test_batches_are_acknowledged_by_number_and_by_time() -> None:
-    async with linked(LinkSettings(ack_batches=3, ack_interval=60)) as (engine, _):
+    async with linked(ConnectionSettings(ack_batches=3, ack_interval=60)) as (engine, _):
         for _ in range(3):
             engine.send()
         assert await engine.ack() == 3
-    async with linked(LinkSettings(ack_batches=1000, ack_interval=0.01)) as (engine, _):
+    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=0.01)) as (engine, _):
         engine.send()
         assert await engine.ack() == 1
 
 
 async def test_load_is_what_the_last_batch_said() -> None:
-    async with linked() as (engine, link):
+    load = engine_pb2.Load()
+    async with linked(on_load=load.CopyFrom) as (engine, _):
         engine.send(load=engine_pb2.Load(running=3, blocks_free=7))
         engine.send(load=engine_pb2.Load(running=4, blocks_free=6))
-        await until(lambda: link.load.running == 4)
-        assert link.load.blocks_free == 6
+        await until(lambda: load.running == 4)
+        assert load.blocks_free == 6
 
 
 async def test_kv_events_are_counted_and_reported_after_the_snapshot_they_change() -> None:

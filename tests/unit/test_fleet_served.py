@@ -16,8 +16,8 @@ from quire_proto.text.vocabulary import (
     folder_vocabulary_digest,
     vocabulary_digest,
 )
-from quire_router.fleet.fleet import Fleet
-from quire_router.fleet.served import Vocabulary
+from quire_router.fleet.fleet import EnginePool
+from quire_router.fleet.served import ModelIdentity
 from quire_router.fleet.static import StaticDiscovery
 from tokenizers import Tokenizer, models
 
@@ -25,15 +25,15 @@ from tests.support.model_folders import byte_level, sentencepiece_like, write_mo
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.waiting import until
 
-OURS = Vocabulary(Path("/models/ours"), b"o" * DIGEST_BYTES)
+OURS = ModelIdentity(Path("/models/ours"), b"o" * DIGEST_BYTES)
 
 
 async def told_of(
-    caplog: pytest.LogCaptureFixture, engine: ScriptedEngine, ready: Mapping[str, int], ours: Vocabulary = OURS
+    caplog: pytest.LogCaptureFixture, engine: ScriptedEngine, ready: Mapping[str, int], ours: ModelIdentity = OURS
 ) -> list[str]:
     """What the router says above information of an engine, after the models came to have so many engines."""
     caplog.set_level(logging.INFO)
-    fleet = Fleet(StaticDiscovery([await engine.start()]), ready, vocabularies={"m": ours})
+    fleet = EnginePool(StaticDiscovery([await engine.start()]), ready, vocabularies={"m": ours})
     await fleet.start()
     try:
         await until(lambda: "is connected" in caplog.text)
@@ -71,7 +71,7 @@ async def test_an_engine_with_other_tokens_is_left_out_and_named(caplog: pytest.
 async def test_an_engine_of_another_model_with_the_same_tokens_is_left_out_and_named(
     told: dict[str, object], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = Vocabulary(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
+    ours = ModelIdentity(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
     engine = ScriptedEngine(tokenizer_digest=ours.digest, **told)
     (line,) = await told_of(caplog, engine, {"m": 0}, ours)
     assert line.startswith(f"ERROR engine {engine.address} serves 'm' with {words}")
@@ -79,7 +79,7 @@ async def test_an_engine_of_another_model_with_the_same_tokens_is_left_out_and_n
 
 
 async def test_an_engine_that_does_not_tell_what_a_later_one_does_serves(caplog: pytest.LogCaptureFixture) -> None:
-    ours = Vocabulary(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
+    ours = ModelIdentity(OURS.folder, OURS.digest, config_digest=b"c" * DIGEST_BYTES, size=1000)
     assert await told_of(caplog, ScriptedEngine(tokenizer_digest=ours.digest), {"m": 1}, ours) == []
 
 
@@ -113,7 +113,7 @@ def test_a_folder_that_does_not_tell_its_sizes_is_compared_with_nothing(content:
     assert folder_config_digest(tmp_path) == b""
     (tmp_path / "config.json").write_text(content)
     assert folder_config_digest(tmp_path) == b""
-    assert Vocabulary.of(tmp_path, OURS.digest).config_digest == b""
+    assert ModelIdentity.of(tmp_path, OURS.digest).config_digest == b""
 
 
 async def test_an_engine_of_some_of_the_models_is_none_to_warn_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2, types_pb2
-from quire_router.fleet.outbox import Outbox
+from quire_router.fleet.outbox import CommandQueue
 from quire_router.fleet.output import EngineFull
 from quire_router.fleet.session import Session
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.stream import OutputStream
 
 from tests.support.batches import take_all
@@ -43,11 +43,11 @@ steps = st.lists(st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)), min
 @settings(deadline=None)
 def test_each_token_is_delivered_once_and_in_order(lengths: list[dict[str, int]], data: st.DataObject) -> None:
     async def run() -> None:
-        session = Session(LinkSettings())
+        session = Session(ConnectionSettings())
         session.begin(engine_pb2.Snapshot(generation=1))
         streams = {name: session.submit(submit(name)) for name in NAMES}
-        while session.outbox.holds("c"):
-            await session.outbox.next()
+        while session.commands.has_submit("c"):
+            await session.commands.next()
         read: dict[str, list[int]] = {name: [] for name in NAMES}
         script = list(batches(lengths))
         for batch in script:
@@ -80,7 +80,7 @@ def submit(name: str) -> engine_pb2.Submit:
 
 
 async def test_cancels_overtake_submits_and_only_the_newest_ack_is_sent() -> None:
-    outbox = Outbox(10)
+    outbox = CommandQueue(10)
     outbox.submit(submit("a"))
     outbox.ack(1)
     outbox.ack(2)
@@ -91,7 +91,7 @@ async def test_cancels_overtake_submits_and_only_the_newest_ack_is_sent() -> Non
 
 
 async def test_the_way_to_an_engine_is_bounded() -> None:
-    outbox = Outbox(2)
+    outbox = CommandQueue(2)
     outbox.submit(submit("a"))
     outbox.submit(submit("b"))
     with pytest.raises(EngineFull):

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from quire_proto.certificates import Certificates
 from quire_proto.tls import CertKeyFiles, ClientTls, ServerTls
-from quire_router.fleet.link import EngineLink
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.link import EngineConnection
+from quire_router.fleet.settings import ConnectionSettings
 
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
 from tests.support.waiting import until
 from tests.unit.test_fleet_link import rest, submit, submitted
 
-Meeting = tuple[ScriptedEngine, EngineLink]
-QUICK = LinkSettings(backoff=0.01, max_backoff=0.02, connect_timeout=5)
+Meeting = tuple[ScriptedEngine, EngineConnection]
+QUICK = ConnectionSettings(backoff=0.01, max_backoff=0.02, connect_timeout=5)
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +55,10 @@ def client(authority: Authority) -> ClientTls:
 @asynccontextmanager
 async def meeting(
     server: ServerTls | None, client: ClientTls | None
-) -> AsyncIterator[tuple[ScriptedEngine, EngineLink]]:
+) -> AsyncIterator[tuple[ScriptedEngine, EngineConnection]]:
     """A link to an engine, each with its own idea of TLS."""
     engine = ScriptedEngine(credentials=None if server is None else Certificates(server).credentials())
-    link = EngineLink(await engine.start(), replace(QUICK, tls=client))
+    link = EngineConnection(await engine.start(), replace(QUICK, tls=client))
     link.start()
     try:
         yield engine, link
@@ -67,7 +67,7 @@ async def meeting(
         await engine.stop()
 
 
-async def warning_of(link: EngineLink, caplog: pytest.LogCaptureFixture) -> str:
+async def warning_of(link: EngineConnection, caplog: pytest.LogCaptureFixture) -> str:
     """What the link warns of. It is not patient with it, as it is with engines that start."""
     assert link.settings.start_patience > 60
     await until(lambda: any(record.levelno == logging.WARNING for record in caplog.records))
@@ -174,7 +174,7 @@ async def test_nothing_but_handshakes_is_ever_sent(client: ClientTls, caplog: py
         writer.close()
 
     listener = await asyncio.start_server(answer, "127.0.0.1", 0)
-    link = EngineLink(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", replace(QUICK, tls=client))
+    link = EngineConnection(f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", replace(QUICK, tls=client))
     link.start()
     try:
         await until(lambda: len(begun) >= 6)

@@ -19,9 +19,9 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_router.admission.turn import Waiting
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.ledger import Ledger
-from quire_router.fleet.outbox import Outbox
+from quire_router.fleet.outbox import CommandQueue
 from quire_router.fleet.session import Session
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Journal
@@ -49,7 +49,7 @@ class DirectLink:
 
     def __init__(self, engine: ContractEngine) -> None:
         self.engine = engine
-        self.session = Session(LinkSettings(slow_client_timeout=3600))
+        self.session = Session(ConnectionSettings(slow_client_timeout=3600))
         self.session.begin(engine_pb2.Snapshot(generation=engine.generation))
         self.load = engine_pb2.Load()
 
@@ -57,7 +57,7 @@ class DirectLink:
         return self.session.submit(message)
 
     def deliver_commands(self) -> None:
-        for command in waiting(self.session.outbox):
+        for command in waiting(self.session.commands):
             self.engine.receive(command)
 
     def step(self, counts: dict[int, int]) -> None:
@@ -77,12 +77,12 @@ class DirectLink:
 
     def gap(self) -> None:
         """A batch is lost for good, so what came of it cannot be trusted, and a new session begins."""
-        self.session.forget()
+        self.session.invalidate()
         self.engine.batches = []
         self.session.begin(engine_pb2.Snapshot(generation=self.engine.generation))
 
 
-def waiting(outbox: Outbox) -> Iterator[engine_pb2.SessionRequest]:
+def waiting(outbox: CommandQueue) -> Iterator[engine_pb2.SessionRequest]:
     """Takes out what can be had without waiting."""
     while True:
         taking = outbox.next()
@@ -199,7 +199,7 @@ class Play:
         elif event == "replay":
             link.replay(self.data.draw(st.integers(0, 3), label="batches"))
         elif event == "lost commands":
-            list(waiting(link.session.outbox))
+            list(waiting(link.session.commands))
             link.replay(0)
         elif event == "restart":
             link.restart()
@@ -227,7 +227,7 @@ class Play:
         assert self.link.session.in_flight == 0
         self.link.replay(0)
         if self.everything_was_heard:
-            assert not list(waiting(self.link.session.outbox)), "what has ended is cancelled again"
+            assert not list(waiting(self.link.session.commands)), "what has ended is cancelled again"
         record = await self.journal.read("r")
         assert record is not None
         for index, choice in enumerate(record.choices):

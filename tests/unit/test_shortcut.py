@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.fleet.asked import Asked
+from quire_router.fleet.asked import ExpectedOutput
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, GenerationRequest
@@ -98,14 +98,14 @@ def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
 
 
 async def open_stream() -> OutputStream:
-    asked = Asked({0: 0}, 10)
+    asked = ExpectedOutput({0: 0}, 10)
     return OutputStream("r", asked, on_cancel=lambda *_: None, slow_client_timeout=60)
 
 
 def test_only_a_reader_that_waits_is_passed_by() -> None:
     async def scenario() -> None:
         stream, passed = await open_stream(), list[list[int]]()
-        stream.on_piece = lambda piece: passed.append(piece.token_ids) is None
+        stream.sink = lambda piece: passed.append(piece.token_ids) is None
         stream.push(Output([1], 0))
         assert not passed, "nobody waits yet, so the reader has something to read"
         assert (await anext(stream)).token_ids == [1]
@@ -114,9 +114,9 @@ def test_only_a_reader_that_waits_is_passed_by() -> None:
         stream.push(Output([2], 1))
         stream.push(Output([2, 3], 1))
         assert passed == [[2], [3]]
-        stream.on_piece = lambda _: False
+        stream.sink = lambda _: False
         stream.push(Output([4], 3))
-        stream.on_piece = lambda piece: passed.append(piece.token_ids) is None
+        stream.sink = lambda piece: passed.append(piece.token_ids) is None
         stream.push(Output([5], 4))
         assert (await reading).token_ids == [4, 5], "a piece behind one that is unread waits with it"
         assert passed == [[2], [3]]
@@ -131,7 +131,7 @@ def test_a_writer_that_fails_ends_its_request_alone() -> None:
         def fail(_piece: Output) -> bool:
             raise ValueError("not the link's")
 
-        stream.on_piece = fail
+        stream.sink = fail
         reading = asyncio.create_task(anext(stream))
         await settle()
         stream.push(Output([1], 0))

@@ -15,10 +15,10 @@ from quire_router.fleet import fleet as fleets
 from quire_router.fleet.combined import CombinedDiscovery
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.fleet import Fleet
+from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.peers import Peers, PeerSettings
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 from quire_router.supervise import failing_tasks, supervise
@@ -189,10 +189,10 @@ async def found_engine() -> AsyncIterator[tuple[ScriptedEngine, Announced, Endpo
 
 async def test_discovery_goes_on_after_whatever_went_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     before = restarts("engine discovery")
-    monkeypatch.setattr(Fleet, "_update", failing_once(Fleet._update))
+    monkeypatch.setattr(EnginePool, "_update", failing_once(EnginePool._update))
     async with found_engine() as (_, announced, there):
         source = CombinedDiscovery({"announced": announced})
-        fleet = Fleet(source, ["m"], LinkSettings(backoff=0.01))
+        fleet = EnginePool(source, ["m"], ConnectionSettings(backoff=0.01))
         await fleet.start()
         announced.say(there)
         await until(lambda: fleet.ready("m") == 1)
@@ -203,16 +203,16 @@ async def test_discovery_goes_on_after_whatever_went_wrong(monkeypatch: pytest.M
 async def test_one_engine_that_cannot_be_taken_in_does_not_keep_out_the_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    connect = Fleet._connect
+    connect = EnginePool._connect
 
-    def picky(self: Fleet, address: str) -> None:
+    def picky(self: EnginePool, address: str) -> None:
         if address == "127.0.0.1:1":
             raise ZeroDivisionError
         connect(self, address)
 
-    monkeypatch.setattr(Fleet, "_connect", picky)
+    monkeypatch.setattr(EnginePool, "_connect", picky)
     async with found_engine() as (_, announced, there):
-        fleet = Fleet(announced, ["m"], LinkSettings(backoff=0.01))
+        fleet = EnginePool(announced, ["m"], ConnectionSettings(backoff=0.01))
         await fleet.start()
         announced.say(Endpoint("127.0.0.1:1"), there)
         await until(lambda: fleet.ready("m") == 1)

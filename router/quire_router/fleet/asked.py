@@ -9,7 +9,7 @@ _ANY = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExpectedOutput:
     """The choices that are to be run, and at which position of its output each goes on; each has at most
     ``max_tokens``, each below ``vocabulary``. ``logprobs`` tells whether tokens come with log-probabilities, and
     ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none.
@@ -22,7 +22,7 @@ class Asked:
     vocabulary: int = _ANY
 
     @property
-    def goes_on(self) -> bool:
+    def is_resumed(self) -> bool:
         """Whether another engine has made a part of it already."""
         return any(self.positions.values())
 
@@ -39,13 +39,13 @@ class Asked:
         )
 
 
-def most_sequences(message: engine_pb2.Submit) -> int:
+def max_sequences(message: engine_pb2.Submit) -> int:
     """How many sequences the engine decodes for the request at once."""
     return message.sampling.beam_width or len(_positions(message))
 
 
 def _positions(message: engine_pb2.Submit) -> dict[int, int]:
-    positions = dict.fromkeys(range(_told(message.sampling)), 0)
+    positions = dict.fromkeys(range(_num_choices(message.sampling)), 0)
     positions[0] = len(message.output_token_ids)
     for delivered in message.delivered:
         if delivered.finished:
@@ -55,6 +55,6 @@ def _positions(message: engine_pb2.Submit) -> dict[int, int]:
     return positions
 
 
-def _told(sampling: types_pb2.SamplingParams) -> int:
+def _num_choices(sampling: types_pb2.SamplingParams) -> int:
     """The choices that are told: of a search only the best, of draws every one."""
     return max(1, sampling.n) if sampling.beam_width else sampling.best_of or max(1, sampling.n)

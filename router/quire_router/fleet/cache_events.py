@@ -36,7 +36,7 @@ class _Change:
 
 
 class CacheEvents:
-    """Is a ``FleetKvListener``: ``Fleet(..., on_kv_event=CacheEvents(index, table))`` is all that it takes, where
+    """Is a ``EngineKvListener``: ``EnginePool(..., on_kv_event=CacheEvents(index, table))`` is all that it takes, where
     ``table`` is the fleet's. Must be called on the event loop.
 
     A snapshot takes the place of all that is known of an engine, and an empty one says that nothing is known any more:

@@ -8,8 +8,8 @@ from quire.v1 import engine_pb2
 from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.ledger import LedgerEntry
-from quire_router.fleet.link import EngineLink
-from quire_router.fleet.served import Served
+from quire_router.fleet.link import EngineConnection
+from quire_router.fleet.served import ModelMatcher
 from quire_router.fleet.stream import OutputStream
 from quire_router.placement.namespace import Namespace
 
@@ -19,10 +19,10 @@ class Engine:
     are believed.
     """
 
-    def __init__(self, link: EngineLink, account: Account, served: Served | None = None) -> None:
-        self.link = link
-        self.account = account
-        self._served = served
+    def __init__(self, link: EngineConnection, account: Account, served: ModelMatcher | None = None) -> None:
+        self.connection = link
+        self.load = account
+        self._model_matcher = served
         self.endpoint = Endpoint(link.address)
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
@@ -32,57 +32,57 @@ class Engine:
     @property
     def id(self) -> str:
         """Its address."""
-        return self.link.address
+        return self.connection.address
 
     @property
     def row(self) -> int:
         """Where it stands in the table."""
-        return self.account.row
+        return self.load.row
 
     @property
     def in_flight(self) -> int:
         """Requests of this router there."""
-        return self.account.own[0]
+        return self.load.own[0]
 
     @property
     def models(self) -> frozenset[str]:
         """The names under which it serves its model; engines that are away keep their word."""
-        self._look()
+        self._refresh()
         return self._models
 
     @property
     def namespace(self) -> Namespace | None:
         """Which names its blocks have; None until it has said what it is."""
-        self._look()
+        self._refresh()
         return self._namespace
 
-    def take(self, endpoint: Endpoint) -> None:
+    def update(self, endpoint: Endpoint) -> None:
         """What discovery says of it now. One that was not ready and is has just begun to listen."""
         if endpoint.ready and not self.endpoint.ready:
-            self.link.hurry()
+            self.connection.retry_now()
         self.endpoint = endpoint
         self.retired = endpoint.terminating
 
     def can_run(self, model: str) -> bool:
         """Whether it would run a request for the model now."""
-        return self.link.ready and not self.retired and model in self.models
+        return self.connection.ready and not self.retired and model in self.models
 
-    def _look(self) -> None:
-        description = self.link.description
+    def _refresh(self) -> None:
+        description = self.connection.description
         if description is None or description is self._description:
             return
         self._description = description
         told = frozenset(description.served_model_names)
-        self._models = told if self._served is None else self._served.names_of(self.id, description)
+        self._models = told if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
         self._namespace = Namespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
-        self.account.describe(description)
+        self.load.describe(description)
 
 
 class Dispatch:
     """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, by whatever
     way, gives the count back, cancels what has not ended and calls ``on_release``.
 
-    Entering raises what ``EngineLink.submit`` raises, and then nothing is counted.
+    Entering raises what ``EngineConnection.submit`` raises, and then nothing is counted.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Dispatch:
         self._entry: LedgerEntry | None = None
 
     def __enter__(self) -> OutputStream:
-        self._outputs = self._engine.link.submit(self._message)
+        self._outputs = self._engine.connection.submit(self._message)
         self._entry = self._begin()
         self._outputs.on_first = self._entry.hear
         return self._outputs

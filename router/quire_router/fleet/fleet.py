@@ -13,19 +13,19 @@ from quire.v1 import engine_pb2
 
 from quire_router import metrics
 from quire_router.fleet.account import Account
-from quire_router.fleet.asked import most_sequences
-from quire_router.fleet.away import Away
+from quire_router.fleet.asked import max_sequences
+from quire_router.fleet.away import ReconnectLimiter
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
 from quire_router.fleet.limits import ModelLimits
-from quire_router.fleet.link import EngineLink
+from quire_router.fleet.link import EngineConnection
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.paced import Paced
 from quire_router.fleet.room import has_room, has_spare_room
-from quire_router.fleet.served import Served, Vocabulary
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.served import ModelIdentity, ModelMatcher
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.placement.namespace import Namespace
 from quire_router.placement.table import EngineTable, Rows
 from quire_router.supervise import SupervisedTask, supervise
@@ -33,7 +33,7 @@ from quire_router.supervise import SupervisedTask, supervise
 log = logging.getLogger(__name__)
 
 
-class FleetKvListener(Protocol):
+class EngineKvListener(Protocol):
     """Hears of every change of every engine's prefix cache."""
 
     def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
@@ -41,7 +41,7 @@ class FleetKvListener(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Able:
+class _Candidates:
     """The engines that can run a model now, their accounts and their rows."""
 
     engines: tuple[Engine, ...]
@@ -49,7 +49,7 @@ class _Able:
     rows: Rows
 
 
-class Fleet:
+class EnginePool:
     """The engines of one router. ``models`` are the names that requests can ask for.
 
     An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
@@ -62,52 +62,52 @@ class Fleet:
         self,
         discovery: Discovery,
         models: Iterable[str],
-        settings: LinkSettings | None = None,
+        settings: ConnectionSettings | None = None,
         *,
-        on_kv_event: FleetKvListener | None = None,
+        on_kv_event: EngineKvListener | None = None,
         on_room: Callable[[], None] = lambda: None,
         room_seconds: float = ROOM_SECONDS,
         table: EngineTable | None = None,
         assumed: Mapping[str, ModelLimits] | None = None,
-        vocabularies: Mapping[str, Vocabulary] | None = None,
+        vocabularies: Mapping[str, ModelIdentity] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_room = on_room
-        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self._tell_room)
+        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self._notify_capacity)
         self._discovery = discovery
-        self._settings = settings or LinkSettings()
+        self._settings = settings or ConnectionSettings()
         self._models = tuple(models)
-        self._served = Served(self._models, vocabularies)
+        self._model_matcher = ModelMatcher(self._models, vocabularies)
         self.on_kv_event = on_kv_event
-        self._away = Away()
+        self._reconnect_limiter = ReconnectLimiter()
         self._engines: dict[str, Engine] = {}
         self._by_row: dict[int, Engine] = {}
-        self._able: dict[str, _Able] = {}
+        self._candidates_by_model: dict[str, _Candidates] = {}
         self._limits = dict(assumed or {})
-        self._untold: set[str] = set()  # the models whose limits may have changed
+        self._stale_limits: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
-        self._telling = Paced(self._tell_change)
-        self._following: SupervisedTask | None = None
+        self._throttled_notify = Paced(self._notify)
+        self._discovery_task: SupervisedTask | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Begins to find and to connect engines; never waits for one."""
-        self._following = supervise("engine discovery", self._follow)
+        self._discovery_task = supervise("engine discovery", self._watch_discovery)
         self._on_change()  # that there is none yet is to be told too
 
     async def close(self) -> None:
         """Closes every link; what is in flight there is given back with ``EngineLost``."""
-        if self._following is not None:
-            await self._following.stop()
+        if self._discovery_task is not None:
+            await self._discovery_task.stop()
         engines = list(self._engines.values())
         for engine in engines:
             engine.retired = True
-        await asyncio.gather(*(engine.link.close() for engine in engines))
+        await asyncio.gather(*(engine.connection.close() for engine in engines))
         for engine in engines:
-            self._release(engine)
+            self._remove_if_idle(engine)
         await asyncio.gather(*self._closing)
-        self._able.clear()
-        self._telling.call()
+        self._candidates_by_model.clear()
+        self._throttled_notify.call()
 
     # What can run where
 
@@ -115,11 +115,11 @@ class Fleet:
         """The rows of the engines that can run the model now, in the order in which they were found. Not to be written
         to; the same array until that changes.
         """
-        return self._able_to(model).rows
+        return self._candidates(model).rows
 
     def ready(self, model: str) -> int:
         """How many engines can run the model now."""
-        return len(self._able_to(model).engines)
+        return len(self._candidates(model).engines)
 
     def namespace(self, row: int) -> Namespace:
         """The names that blocks have on one of the engines of ``rows``."""
@@ -134,18 +134,18 @@ class Fleet:
 
     def has_room(self, model: str) -> bool:
         """Whether some engine could begin with a request for the model soon."""
-        return has_room(self._able_to(model).accounts)
+        return has_room(self._candidates(model).accounts)
 
     def has_spare_room(self, model: str) -> bool:
         """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
-        return has_spare_room(self._able_to(model).accounts)
+        return has_spare_room(self._candidates(model).accounts)
 
     def limits(self, model: str) -> ModelLimits | None:
         """The model's limits as engines told them, also after they went away. While none has told they are those that
         are ``assumed``, or None.
         """
-        if model in self._untold:
-            self._remember_limits(model)
+        if model in self._stale_limits:
+            self._update_limits(model)
         return self._limits.get(model)
 
     async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool
@@ -167,87 +167,87 @@ class Fleet:
         engine = self._engines.get(engine_id)
         if engine is None:
             raise EngineLost("the engine has left the fleet")
-        sequences = most_sequences(message)
+        sequences = max_sequences(message)
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences)
-        return Dispatch(engine, message, begin, self._released)
+        return Dispatch(engine, message, begin, self._on_release)
 
-    def _released(self, engine: Engine) -> None:
-        self._release(engine)
-        self._tell_room()
+    def _on_release(self, engine: Engine) -> None:
+        self._remove_if_idle(engine)
+        self._notify_capacity()
 
-    def _tell_room(self) -> None:
+    def _notify_capacity(self) -> None:
         self.on_room()
 
     # Engines come and go
 
-    def _able_to(self, model: str) -> _Able:
-        able = self._able.get(model)
+    def _candidates(self, model: str) -> _Candidates:
+        able = self._candidates_by_model.get(model)
         if able is None:
             engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
             rows = np.array([engine.row for engine in engines], dtype=np.intp)
             rows.flags.writeable = False
-            able = _Able(engines, tuple(engine.account for engine in engines), rows)
+            able = _Candidates(engines, tuple(engine.load for engine in engines), rows)
             if model in self._models:  # whatever else is asked for is not kept: anybody can make up names
-                self._able[model] = able
+                self._candidates_by_model[model] = able
         return able
 
     def _all_ready(self, model: str | None) -> bool:
         return all(self.ready(name) for name in ((model,) if model is not None else self._models))
 
-    async def _follow(self) -> None:
+    async def _watch_discovery(self) -> None:
         async with aclosing(self._discovery.watch()) as views:
             async for endpoints in views:
                 self._update(endpoints)
 
     def _update(self, endpoints: Sequence[Endpoint]) -> None:
         for endpoint in endpoints:
-            with _apart(endpoint.address):
-                self._take(endpoint)
+            with _log_and_continue(endpoint.address):
+                self._add_or_update(endpoint)
         known = frozenset(endpoint.address for endpoint in endpoints)
         for engine in list(self._engines.values()):
             engine.retired = engine.retired or engine.id not in known
-            with _apart(engine.id):
-                self._release(engine)
+            with _log_and_continue(engine.id):
+                self._remove_if_idle(engine)
         self._on_change()
 
-    def _take(self, endpoint: Endpoint) -> None:
+    def _add_or_update(self, endpoint: Endpoint) -> None:
         if endpoint.address not in self._engines and not endpoint.terminating:
             self._connect(endpoint.address)
         if (engine := self._engines.get(endpoint.address)) is not None:
-            engine.take(endpoint)
+            engine.update(endpoint)
 
     def _connect(self, address: str) -> None:
         account = self.ledger.add(address)
-        link = EngineLink(
+        link = EngineConnection(
             address,
             self._settings,
             on_change=self._on_change,
-            on_kv_event=None if self.on_kv_event is None else partial(self._hear_cached, address, account),
+            on_kv_event=None if self.on_kv_event is None else partial(self._on_kv_event, address, account),
             on_load=account.report,
-            on_lost=partial(self._forget, address, account),
-            away=self._away,
+            on_lost=partial(self._clear_reported, address, account),
+            reconnect_limiter=self._reconnect_limiter,
         )
-        self._engines[address] = self._by_row[account.row] = Engine(link, account, self._served)
+        self._engines[address] = self._by_row[account.row] = Engine(link, account, self._model_matcher)
         link.start()
 
-    def _hear_cached(self, engine_id: str, account: Account, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
+    def _on_kv_event(self, engine_id: str, account: Account, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
         if self.on_kv_event is not None and not account.closed:
             self.on_kv_event(engine_id, change)
 
-    def _forget(self, engine_id: str, account: Account) -> None:
+    def _clear_reported(self, engine_id: str, account: Account) -> None:
         """Nothing that the engine said is true any more."""
         account.report(engine_pb2.Load())
-        self._hear_cached(engine_id, account, engine_pb2.Snapshot())
+        self._on_kv_event(engine_id, account, engine_pb2.Snapshot())
 
-    def _release(self, engine: Engine) -> None:
+    def _remove_if_idle(self, engine: Engine) -> None:
         """Lets go of an engine that left, once its last request has ended."""
         if not engine.retired or engine.in_flight or self._engines.get(engine.id) is not engine:
             return
-        self._forget(engine.id, engine.account)
+        self._clear_reported(engine.id, engine.load)
         del self._engines[engine.id], self._by_row[engine.row]
-        self._able.clear()
+        self._candidates_by_model.clear()
         self.ledger.remove(engine.id)
-        task = asyncio.get_running_loop().create_task(engine.link.close())
+        task = asyncio.get_running_loop().create_task(engine.connection.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -255,25 +255,25 @@ class Fleet:
         """Who can run what is looked at again by the next who asks; that it changed is told at a pace, because links
         of a large fleet can have much to tell.
         """
-        self._able.clear()
-        self._untold.update(self._models)
-        self._telling.ask()
+        self._candidates_by_model.clear()
+        self._stale_limits.update(self._models)
+        self._throttled_notify.ask()
 
-    def _tell_change(self) -> None:
+    def _notify(self) -> None:
         for model in self._models:
-            self._remember_limits(model)
+            self._update_limits(model)
             metrics.ENGINES_READY.labels(model).set(self.ready(model))
         # Whoever waits looks again; a fresh event makes the next wait wait.
         self._changed.set()
         self._changed = asyncio.Event()
-        self._tell_room()
+        self._notify_capacity()
 
-    def _remember_limits(self, model: str) -> None:
-        self._untold.discard(model)
+    def _update_limits(self, model: str) -> None:
+        self._stale_limits.discard(model)
         described = [
-            each.link.description
+            each.connection.description
             for each in self._engines.values()
-            if model in each.models and each.link.description is not None
+            if model in each.models and each.connection.description is not None
         ]
         if described:
             self._limits[model] = ModelLimits(
@@ -284,7 +284,7 @@ class Fleet:
 
 
 @contextmanager
-def _apart(engine_id: str) -> Iterator[None]:
+def _log_and_continue(engine_id: str) -> Iterator[None]:
     """What goes wrong with one engine is no reason not to find the others."""
     try:
         yield

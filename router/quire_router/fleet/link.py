@@ -11,29 +11,29 @@ from quire.v1 import engine_pb2
 from quire.v1.engine_pb2_grpc import EngineStub
 from quire_proto.tls import TlsError
 
-from quire_router.fleet.away import Away
+from quire_router.fleet.away import ReconnectLimiter
 from quire_router.fleet.channel import open_channel
-from quire_router.fleet.outage import Outage, Problem
+from quire_router.fleet.outage import ConnectFailure, ConnectFailureLog
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.session import KvListener, LoadListener, SequenceGap, Session
-from quire_router.fleet.settings import LinkSettings
-from quire_router.fleet.silence import Silence
+from quire_router.fleet.settings import ConnectionSettings
+from quire_router.fleet.silence import LivenessMonitor
 from quire_router.fleet.stream import OutputStream
 from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
 
-_HASTE = 1.0  # seconds between two tries for which ``hurry`` ends a pause
-OUTPUTS_IN_A_TURN = 4  # a sixth of a millisecond or so, after which requests that come have their turn
+_MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
+OUTPUTS_PER_YIELD = 4  # a sixth of a millisecond or so, after which requests that come have their turn
 
 SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
 
 
-class LinkBroken(Exception):  # noqa: N818 - handled here, never shown
+class StreamBroken(Exception):  # noqa: N818 - handled here, never shown
     """The stream cannot go on."""
 
 
-class EngineLink:
+class EngineConnection:
     """One engine at ``address`` (``host:port``), connected for as long as the link is started.
 
     A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
@@ -45,19 +45,19 @@ class EngineLink:
     def __init__(
         self,
         address: str,
-        settings: LinkSettings | None = None,
+        settings: ConnectionSettings | None = None,
         *,
         on_change: Callable[[], None] = lambda: None,
         on_kv_event: KvListener | None = None,
         on_load: LoadListener | None = None,
         on_lost: Callable[[], None] = lambda: None,
-        away: Away | None = None,
+        reconnect_limiter: ReconnectLimiter | None = None,
     ) -> None:
         self.address = address
-        self.settings = settings or LinkSettings()
+        self.settings = settings or ConnectionSettings()
         self.session = Session(self.settings, on_kv_event, on_load)
         self.description: engine_pb2.DescribeResponse | None = None
-        self._silence = Silence(self.settings)
+        self._liveness = LivenessMonitor(self.settings)
         self._on_change = on_change
         self._on_lost = on_lost
         self._connected = False
@@ -66,37 +66,32 @@ class EngineLink:
         self._unacknowledged = 0
         self._ack_timer: asyncio.TimerHandle | None = None
         self._grace_timer: asyncio.TimerHandle | None = None
-        self._away = away or Away()
-        self._hurried = asyncio.Event()
-        self._hastened = -inf
+        self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
+        self._retry_requested = asyncio.Event()
+        self._last_early_retry = -inf
         self._task: SupervisedTask | None = None
 
     @property
     def ready(self) -> bool:
         """Whether a request that is submitted now would be run."""
-        return self._connected and not self.session.draining and not self._silence.suspicious
-
-    @property
-    def load(self) -> engine_pb2.Load:
-        """What the engine was busy with after its last step."""
-        return self.session.load
+        return self._connected and not self.session.draining and not self._liveness.suspect
 
     def start(self) -> None:
         """Begins to connect; never waits, never fails."""
         self._task = supervise("link", self._run, of=self.address, vital=False)
 
-    def hurry(self) -> None:
+    def retry_now(self) -> None:
         """Ends the pause between two tries to connect: the engine is said to be there now. Once a second at most, as
         that can be said again and again.
         """
-        self._hurried.set()
+        self._retry_requested.set()
 
     async def close(self) -> None:
         """Gives back what is in flight and lets go of the engine."""
         self._closing = True
         if self._task is not None:
             await self._task.stop()
-        self._give_up()
+        self._declare_lost()
 
     def submit(self, message: engine_pb2.Submit) -> OutputStream:
         """Sends a request. Raises ``EngineLost`` when the engine is away, ``EngineFull`` when too many wait already."""
@@ -107,42 +102,42 @@ class EngineLink:
     # The stream's life
 
     async def _run(self) -> None:
-        outage = Outage(self.address, self.settings, self.settings.start_patience)
+        outage = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
         while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
             try:
-                await self._converse()
-            except* (grpc.aio.AioRpcError, LinkBroken, SequenceGap, TimeoutError, TlsError) as errors:
-                problem = Problem.of(errors, self.settings.tls)
+                await self._run_stream()
+            except* (grpc.aio.AioRpcError, StreamBroken, SequenceGap, TimeoutError, TlsError) as errors:
+                problem = ConnectFailure.of(errors, self.settings.tls)
             except* Exception:  # the link must outlive whatever one message did
                 log.exception("the link to engine %s failed", self.address)
-                problem = Problem("a failure of the link itself")
+                problem = ConnectFailure("a failure of the link itself")
             if self._connected:
-                self._broken()
-                outage = self._outage()
+                self._on_stream_lost()
+                outage = self._new_failure_log()
             if problem.refused:
-                self._end_grace_within(self.settings.refused_grace)
-            outage.tell(problem)
-            await self._pause(outage.next_delay(self._away.spacing))
+                self._shorten_grace(self.settings.refused_grace)
+            outage.record(problem)
+            await self._pause(outage.next_delay(self._reconnect_limiter.spacing))
 
     async def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
-        with self._away.waiting(), suppress(TimeoutError):
+        with self._reconnect_limiter.waiting(), suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._hurried.wait()
-                await asyncio.sleep(self._hastened + _HASTE - loop.time())
-                self._hastened = loop.time()
-        self._hurried.clear()
+                await self._retry_requested.wait()
+                await asyncio.sleep(self._last_early_retry + _MIN_RETRY_INTERVAL - loop.time())
+                self._last_early_retry = loop.time()
+        self._retry_requested.clear()
 
-    def _outage(self) -> Outage:
+    def _new_failure_log(self) -> ConnectFailureLog:
         """One that follows a stream that broke. An engine that was told to stop is expected to go, and its successor to
         need some time.
         """
         if not self.session.draining:
-            return Outage(self.address, self.settings)
+            return ConnectFailureLog(self.address, self.settings)
         log.info("engine %s has left", self.address)
-        return Outage(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
+        return ConnectFailureLog(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
 
-    async def _converse(self) -> None:
+    async def _run_stream(self) -> None:
         async with await open_channel(self.address, self.settings.tls) as channel:
             stub = EngineStub(channel)
             async with asyncio.timeout(self.settings.connect_timeout):
@@ -150,46 +145,46 @@ class EngineLink:
             async with asyncio.timeout(self.settings.open_timeout):
                 call = stub.Session()
                 snapshot = await self._open(call)
-            self._opened(description, snapshot)
+            self._on_stream_opened(description, snapshot)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(call))
                 tasks.create_task(self._read(call))
-                tasks.create_task(self._watch())
+                tasks.create_task(self._watch_liveness())
 
     async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
-        await call.write(self.session.opening())
+        await call.write(self.session.open_request())
         response = await _receive(call)
         if response.WhichOneof("event") != "snapshot":
-            raise LinkBroken("the engine did not begin with a snapshot")
+            raise StreamBroken("the engine did not begin with a snapshot")
         return response.snapshot
 
     async def _write(self, call: SessionCall) -> None:
         while True:
-            message = await self.session.outbox.next()
+            message = await self.session.commands.next()
             try:
                 await call.write(message)
             except asyncio.InvalidStateError:  # what grpc raises where the stream has just ended
-                raise LinkBroken("the engine ended the stream") from None
+                raise StreamBroken("the engine ended the stream") from None
 
     async def _read(self, call: SessionCall) -> None:
         while True:
             response = await _receive(call)
-            with self._telling_change():
-                self._silence.heard()
+            with self._notifying_change():
+                self._liveness.on_message()
                 if response.WhichOneof("event") == "step_batch":
-                    await _in_turns(self._take(response.step_batch))
+                    await _yielding_to_loop(self._process_batch(response.step_batch))
                     self._acknowledge()
 
-    async def _watch(self) -> None:
+    async def _watch_liveness(self) -> None:
         while True:
-            await asyncio.sleep(self._silence.period)
-            with self._telling_change():
-                self._silence.tick(expecting=self.session.in_flight > 0)
-            if self._silence.stalled:
-                raise LinkBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
+            await asyncio.sleep(self._liveness.period)
+            with self._notifying_change():
+                self._liveness.tick(expecting=self.session.in_flight > 0)
+            if self._liveness.stalled:
+                raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
 
     @contextmanager
-    def _telling_change(self) -> Iterator[None]:
+    def _notifying_change(self) -> Iterator[None]:
         ready, leaving = self.ready, self.session.draining
         yield
         if self.session.draining and not leaving:
@@ -197,48 +192,48 @@ class EngineLink:
         if ready != self.ready:
             self._on_change()
 
-    def _take(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+    def _process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
         try:
-            return self.session.take(batch)
+            return self.session.process_batch(batch)
         except SequenceGap:
-            self.session.forget()
+            self.session.invalidate()
             raise
 
-    def _opened(self, description: engine_pb2.DescribeResponse, snapshot: engine_pb2.Snapshot) -> None:
+    def _on_stream_opened(self, description: engine_pb2.DescribeResponse, snapshot: engine_pb2.Snapshot) -> None:
         if description.generation != snapshot.generation:
-            raise LinkBroken("the engine restarted while it was being asked")
+            raise StreamBroken("the engine restarted while it was being asked")
         self.description = description
         self.session.begin(snapshot)
-        self._silence.heard()
-        self._hurried.clear()
+        self._liveness.on_message()
+        self._retry_requested.clear()
         self._connected, self._lost = True, False
         self._stop_grace()
         log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
         self._on_change()
 
-    def _broken(self) -> None:
+    def _on_stream_lost(self) -> None:
         self._connected = False
         _cancel(self._ack_timer)
         self._ack_timer, self._unacknowledged = None, 0
-        self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._give_up)
+        self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._declare_lost)
         self._on_change()
 
-    def _end_grace_within(self, seconds: float) -> None:
+    def _shorten_grace(self, seconds: float) -> None:
         """Shortens the grace, where one is running and would take longer."""
         end = asyncio.get_running_loop().time() + seconds
         if self._grace_timer is not None and end < self._grace_timer.when():
             self._grace_timer.cancel()
-            self._grace_timer = asyncio.get_running_loop().call_at(end, self._give_up)
+            self._grace_timer = asyncio.get_running_loop().call_at(end, self._declare_lost)
 
     def _stop_grace(self) -> None:
         _cancel(self._grace_timer)
         self._grace_timer = None
 
-    def _give_up(self) -> None:
+    def _declare_lost(self) -> None:
         self._connected, self._lost = False, True
         self._stop_grace()
         _cancel(self._ack_timer)
-        self.session.lose("the engine did not come back in time")
+        self.session.fail_all("the engine did not come back in time")
         self._on_lost()
 
     # Acknowledgements
@@ -253,23 +248,23 @@ class EngineLink:
 
     def _send_ack(self) -> None:
         self._ack_timer, self._unacknowledged = None, 0
-        self.session.outbox.ack(self.session.sequence)
+        self.session.commands.ack(self.session.sequence)
 
 
 async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:
     response = await call.read()
     if isinstance(response, engine_pb2.SessionResponse):
         return response
-    raise LinkBroken(f"the engine ended the stream ({(await call.code()).name})")
+    raise StreamBroken(f"the engine ended the stream ({(await call.code()).name})")
 
 
-async def _in_turns(outputs: Iterator[None]) -> None:
+async def _yielding_to_loop(outputs: Iterator[None]) -> None:
     """Hands out a batch's outputs, between which others get their turn; whatever ends this hands out the rest at once,
     because an engine tells nothing twice.
     """
     try:
         for number, _ in enumerate(outputs, 1):
-            if number % OUTPUTS_IN_A_TURN == 0:
+            if number % OUTPUTS_PER_YIELD == 0:
                 await asyncio.sleep(0)
     finally:
         for _ in outputs:

@@ -10,13 +10,13 @@ from quire_proto.tls import ClientTls, TlsError
 
 from quire_router.fleet.backoff import Backoff
 from quire_router.fleet.channel import explain
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConnectFailure:
     """Why there is no stream. ``refused`` where nobody listens at the address, ``lasting`` where somebody has to change
     something first.
     """
@@ -41,7 +41,7 @@ class Problem:
         return cls(str(error) or type(error).__name__, lasting=isinstance(error, TlsError))
 
 
-class Outage:
+class ConnectFailureLog:
     """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one. What
     is less severe than a warning is left out where the engine is ``known_to_leave``.
 
@@ -50,23 +50,23 @@ class Outage:
     """
 
     def __init__(
-        self, address: str, settings: LinkSettings, patience: float = 0.0, *, known_to_leave: bool = False
+        self, address: str, settings: ConnectionSettings, patience: float = 0.0, *, known_to_leave: bool = False
     ) -> None:
         self._address = address
-        self._worrying = monotonic() + patience
-        self._told = logging.INFO if known_to_leave else logging.NOTSET
+        self._warn_after = monotonic() + patience
+        self._logged_level = logging.INFO if known_to_leave else logging.NOTSET
         self._backoff = Backoff(settings.backoff, settings.max_backoff)
-        self._last: Problem | None = None
+        self._last: ConnectFailure | None = None
 
-    def tell(self, problem: Problem) -> None:
+    def record(self, problem: ConnectFailure) -> None:
         """Logs a failed try: the first as information, and the first that is a reason to warn."""
         lasting = problem.lasting and problem == self._last
-        level = logging.WARNING if lasting or monotonic() >= self._worrying else logging.INFO
+        level = logging.WARNING if lasting or monotonic() >= self._warn_after else logging.INFO
         self._last = problem
-        if level > self._told:
+        if level > self._logged_level:
             missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
             log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
-            self._told = level
+            self._logged_level = level
 
     def next_delay(self, spacing: float) -> float:
         """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""

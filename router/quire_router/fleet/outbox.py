@@ -8,7 +8,7 @@ from quire.v1 import engine_pb2
 from quire_router.fleet.output import EngineFull
 
 
-class Outbox:
+class CommandQueue:
     """A bounded queue. Cancels go first, because they free memory; of acknowledgements only the newest is kept.
 
     Cancels need no limit of their own: there is at most one for each request that was submitted and has not ended.
@@ -19,22 +19,22 @@ class Outbox:
         self._submits: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
         self._cancels: OrderedDict[str, dict[int, None]] = OrderedDict()
         self._ack = 0
-        self._news = asyncio.Event()
+        self._nonempty = asyncio.Event()
 
     def submit(self, message: engine_pb2.Submit) -> None:
         """Raises ``EngineFull`` when the engine does not take commands fast enough."""
         if len(self._submits) >= self._max_submits:
             raise EngineFull("too many requests wait to be sent to it")
         self._submits[message.request_id] = message
-        self._news.set()
+        self._nonempty.set()
 
     def repeat(self, message: engine_pb2.Submit) -> None:
         """Puts a Submit that may have been lost before all others; it was within the limit when it came first."""
         self._submits[message.request_id] = message
         self._submits.move_to_end(message.request_id, last=False)
-        self._news.set()
+        self._nonempty.set()
 
-    def holds(self, request_id: str) -> bool:
+    def has_submit(self, request_id: str) -> bool:
         """Whether the request's Submit has not been handed to the writer."""
         return request_id in self._submits
 
@@ -49,18 +49,18 @@ class Outbox:
             self._cancels[request_id] = dict.fromkeys(indexes)
         elif waiting:  # and not the whole request
             waiting.update(dict.fromkeys(indexes))
-        self._news.set()
+        self._nonempty.set()
 
-    def cancels(self, request_id: str) -> bool:
+    def has_cancel(self, request_id: str) -> bool:
         """Whether a Cancel of the request waits for the writer."""
         return request_id in self._cancels
 
     def ack(self, sequence: int) -> None:
         """Every batch up to ``sequence`` was processed."""
         self._ack = sequence
-        self._news.set()
+        self._nonempty.set()
 
-    def restart(self) -> None:
+    def reset_for_stream(self) -> None:
         """A new stream begins: acknowledgements and Cancels of the old one mean nothing on it."""
         self._cancels.clear()
         self._ack = 0
@@ -71,8 +71,8 @@ class Outbox:
             command = self._pop()
             if command is not None:
                 return command
-            self._news.clear()
-            await self._news.wait()
+            self._nonempty.clear()
+            await self._nonempty.wait()
 
     def _pop(self) -> engine_pb2.SessionRequest | None:
         if self._cancels:

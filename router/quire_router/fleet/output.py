@@ -15,7 +15,7 @@ class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an 
     kind = "engine_lost"
 
 
-class EngineLeaving(EngineLost):
+class EngineDraining(EngineLost):
     """The engine was told to stop before the request came, and did not take it."""
 
     kind = "engine_leaving"
@@ -33,7 +33,7 @@ class EngineFull(Exception):  # noqa: N818 - as above
     kind = "engine_full"
 
 
-LOSSES = (EngineLost.kind, EngineLeaving.kind, DrainExceeded.kind, EngineFull.kind)
+ATTEMPT_FAILURES = (EngineLost.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
 """Everything that an attempt can come to nothing by."""
 
 

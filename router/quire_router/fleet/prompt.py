@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from quire_proto.logprobs import TokenLogprobs
 
 
-class PromptLogprobs:
+class PromptLogprobsBuffer:
     """Gathers those of ``expected`` tokens, from the prompt's second on: nothing can be said of the first."""
 
     __slots__ = ("_gathered", "_next", "missing")

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class ModelIdentity:
     """One model as this router knows it, from its ``folder``: the digest of its tokens and that of its configuration
     (``quire_proto.text.vocabulary``), and how many tokens the configuration says it has. Empty and 0 where the folder
     does not tell.
@@ -41,17 +41,17 @@ class Vocabulary:
         return ""
 
 
-class Served:
+class ModelMatcher:
     """``models`` are the names that requests can ask for. An engine that reads other tokens than this router writes
     would answer with nonsense, and one with another model differently from its replicas. So an engine does not serve a
     model whose ``vocabularies`` entry differs from what the engine describes. A missing digest is not compared.
     """
 
-    def __init__(self, models: Iterable[str], vocabularies: Mapping[str, Vocabulary] | None = None) -> None:
+    def __init__(self, models: Iterable[str], vocabularies: Mapping[str, ModelIdentity] | None = None) -> None:
         self._models = tuple(models)
         self._vocabularies = dict(vocabularies or {})
 
-    def names_of(self, address: str, description: engine_pb2.DescribeResponse) -> frozenset[str]:
+    def matching_names(self, address: str, description: engine_pb2.DescribeResponse) -> frozenset[str]:
         """The names under which the engine at ``address`` gets requests. Logs when that is none that are configured."""
         told = description.served_model_names
         if not any(model in told for model in self._models):
@@ -61,9 +61,9 @@ class Served:
                 _quoted(told),
                 _quoted(self._models),
             )
-        return frozenset(name for name in told if self._agrees(address, name, description))
+        return frozenset(name for name in told if self._matches(address, name, description))
 
-    def _agrees(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
+    def _matches(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
         own = self._vocabularies.get(name)
         difference = "" if own is None else own.difference(description)
         if own is None or not difference:

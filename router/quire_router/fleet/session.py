@@ -9,10 +9,10 @@ from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_fr
 from quire_proto.errors import ErrorCode, internal
 from quire_proto.sampling import FinishReason
 
-from quire_router.fleet.asked import Asked
-from quire_router.fleet.outbox import Outbox
-from quire_router.fleet.output import DrainExceeded, EngineLeaving, EngineLost, Output
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.asked import ExpectedOutput
+from quire_router.fleet.outbox import CommandQueue
+from quire_router.fleet.output import DrainExceeded, EngineDraining, EngineLost, Output
+from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.stream import OutputStream
 
 KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
@@ -21,7 +21,7 @@ KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
 LoadListener = Callable[[engine_pb2.Load], None]
 """Hears what an engine is busy with, whenever it says so; must not keep the message."""
 
-MAX_REMEMBERED_CANCELS = 65_536
+MAX_PENDING_CANCELS = 65_536
 
 
 class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
@@ -34,26 +34,25 @@ class Session:
     A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
     is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: it is kept
     until the engine answers, and repeated on a stream that resumes the session, because an engine ignores what it runs
-    already. At most ``settings.max_unheard`` are kept; what is not is cancelled and given back with ``EngineLost``.
+    already. At most ``settings.max_unconfirmed`` are kept; what is not is cancelled and given back with ``EngineLost``.
     """
 
     def __init__(
-        self, settings: LinkSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
+        self, settings: ConnectionSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
     ) -> None:
         self.id = uuid4().hex
         self.generation = 0
         self.sequence = 0
-        self.load = engine_pb2.Load()
         self.draining = False
         self.kv_events = 0
-        self.outbox = Outbox(settings.max_unsent)
+        self.commands = CommandQueue(settings.max_unsent)
         self._settings = settings
         self._on_kv_event = on_kv_event
         self._on_load = on_load
         self._streams: dict[str, OutputStream] = {}
-        self._unheard: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
-        self._repeated: set[str] = set()
-        self._run_twice: dict[str, None] = {}
+        self._unconfirmed: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
+        self._resubmitted: set[str] = set()
+        self._maybe_duplicated: dict[str, None] = {}
         self._cancelled: OrderedDict[str, int] = OrderedDict()  # and how many choices the engine has not ended
 
     @property
@@ -72,20 +71,20 @@ class Session:
         """
         if message.request_id in self._streams:
             raise internal()
-        self.outbox.submit(message)
+        self.commands.submit(message)
         stream = OutputStream(
             message.request_id,
-            Asked.of(message, vocabulary),
+            ExpectedOutput.of(message, vocabulary),
             on_cancel=self._cancel,
             slow_client_timeout=self._settings.slow_client_timeout,
         )
         self._streams[message.request_id] = stream
-        self._unheard[message.request_id] = message
-        if len(self._unheard) > self._settings.max_unheard:
-            self._unheard.popitem(last=False)
+        self._unconfirmed[message.request_id] = message
+        if len(self._unconfirmed) > self._settings.max_unconfirmed:
+            self._unconfirmed.popitem(last=False)
         return stream
 
-    def opening(self) -> engine_pb2.SessionRequest:
+    def open_request(self) -> engine_pb2.SessionRequest:
         """The first command of a stream."""
         return engine_pb2.SessionRequest(open=engine_pb2.Open(session_id=self.id, last_sequence=self.sequence))
 
@@ -94,20 +93,21 @@ class Session:
         ``SequenceGap`` when it resumed one that was given up.
         """
         same_engine = snapshot.generation == self.generation
-        self.outbox.restart()
+        self.commands.reset_for_stream()
         if same_engine and snapshot.resumed and snapshot.sequence <= self.sequence:
-            self._repeat_submits()
+            self._resubmit()
         else:
             self._start_over(snapshot)
         if same_engine:
-            self._repeat_cancels()
+            self._resend_cancels()
         else:
             self._cancelled.clear()
-            self._run_twice.clear()
+            self._maybe_duplicated.clear()
         self.generation, self.draining = snapshot.generation, snapshot.draining
-        self._take_load(snapshot.load)
+        if self._on_load is not None:
+            self._on_load(snapshot.load)
 
-    def take(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+    def process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
         """Takes a batch's news; each step of what is returned hands one of its outputs to its request, and all of them
         have to be made before anything else is taken. A batch that came before is ignored; raises ``SequenceGap`` when
         one is missing.
@@ -118,8 +118,8 @@ class Session:
             raise SequenceGap(f"batch {batch.sequence} came after {self.sequence}")
         self.sequence = batch.sequence
         self.draining = self.draining or batch.draining
-        if batch.HasField("load"):
-            self._take_load(batch.load)
+        if self._on_load is not None and batch.HasField("load"):
+            self._on_load(batch.load)
         self._report_kv_events(batch)
         return self._outputs(batch)
 
@@ -127,10 +127,10 @@ class Session:
         for output in batch.outputs:
             self._receive(output)
             yield
-        if self._run_twice:
-            self._forget_run_twice()
+        if self._maybe_duplicated:
+            self._prune_duplicates()
 
-    def lose(self, reason: str) -> None:
+    def fail_all(self, reason: str) -> None:
         """Gives every request back with ``EngineLost``. The next stream asks for a new session, and so for a whole
         snapshot: what was known of the engine's cache is lost too.
         """
@@ -140,71 +140,70 @@ class Session:
             stream.lose(reason, self._loss)
         self._streams.clear()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """What the engine said last cannot be trusted."""
-        self.lose("a batch of the engine was lost")
-
-    def _take_load(self, load: engine_pb2.Load) -> None:
-        self.load.CopyFrom(load)
-        if self._on_load is not None:
-            self._on_load(load)
+        self.fail_all("a batch of the engine was lost")
 
     def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
-        self.lose("the engine has restarted or forgot this router's session")
+        self.fail_all("the engine has restarted or forgot this router's session")
         if snapshot.resumed:  # it was on its way while the session was given up, and tells nothing of the cache
             raise SequenceGap("the engine resumed a session that was given up")
         self.sequence = snapshot.sequence
         if self._on_kv_event is not None:
             self._on_kv_event(snapshot)
 
-    def _repeat_submits(self) -> None:
+    def _resubmit(self) -> None:
         """Sends again, in their order and before what is still to be sent, what may have been lost on its way."""
-        sent = [each for each in self._streams.values() if not each.heard_of and not self.outbox.holds(each.request_id)]
+        sent = [
+            each
+            for each in self._streams.values()
+            if not each.confirmed and not self.commands.has_submit(each.request_id)
+        ]
         for stream in reversed(sent):
-            message = self._unheard.get(stream.request_id)
+            message = self._unconfirmed.get(stream.request_id)
             if message is None:
                 stream.fail_over("the stream to the engine broke while the request was on its way")
             else:
-                self._repeated.add(stream.request_id)
-                self.outbox.repeat(message)
+                self._resubmitted.add(stream.request_id)
+                self.commands.repeat(message)
 
     def _receive(self, message: engine_pb2.SequenceOutput) -> None:
         ended = message.finish_reason
         reason = finish_from_proto(ended) if ended else None
         stream = self._streams.get(message.request_id)
         if stream is not None:
-            if not stream.heard_of:
-                self._unheard.pop(message.request_id, None)
-            output = _output(message, reason, stream.asked)
+            if not stream.confirmed:
+                self._unconfirmed.pop(message.request_id, None)
+            output = _output(message, reason, stream.expected)
             if reason is None:
                 stream.push(output)
             else:
-                self._note_end(stream, message.index, reason)
+                self._on_end(stream, message.index, reason)
                 self._deliver(stream, output)
         elif reason is not None:
-            self._note_cancelled_end(message.request_id, reason)
+            self._on_cancelled_end(message.request_id, reason)
 
-    def _note_end(self, stream: OutputStream, index: int, reason: FinishReason) -> None:
-        stream.engine_ended(index, reason)
+    def _on_end(self, stream: OutputStream, index: int, reason: FinishReason) -> None:
+        stream.on_engine_end(index, reason)
         if not stream.running:
             del self._streams[stream.request_id]
-            self._end_repeated(stream.request_id)
+            self._cancel_duplicate(stream.request_id)
 
-    def _end_repeated(self, request_id: str) -> None:
+    def _cancel_duplicate(self, request_id: str) -> None:
         """A Submit that came again after its request had ended runs it again: what comes of that nobody reads."""
-        if request_id in self._repeated:
-            self._repeated.discard(request_id)
-            if not self.outbox.withdraw(request_id):
-                self._run_twice[request_id] = None
-                self.outbox.cancel(request_id)
+        if request_id in self._resubmitted:
+            self._resubmitted.discard(request_id)
+            if not self.commands.withdraw(request_id):
+                self._maybe_duplicated[request_id] = None
+                self.commands.cancel(request_id)
 
-    def _forget_run_twice(self) -> None:
+    def _prune_duplicates(self) -> None:
         """Most of them the engine never ran twice, so that it says of none that it has ended. A batch that comes once
         their Cancel is on its way says that the stream held: that is enough.
         """
-        self._run_twice = {name: None for name in self._run_twice if self.outbox.cancels(name)}
+        self._maybe_duplicated = {name: None for name in self._maybe_duplicated if self.commands.has_cancel(name)}
 
-    def _note_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
+    def _on_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
         left = self._cancelled.get(request_id, 0) - 1
         if left > 0 and reason is not FinishReason.ERROR:
             self._cancelled[request_id] = left
@@ -214,18 +213,18 @@ class Session:
     def _deliver(self, stream: OutputStream, output: Output) -> None:
         error, reason = output.error, output.finish_reason
         refused = error is not None and error.code is ErrorCode.UNAVAILABLE
-        if refused and not self.draining and not stream.heard_of:
+        if refused and not self.draining and not stream.confirmed:
             stream.refuse("it cannot take it now")
-        elif refused or (reason is FinishReason.ABORT and stream.awaits(output.index)):
+        elif refused or (reason is FinishReason.ABORT and stream.is_open(output.index)):
             # Nobody asked for this end: the engine is shutting down.
             output.finish_reason = output.error = None
             stream.push(output)
             stream.fail_over(
-                "the engine gave the request back", EngineLeaving if refused and self.draining else self._loss
+                "the engine gave the request back", EngineDraining if refused and self.draining else self._loss
             )
-        elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.heard_of:
+        elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.confirmed:
             stream.refuse("its queue is full")
-        elif error is not None and error.code is ErrorCode.INVALID and stream.asked.goes_on:
+        elif error is not None and error.code is ErrorCode.INVALID and stream.expected.is_resumed:
             # Another engine took the request, so nothing is wrong with what its client sent.
             stream.lose(f"it does not go on with what another engine wrote: {error.message}")
         else:
@@ -239,35 +238,35 @@ class Session:
 
     def _cancel(self, request_id: str, index: int | None) -> None:
         if index is not None:
-            self.outbox.cancel(request_id, index)
+            self.commands.cancel(request_id, index)
             return
         stream = self._streams.pop(request_id, None)
         if stream is not None and self._remember_cancel(stream):
-            self.outbox.cancel(request_id)
+            self.commands.cancel(request_id)
 
     def _remember_cancel(self, stream: OutputStream) -> bool:
         """False when the engine cannot have heard of the request."""
-        self._unheard.pop(stream.request_id, None)
-        repeated = stream.request_id in self._repeated
-        self._repeated.discard(stream.request_id)
-        if self.outbox.withdraw(stream.request_id) and not repeated:
+        self._unconfirmed.pop(stream.request_id, None)
+        repeated = stream.request_id in self._resubmitted
+        self._resubmitted.discard(stream.request_id)
+        if self.commands.withdraw(stream.request_id) and not repeated:
             return False
         if repeated:
-            self._run_twice[stream.request_id] = None
+            self._maybe_duplicated[stream.request_id] = None
         self._cancelled[stream.request_id] = stream.running
-        if len(self._cancelled) > MAX_REMEMBERED_CANCELS:
+        if len(self._cancelled) > MAX_PENDING_CANCELS:
             self._cancelled.popitem(last=False)
         return True
 
-    def _repeat_cancels(self) -> None:
-        for request_id in (*self._cancelled, *self._run_twice):
-            self.outbox.cancel(request_id)
+    def _resend_cancels(self) -> None:
+        for request_id in (*self._cancelled, *self._maybe_duplicated):
+            self.commands.cancel(request_id)
         for stream in self._streams.values():
             if stream.cancelled:
-                self.outbox.cancel(stream.request_id, *stream.cancelled)
+                self.commands.cancel(stream.request_id, *stream.cancelled)
 
 
-def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, asked: Asked) -> Output:
+def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, asked: ExpectedOutput) -> Output:
     # A slice is the quickest copy of a repeated field.
     output = Output(message.token_ids[:], message.position, reason, None, message.cached_tokens, message.index)
     if asked.logprobs:

@@ -6,7 +6,7 @@ from quire_proto.tls import ClientTls
 
 
 @dataclass(frozen=True, slots=True)
-class LinkSettings:
+class ConnectionSettings:
     """Times in seconds.
 
     ``grace`` is how long a broken stream may take to come back before its requests go on elsewhere; an engine keeps
@@ -20,8 +20,8 @@ class LinkSettings:
 
     ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
     them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
-    ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unheard`` that were sent are
-    kept until the engine answers. With ``tls`` all that goes to engines and comes from them is encrypted.
+    ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were sent
+    are kept until the engine answers. With ``tls`` all that goes to engines and comes from them is encrypted.
     """
 
     grace: float = 5.0
@@ -37,5 +37,5 @@ class LinkSettings:
     backoff: float = 0.05
     max_backoff: float = 2.0
     max_unsent: int = 1024
-    max_unheard: int = 1024
+    max_unconfirmed: int = 1024
     tls: ClientTls | None = None

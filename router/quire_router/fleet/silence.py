@@ -1,30 +1,30 @@
 """How long an engine has been silent although it should speak. Does no I/O and keeps no timer."""
 
-from quire_router.fleet.settings import LinkSettings
+from quire_router.fleet.settings import ConnectionSettings
 
 TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
 
 
-class Silence:
+class LivenessMonitor:
     """Counted in ticks, not by the clock, so that a router that was frozen itself does not blame its engines."""
 
-    def __init__(self, settings: LinkSettings) -> None:
+    def __init__(self, settings: ConnectionSettings) -> None:
         self.period = min(settings.silence, settings.stall) / TICKS
-        self._suspicious = settings.silence
-        self._stalled = settings.stall
+        self._suspect_after = settings.silence
+        self._stalled_after = settings.stall
         self._ticks = 0
 
     @property
-    def suspicious(self) -> bool:
+    def suspect(self) -> bool:
         """Whether the engine should get no new work."""
-        return self._ticks * self.period >= self._suspicious
+        return self._ticks * self.period >= self._suspect_after
 
     @property
     def stalled(self) -> bool:
         """Whether there is nothing to wait for on this stream."""
-        return self._ticks * self.period >= self._stalled
+        return self._ticks * self.period >= self._stalled_after
 
-    def heard(self) -> None:
+    def on_message(self) -> None:
         """A message came."""
         self._ticks = 0
 

@@ -9,9 +9,9 @@ from typing import Self
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason
 
-from quire_router.fleet.asked import Asked
+from quire_router.fleet.asked import ExpectedOutput
 from quire_router.fleet.output import EngineFull, EngineLost, Output
-from quire_router.fleet.prompt import PromptLogprobs
+from quire_router.fleet.prompt import PromptLogprobsBuffer
 
 log = logging.getLogger(__name__)
 
@@ -19,17 +19,17 @@ OnCancel = Callable[[str, int | None], None]
 """Hears that a request is to be ended on the engine, or only one choice of it."""
 
 
-class _Choice:
+class _ChoiceQueue:
     """What was not read yet of one choice. ``position`` is that of the next token to come. Nothing more is expected
     once it is ``over``: it has ended, or was cancelled. The engine is at work on it while it is ``running``.
     """
 
-    __slots__ = ("over", "position", "running", "unread")
+    __slots__ = ("closed", "position", "running", "unread")
 
     def __init__(self, position: int) -> None:
         self.position = position
         self.unread: Output | None = None
-        self.over = False
+        self.closed = False
         self.running = True
 
 
@@ -41,7 +41,7 @@ class OutputStream:
     one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is
     called when the request ends before the engine ended it, maybe twice, and for each choice that is cancelled alone.
     ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been computed.
-    ``on_piece`` is offered each piece that comes while the reader waits, and tells whether it took it.
+    ``sink`` is offered each piece that comes while the reader waits, and tells whether it took it.
     """
 
     __slots__ = (
@@ -49,40 +49,42 @@ class OutputStream:
         "_choices",
         "_delivered",
         "_end",
-        "_left",
         "_loop",
         "_on_cancel",
-        "_patience",
+        "_open_choices",
         "_prompt",
         "_ready",
+        "_slow_client_timeout",
         "_timer",
         "_unread_since",
         "_waiter",
-        "asked",
-        "heard_of",
+        "confirmed",
+        "expected",
         "on_first",
-        "on_piece",
         "request_id",
         "running",
+        "sink",
     )
 
-    def __init__(self, request_id: str, asked: Asked, *, on_cancel: OnCancel, slow_client_timeout: float) -> None:
+    def __init__(
+        self, request_id: str, asked: ExpectedOutput, *, on_cancel: OnCancel, slow_client_timeout: float
+    ) -> None:
         self.request_id = request_id
-        self.asked = asked
-        self.heard_of = False
+        self.expected = asked
+        self.confirmed = False
         self.running = len(asked.positions)
         self.on_first: Callable[[], None] | None = None
-        self.on_piece: Callable[[Output], bool] | None = None
+        self.sink: Callable[[Output], bool] | None = None
         self._on_cancel = on_cancel
-        self._patience = slow_client_timeout
+        self._slow_client_timeout = slow_client_timeout
         self._loop = asyncio.get_running_loop()
-        self._choices = {index: _Choice(position) for index, position in asked.positions.items()}
-        self._left = len(self._choices)
-        self._ready: deque[_Choice] = deque()
+        self._choices = {index: _ChoiceQueue(position) for index, position in asked.positions.items()}
+        self._open_choices = len(self._choices)
+        self._ready: deque[_ChoiceQueue] = deque()
         self._unread_since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._cached_tokens = 0
-        self._prompt = PromptLogprobs(asked.prompt_logprobs)
+        self._prompt = PromptLogprobsBuffer(asked.prompt_logprobs)
         self._end: Output | EngineLost | EngineFull | None = None
         self._delivered = False
         self._waiter: asyncio.Future[None] | None = None
@@ -93,24 +95,24 @@ class OutputStream:
         """Takes what the engine sent. Tokens that came before are dropped; missing ones lose the request."""
         if self._ended:
             return
-        if not self.heard_of:
-            self.heard_of, self._cached_tokens = True, piece.cached_tokens
+        if not self.confirmed:
+            self.confirmed, self._cached_tokens = True, piece.cached_tokens
         if piece.error is not None:
             self._finish(piece)
             return
         if self._prompt.missing:
-            self._gather_prompt(piece)
+            self._add_prompt_logprobs(piece)
         choice = self._choices.get(piece.index)
-        if choice is None or choice.over or not self._fits(choice, piece):
+        if choice is None or choice.closed or not self._validate(choice, piece):
             return
         if piece.token_ids or piece.finish_reason is not None:
             choice.position += len(piece.token_ids)
             if self.on_first is not None:
-                self._tell_first()
-            if self.on_piece is None or not self._offer(self.on_piece, piece):
+                self._notify_first()
+            if self.sink is None or not self._try_sink(self.sink, piece):
                 self._queue(choice, piece)
 
-    def engine_ended(self, index: int, reason: FinishReason) -> None:
+    def on_engine_end(self, index: int, reason: FinishReason) -> None:
         """Takes note that the engine is done with a choice, or with an error all; ``running`` are left."""
         choice = self._choices.get(index)
         if reason is FinishReason.ERROR:
@@ -119,15 +121,15 @@ class OutputStream:
             choice.running = False
             self.running -= 1
 
-    def awaits(self, index: int) -> bool:
+    def is_open(self, index: int) -> bool:
         """Whether more of a choice is expected."""
         choice = self._choices.get(index)
-        return choice is not None and not choice.over
+        return choice is not None and not choice.closed
 
     @property
     def cancelled(self) -> list[int]:
         """The choices that were cancelled, and that the engine has not ended."""
-        return [index for index, choice in self._choices.items() if choice.over and choice.running]
+        return [index for index, choice in self._choices.items() if choice.closed and choice.running]
 
     def lose(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
         """The engine is gone, so there is nothing to cancel."""
@@ -149,21 +151,21 @@ class OutputStream:
 
     def cancel(self, index: int) -> None:
         """Ends one choice: its reader needs no more of it, nor what was not read. The others go on."""
-        if self._ended or not self.awaits(index):
+        if self._ended or not self.is_open(index):
             return
         choice = self._choices[index]
         if choice.unread is not None:
             self._ready.remove(choice)
             choice.unread = None
-        self._leave(choice)
-        self._on_cancel(self.request_id, index if self._left else None)
+        self._close_choice(choice)
+        self._on_cancel(self.request_id, index if self._open_choices else None)
 
     def abort(self) -> None:
         """Ends every choice after what has come so far, with ``FinishReason.ABORT``."""
         if self._ended:
             return
         for index, choice in self._choices.items():
-            if not choice.over:
+            if not choice.closed:
                 self._queue(choice, Output([], choice.position, FinishReason.ABORT, index=index))
         self._on_cancel(self.request_id, None)
 
@@ -179,7 +181,7 @@ class OutputStream:
         self.abort()
         self._ready.clear()
         self._delivered = True
-        self.on_piece = None  # whoever reads holds this stream, and a cycle would wait for the collector
+        self.sink = None  # whoever reads holds this stream, and a cycle would wait for the collector
         if self.running:
             self._on_cancel(self.request_id, None)
 
@@ -188,9 +190,9 @@ class OutputStream:
 
     async def __anext__(self) -> Output:
         while not self._ready and not self._ended:
-            await self._news()
+            await self._wait_ready()
         if self._ready:
-            return self._take()
+            return self._pop()
         if self._end is None or self._delivered:
             raise StopAsyncIteration
         self._delivered = True
@@ -202,45 +204,45 @@ class OutputStream:
 
     @property
     def _ended(self) -> bool:
-        return self._end is not None or not self._left
+        return self._end is not None or not self._open_choices
 
-    def _fits(self, choice: _Choice, piece: Output) -> bool:
+    def _validate(self, choice: _ChoiceQueue, piece: Output) -> bool:
         """Leaves of the piece what is new. Ends the request where the piece does not follow what came before."""
         if piece.position != choice.position:
             self._align(choice, piece)
-        if self.asked.logprobs and len(piece.logprobs) != len(piece.token_ids):
+        if self.expected.logprobs and len(piece.logprobs) != len(piece.token_ids):
             self.fail(internal())
-        if choice.position + len(piece.token_ids) > self.asked.max_tokens:
+        if choice.position + len(piece.token_ids) > self.expected.max_tokens:
             self.fail(internal())
-        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) < self.asked.vocabulary):
+        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) < self.expected.vocabulary):
             self.fail(internal())  # a text would just lack it
         return self._end is None
 
-    def _align(self, choice: _Choice, piece: Output) -> None:
+    def _align(self, choice: _ChoiceQueue, piece: Output) -> None:
         if piece.position < choice.position:
             piece.drop(choice.position - piece.position)
         elif piece.token_ids:
             self.fail_over(f"tokens before position {piece.position} are missing")
 
-    def _gather_prompt(self, piece: Output) -> None:
+    def _add_prompt_logprobs(self, piece: Output) -> None:
         """Takes what the piece says of the prompt, whichever choice it is of; all must be said before any token."""
         follows = not piece.prompt_logprobs or self._prompt.add(piece.prompt_position, piece.prompt_logprobs)
         begins = bool(piece.token_ids) or piece.finish_reason is not None
         if not follows or (begins and self._prompt.missing):
             self.fail_over("log-probabilities of the prompt are missing")
 
-    def _offer(self, on_piece: Callable[[Output], bool], piece: Output) -> bool:
+    def _try_sink(self, sink: Callable[[Output], bool], piece: Output) -> bool:
         """Whether the piece was taken. While the reader waits nothing is unread, so the order stays what it is."""
         if self._waiter is None or self._waiter.done():
             return False
         try:
-            return on_piece(piece)
+            return sink(piece)
         except Exception:
             log.exception("request %s failed", self.request_id)
             self.fail(internal())
             return True
 
-    def _queue(self, choice: _Choice, piece: Output) -> None:
+    def _queue(self, choice: _ChoiceQueue, piece: Output) -> None:
         if choice.unread is not None:
             choice.unread.extend(piece)
         else:
@@ -249,23 +251,23 @@ class OutputStream:
             self._ready.append(choice)
             if len(self._ready) == 1:
                 self._unread_since = self._loop.time()
-                self._timer = self._timer or self._loop.call_later(self._patience, self._check_reader)
+                self._timer = self._timer or self._loop.call_later(self._slow_client_timeout, self._check_reader)
         if piece.finish_reason is not None:
-            self._leave(choice)
+            self._close_choice(choice)
         self._wake()
 
-    def _tell_first(self) -> None:
+    def _notify_first(self) -> None:
         on_first, self.on_first = self.on_first, None
         if on_first is not None:
             on_first()
 
-    def _leave(self, choice: _Choice) -> None:
-        choice.over = True
-        self._left -= 1
-        if not self._left:
+    def _close_choice(self, choice: _ChoiceQueue) -> None:
+        choice.closed = True
+        self._open_choices -= 1
+        if not self._open_choices:
             self._stop_timer()
 
-    def _take(self) -> Output:
+    def _pop(self) -> Output:
         choice = self._ready.popleft()
         piece, choice.unread = choice.unread, None
         assert piece is not None  # what makes a choice ready
@@ -288,7 +290,7 @@ class OutputStream:
         self._timer = None
         if not self._ready:
             return
-        remaining = self._unread_since + self._patience - self._loop.time()
+        remaining = self._unread_since + self._slow_client_timeout - self._loop.time()
         if remaining > 0:
             self._timer = self._loop.call_later(remaining, self._check_reader)
         else:
@@ -298,7 +300,7 @@ class OutputStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _news(self) -> None:
+    async def _wait_ready(self) -> None:
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
