@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from quire_engine.sampling import StepSampler
+from quire_engine.sampling import Sampler
 from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.sampling import SamplingParams
 
@@ -76,11 +76,11 @@ def parse_options() -> argparse.Namespace:
 
 def make_step(options: argparse.Namespace, wanted: dict[str, object], logits: torch.Tensor) -> Callable[[], None]:
     """One step of a batch whose rows all want the same, each time with one more token behind it."""
-    sampler, draws = StepSampler(options.vocab), [make_draw(options, id, wanted) for id in range(options.rows)]
+    sampler, draws = Sampler(options.vocab), [make_draw(options, id, wanted) for id in range(options.rows)]
 
     def step() -> None:
         result = ModelOutput()
-        sampler.finish(sampler.begin(draws), logits, range(len(draws)), result)
+        sampler.sample(sampler.prepare(draws), logits, range(len(draws))).fetch_into(result)
         assert not result.errors
         for draw in draws:
             draw.token_ids.append(result.token_ids.get(draw.sequence_id, 0))

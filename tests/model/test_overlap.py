@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire_engine.executor.base import ExecutorError
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.sampling import Drawn
+from quire_engine.sampling import SamplerOutput
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
@@ -101,7 +101,7 @@ def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
     one = Sequence(make_draw(0, [5, 6, 7]), wanted=3)
     first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
-        patch.setattr(executor._sampler, "draw", fail)
+        patch.setattr(executor._sampler, "sample", fail)
         first.draw()
     one.pending = True
     second = executor.launch(SchedulerOutput(1, [one.chunk(40)]))
@@ -121,8 +121,8 @@ def test_a_device_that_fails_ends_the_engine(
     plan = SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)])
     target = {
         "launch": (executor._runner, "forward"),
-        "draw": (executor._sampler, "draw"),
-        "result": (Drawn, "collect"),
+        "draw": (executor._sampler, "sample"),
+        "result": (SamplerOutput, "fetch_into"),
     }
     monkeypatch.setattr(*target[when], fail)
     with pytest.raises(ExecutorError, match=r"^The device failed: CUDA error"):
@@ -149,13 +149,13 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[list[int]] = []
-    begin = executor._sampler.begin
+    prepare = executor._sampler.prepare
 
     def watched(draws: list[SampleRequest]) -> object:
         begun.append([draw.sequence_id for draw in draws])
-        return begin(draws)
+        return prepare(draws)
 
-    monkeypatch.setattr(executor._sampler, "begin", watched)
+    monkeypatch.setattr(executor._sampler, "prepare", watched)
     grammar = ModuloGrammar(3, VOCAB_SIZE)
     draws = [make_draw(0, [5, 6], grammar=grammar), make_draw(1, [7, 8], grammar=grammar), make_draw(2, [9])]
     one, two, three = (Sequence(draw, wanted=9) for draw in draws)

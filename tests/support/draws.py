@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from quire_engine.grammar import GrammarError
 from quire_engine.sampling import noise
-from quire_engine.sampling.step import StepSampler
+from quire_engine.sampling.step import Sampler
 from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.sampling import SamplingParams
 
@@ -61,19 +61,17 @@ def some_tokens(count: int, vocab_size: int, seed: int = 0) -> list[int]:
 
 
 def make_draw(id: int, prompt: Sequence[int], output: Sequence[int] = (), **wanted: object) -> SampleRequest:
-    """A draw for the token after ``prompt`` and ``output``; fields of ``SampleRequest`` by name, others are
-    parameters'.
-    """
+    """A draw for the token after ``prompt`` and ``output``; fields of the request by name, others are parameters'."""
     names = ("seed", "stop_token_ids", "grammar", "num_candidates")
     fields = {name: wanted.pop(name) for name in names if name in wanted}
     params = wanted.pop("params", None) or SamplingParams(**{"temperature": 0, "max_tokens": 1000} | wanted)
     return SampleRequest(id, params, fields.pop("seed", 0), [*prompt, *output], len(prompt), **fields)
 
 
-def run_step(sampler: StepSampler, draws: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
+def run_step(sampler: Sampler, draws: Sequence[SampleRequest], logits: torch.Tensor) -> ModelOutput:
     """One step with a row of logits for each draw."""
     result = ModelOutput()
-    sampler.finish(sampler.begin(draws), logits, range(len(draws)), result)
+    sampler.sample(sampler.prepare(draws), logits, range(len(draws))).fetch_into(result)
     return result
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling.filters import Top, lowest_kept
-from quire_engine.sampling.noise import gumbel, gumbel_of, hash_tokens
-from quire_engine.sampling.rows import SamplingRows
+from quire_engine.sampling.filters import TopCandidates, sampling_threshold
+from quire_engine.sampling.noise import gumbel_from_bits, gumbel_noise, hash_tokens
+from quire_engine.sampling.rows import SamplingMetadata
 from quire_engine.sampling.sampler import finite_rows, sample
 from quire_proto.sampling import MAX_SEED, SamplingParams
 
@@ -29,7 +29,9 @@ params = st.builds(
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], at: list[int]) -> list[int]:
-    return sample(logits.float().clone(), SamplingRows.of(params, [one.seed for one in params], at)).tolist()
+    return sample(
+        logits.float().clone(), SamplingMetadata.from_params(params, [one.seed for one in params], at)
+    ).tolist()
 
 
 def some_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -75,17 +77,17 @@ def test_every_bit_of_the_seed_changes_about_half_of_the_random_bits(seed: int, 
 @settings(deadline=None)
 @given(seeds, st.integers(0, 2**31 - 2))
 def test_the_next_position_has_other_noise(seed: int, position: int) -> None:
-    noise = gumbel(row_keys([seed, seed], [position, position + 1]), torch.arange(100, dtype=torch.int32))
+    noise = gumbel_noise(row_keys([seed, seed], [position, position + 1]), torch.arange(100, dtype=torch.int32))
     assert (noise[0] != noise[1]).sum() > 90
 
 
 def test_noise_is_finite_for_any_bits() -> None:
     extremes = [0, 1, -1, 2**31 - 1, -(2**31), 2**31 - 2, 2**30, *range(-70, 70)]
-    assert gumbel_of(torch.tensor(extremes, dtype=torch.int32)).isfinite().all()
+    assert gumbel_from_bits(torch.tensor(extremes, dtype=torch.int32)).isfinite().all()
 
 
 def test_noise_has_the_mean_and_variance_of_a_gumbel_distribution() -> None:
-    noise = gumbel(row_keys(range(200), [5] * 200), torch.arange(1000, dtype=torch.int32)).double()
+    noise = gumbel_noise(row_keys(range(200), [5] * 200), torch.arange(1000, dtype=torch.int32)).double()
     assert abs(noise.mean() - 0.5772156649) < 0.02
     assert abs(noise.var() - math.pi**2 / 6) < 0.05
 
@@ -93,8 +95,8 @@ def test_noise_has_the_mean_and_variance_of_a_gumbel_distribution() -> None:
 @settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 70), seeds)
 def test_noise_of_a_token_has_the_same_bits_wherever_it_is_computed(start: int, count: int, seed: int) -> None:
-    everything = gumbel(row_keys([1, seed], [3, 4]), torch.arange(6000, dtype=torch.int32))
-    part = gumbel(row_keys([seed], [4]), torch.arange(start, start + count, dtype=torch.int32))
+    everything = gumbel_noise(row_keys([1, seed], [3, 4]), torch.arange(6000, dtype=torch.int32))
+    part = gumbel_noise(row_keys([seed], [4]), torch.arange(start, start + count, dtype=torch.int32))
     assert torch.equal(part[0], everything[1, start : start + count])
 
 
@@ -208,8 +210,11 @@ def test_what_is_kept_is_what_the_definition_keeps(
     scores = (torch.tensor([logits]) - max(logits)) / temperature
     floor = torch.tensor([math.log(min_p) if min_p else -math.inf])
     limits = torch.tensor([top_k]), torch.tensor([top_p], dtype=torch.float64), floor
-    for top in (Top.of(scores, len(logits)), Top.of(scores, min(width, len(logits)))):
-        lowest, known = lowest_kept(scores, top, *limits)
+    for top in (
+        TopCandidates.from_scores(scores, len(logits)),
+        TopCandidates.from_scores(scores, min(width, len(logits))),
+    ):
+        lowest, known = sampling_threshold(scores, top, *limits)
         if known.item():
             assert set((scores >= lowest)[0].nonzero().flatten().tolist()) == expected
     assert known.item() or len(expected) >= width or width < top_k < len(logits)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling.grammar_mask import no_masks
-from quire_engine.sampling.noise import gumbel
-from quire_engine.sampling.processors import process
-from quire_engine.sampling.state import SequenceState
-from quire_engine.sampling.step import StepSampler
+from quire_engine.sampling.grammar_mask import NO_GRAMMARS
+from quire_engine.sampling.noise import gumbel_noise
+from quire_engine.sampling.processors import apply_logits_processors
+from quire_engine.sampling.state import SequenceSamplingState
+from quire_engine.sampling.step import Sampler
 from quire_engine.scheduling.plan import SampleRequest
 from quire_proto.sampling import SamplingParams
 from transformers import (
@@ -38,7 +38,7 @@ penalties = st.floats(-2, 2)
 
 def processed(logits: torch.Tensor, draws: Sequence[SampleRequest]) -> torch.Tensor:
     scores = logits.clone()
-    process(scores, [SequenceState(draw, logits.shape[1]) for draw in draws], no_masks())
+    apply_logits_processors(scores, [SequenceSamplingState(draw, logits.shape[1]) for draw in draws], NO_GRAMMARS)
     return scores
 
 
@@ -189,11 +189,11 @@ def test_a_draw_with_everything_on_is_the_draw_from_transformers_scores(
     logits = some_logits(count, VOCAB, seed=5).to(dtype)
     wanted = {"stop_token_ids": STOPS, "grammar": grammar} | CHANGES | STYLES[style]
     draws = [make_draw(row, PROMPT, OUTPUT, seed=row << 33, **wanted) for row in range(count)]
-    made = run_step(StepSampler(VOCAB), draws, logits)
+    made = run_step(Sampler(VOCAB), draws, logits)
     scores = reference_scores(logits.float(), STYLES[style], grammar)
     if STYLES[style]["temperature"]:
         keys = row_keys([row << 33 for row in range(count)], [len(PROMPT) + len(OUTPUT)] * count)
-        scores = scores + gumbel(keys, torch.arange(VOCAB, dtype=torch.int32))
+        scores = scores + gumbel_noise(keys, torch.arange(VOCAB, dtype=torch.int32))
     assert list(made.token_ids.values()) == scores.argmax(-1).tolist()
     assert len(set(made.token_ids.values())) > 5
 
@@ -205,14 +205,14 @@ def test_a_draw_without_processors_is_the_draw_from_transformers_scores(style: s
     draws = [make_draw(row, PROMPT, seed=row, **STYLES[style]) for row in range(count)]
     keys = row_keys(range(count), [len(PROMPT)] * count)
     warped = LogitsProcessorList(warpers(STYLES[style]))(ids(PROMPT), logits)
-    expected = (warped + gumbel(keys, torch.arange(VOCAB, dtype=torch.int32))).argmax(-1)
-    assert list(run_step(StepSampler(VOCAB), draws, logits).token_ids.values()) == expected.tolist()
+    expected = (warped + gumbel_noise(keys, torch.arange(VOCAB, dtype=torch.int32))).argmax(-1)
+    assert list(run_step(Sampler(VOCAB), draws, logits).token_ids.values()) == expected.tolist()
 
 
 def test_the_draws_seed_counts_and_that_of_the_parameters_does_not() -> None:
     seeds = [(1, 5), (2, 5), (1, 6)]
     draws = [make_draw(row, [1], params=SamplingParams(seed=own), seed=seed) for row, (seed, own) in enumerate(seeds)]
-    made = run_step(StepSampler(1000), draws, torch.zeros(3, 1000)).token_ids
+    made = run_step(Sampler(1000), draws, torch.zeros(3, 1000)).token_ids
     assert made[0] == made[2]
     assert made[0] != made[1]
 
@@ -220,11 +220,11 @@ def test_the_draws_seed_counts_and_that_of_the_parameters_does_not() -> None:
 def test_min_p_of_one_keeps_what_ties_with_the_best() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.999]])
     draws = [make_draw(row, [1], temperature=2.0, min_p=1.0, seed=row) for row in range(100)]
-    assert set(run_step(StepSampler(4), draws, logits.expand(100, -1)).token_ids.values()) == {1, 2}
+    assert set(run_step(Sampler(4), draws, logits.expand(100, -1)).token_ids.values()) == {1, 2}
 
 
 def test_a_vanishing_min_p_leaves_everything_in() -> None:
     draw = make_draw(0, [1], temperature=1.0, min_p=math.ulp(0.0), seed=3)
     plain = make_draw(1, [1], temperature=1.0, seed=3)
-    made = run_step(StepSampler(3000), [draw, plain], torch.zeros(2, 3000)).token_ids
+    made = run_step(Sampler(3000), [draw, plain], torch.zeros(2, 3000)).token_ids
     assert made[0] == made[1]

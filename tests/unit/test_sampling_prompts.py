@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling import score_prompts
-from quire_engine.sampling.logprobs import MAX_ROWS, MAX_VALUES, rows_at_once
-from quire_engine.sampling.ranking import best
+from quire_engine.sampling import compute_prompt_logprobs
+from quire_engine.sampling.logprobs import MAX_ROWS, MAX_VALUES, max_rows_at_once
+from quire_engine.sampling.ranking import stable_topk
 from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk
 from quire_proto.errors import ErrorCode
 
@@ -33,7 +33,9 @@ def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOut
         asked.append(len(part))
         return logits[part]
 
-    score_prompts([one for one in chunks if one.targets], torch.tensor(rows), logits.shape[1], logits_of, result)
+    compute_prompt_logprobs(
+        [one for one in chunks if one.targets], torch.tensor(rows), logits.shape[1], logits_of, result
+    )
     return result, asked
 
 
@@ -59,8 +61,8 @@ def test_each_target_has_the_logprob_that_the_row_before_it_gives(shapes: list[t
 
 @pytest.mark.parametrize("vocab_size", [1, 100, 32_000, 151_936, 1 << 20, 1 << 30])
 def test_a_piece_is_bounded_in_rows_and_in_numbers(vocab_size: int) -> None:
-    assert 1 <= rows_at_once(vocab_size) <= MAX_ROWS
-    assert rows_at_once(vocab_size) == 1 or rows_at_once(vocab_size) * vocab_size <= MAX_VALUES
+    assert 1 <= max_rows_at_once(vocab_size) <= MAX_ROWS
+    assert max_rows_at_once(vocab_size) == 1 or max_rows_at_once(vocab_size) * vocab_size <= MAX_VALUES
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -78,7 +80,7 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone_with_all_that_is_drawn_
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(-2, 2) | st.just(-math.inf), min_size=1, max_size=30), st.integers(1, 32))
 def test_the_best_are_in_one_certain_order(levels: list[float], count: int) -> None:
-    values, ids = best(torch.tensor([levels, levels[::-1]], dtype=torch.float32), count)
+    values, ids = stable_topk(torch.tensor([levels, levels[::-1]], dtype=torch.float32), count)
     for row, scores in enumerate((levels, levels[::-1])):
         ranked = sorted(enumerate(scores), key=lambda pair: (-pair[1], pair[0]))[:count]
         assert values[row].tolist() == [score for _, score in ranked]

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling.state import SequenceStates
-from quire_engine.sampling.step import StepSampler
+from quire_engine.sampling.state import SamplingStateCache
+from quire_engine.sampling.step import Sampler
 from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import MAX_SEED, SamplingParams
@@ -54,7 +54,7 @@ def draws(draw: st.DrawFn, id: int = 0) -> SampleRequest:
 
 
 def alone(draw: SampleRequest, logits: torch.Tensor) -> ModelOutput:
-    sampler = StepSampler(len(logits))
+    sampler = Sampler(len(logits))
     result = run_step(sampler, [draw], logits[None])
     sampler.close()
     return result
@@ -96,7 +96,7 @@ def test_a_draw_is_the_same_alone_and_among_any_others(data: st.DataObject) -> N
         logits[data.draw(st.integers(0, len(batch) - 1)), 3] = math.nan
     expected = [alone(draw, row) for draw, row in zip(batch, logits, strict=True)]
     order = data.draw(st.permutations(range(len(batch))))
-    sampler = StepSampler(VOCAB)
+    sampler = Sampler(VOCAB)
     made = run_step(sampler, [batch[place] for place in order], logits[order])
     sampler.close()
     assert_same(made, merged(expected))
@@ -114,9 +114,9 @@ def test_each_draw_is_made_from_the_row_that_it_names(rows: list[int]) -> None:
     logits = some_logits(2, VOCAB)
     styles = [{}, {"temperature": 1.5}, {"temperature": 1.5, "repetition_penalty": 1.1}, {"num_candidates": 2}]
     batch = [make_draw(id, [1, 2], seed=id, logprobs=2, **styles[id % 4]) for id in range(len(rows))]
-    made, sampler = ModelOutput(), StepSampler(VOCAB)
-    sampler.finish(sampler.begin(batch), logits, rows, made)
-    assert_same(made, run_step(StepSampler(VOCAB), batch, logits[rows]))
+    made, sampler = ModelOutput(), Sampler(VOCAB)
+    sampler.sample(sampler.prepare(batch), logits, rows).fetch_into(made)
+    assert_same(made, run_step(Sampler(VOCAB), batch, logits[rows]))
     assert_same(made, merged([alone(draw, logits[row]) for draw, row in zip(batch, rows, strict=True)]))
 
 
@@ -125,8 +125,8 @@ def test_the_models_logits_are_left_as_they_were() -> None:
     before = logits.clone()
     wanted = {"logit_bias": ((1, 9.0),), "repetition_penalty": 2.0}
     batch = [make_draw(0, [1], **wanted), make_draw(1, [1], num_candidates=3, **wanted), make_draw(2, [1])]
-    run_step(StepSampler(VOCAB), batch, logits)
-    run_step(StepSampler(VOCAB), batch[:1], logits[:1])
+    run_step(Sampler(VOCAB), batch, logits)
+    run_step(Sampler(VOCAB), batch[:1], logits[:1])
     assert torch.equal(logits, before)
 
 
@@ -145,11 +145,11 @@ def advance(batch: Sequence[SampleRequest], made: ModelOutput) -> None:
 @given(st.data(), st.integers(0, 2**32))
 def test_what_is_kept_makes_no_difference_whenever_it_is_dropped(data: st.DataObject, seed: int) -> None:
     batch, chance = [data.draw(draws(id)) for id in range(5)], random.Random(seed)
-    kept, dropped = StepSampler(VOCAB), StepSampler(VOCAB)
+    kept, dropped = Sampler(VOCAB), Sampler(VOCAB)
     for step in range(8):
         chosen = [draw for draw in batch if chance.random() < 0.8]
         logits = some_logits(len(chosen), VOCAB, step).round()
-        dropped.forget([draw.sequence_id for draw in batch if chance.random() < 0.4])
+        dropped.remove_finished([draw.sequence_id for draw in batch if chance.random() < 0.4])
         made = run_step(kept, chosen, logits)
         assert_same(made, run_step(dropped, chosen, logits))
         assert_same(made, merged([alone(draw, row) for draw, row in zip(chosen, logits, strict=True)]))
@@ -159,29 +159,29 @@ def test_what_is_kept_makes_no_difference_whenever_it_is_dropped(data: st.DataOb
 
 
 def test_a_second_sequence_with_the_same_id_gets_nothing_of_the_first() -> None:
-    sampler, logits = StepSampler(VOCAB), torch.zeros(1, VOCAB)
+    sampler, logits = Sampler(VOCAB), torch.zeros(1, VOCAB)
     run_step(sampler, [make_draw(0, [0], [1, 2], frequency_penalty=1.0)], logits)
     assert run_step(sampler, [make_draw(0, [0], [0], frequency_penalty=1.0)], logits).token_ids == {0: 1}
     assert run_step(sampler, [make_draw(0, [0])], logits).token_ids == {0: 0}
 
 
 def test_no_more_sequences_are_kept_than_the_limit() -> None:
-    states = SequenceStates(VOCAB, limit=3)
-    kept = [states.of(make_draw(id, [1])) for id in range(5)]
+    states = SamplingStateCache(VOCAB, limit=3)
+    kept = [states.get(make_draw(id, [1])) for id in range(5)]
     assert len(states) == 3
-    assert states.of(kept[4].draw) is kept[4]
-    assert states.of(kept[0].draw) is not kept[0]
-    states.drop([4, 17])
+    assert states.get(kept[4].draw) is kept[4]
+    assert states.get(kept[0].draw) is not kept[0]
+    states.remove([4, 17])
     assert len(states) == 2
 
 
 def test_min_tokens_and_bad_words_cost_nothing_while_they_forbid_nothing() -> None:
     wanted = {"min_tokens": 2, "stop_token_ids": frozenset((7,)), "bad_words": ((4, 5),)}
-    state = SequenceStates(VOCAB).of(make_draw(0, [1], [2], **wanted))
-    costs = [state.is_processed]
+    state = SamplingStateCache(VOCAB).get(make_draw(0, [1], [2], **wanted))
+    costs = [state.needs_processors]
     for token_id in (3, 4, 6):
         state.draw.token_ids.append(token_id)
-        costs.append(state.is_processed)
+        costs.append(state.needs_processors)
     assert costs == [True, False, True, False]
 
 
@@ -198,7 +198,7 @@ def test_logprobs_are_the_models_own_whatever_the_parameters_do(dtype: torch.dty
         make_draw(2, [1], best_of=2, **changes),
         make_draw(3, [1], **changes),
     ]
-    made = run_step(StepSampler(VOCAB), batch, logits)
+    made = run_step(Sampler(VOCAB), batch, logits)
     expected = logits.float().log_softmax(-1)
     for row, count in ((0, 20), (1, 3), (2, 0)):
         ranked = sorted(enumerate(expected[row].tolist()), key=lambda pair: (-pair[1], pair[0]))
@@ -214,7 +214,7 @@ def test_logprobs_are_the_models_own_whatever_the_parameters_do(dtype: torch.dty
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=40), st.integers(1, 45))
 def test_candidates_are_the_best_by_logprob_and_then_by_token_id(levels: list[int], count: int) -> None:
     logits = torch.tensor([levels], dtype=torch.float32)
-    made = run_step(StepSampler(len(levels)), [make_draw(0, [0], num_candidates=count)], logits).candidates[0]
+    made = run_step(Sampler(len(levels)), [make_draw(0, [0], num_candidates=count)], logits).candidates[0]
     ranked = sorted(enumerate(logits.log_softmax(-1)[0].tolist()), key=lambda pair: (-pair[1], pair[0]))[:count]
     assert list(zip(made.token_ids, made.logprobs, strict=True)) == ranked
 
@@ -227,7 +227,7 @@ def test_candidates_are_normalised_first_and_processed_then() -> None:
     expected[9] += 2.0
     expected[[3, 5]] *= 1.5
     expected[5] -= 0.5
-    made = run_step(StepSampler(VOCAB), [draw], logits).candidates[0]
+    made = run_step(Sampler(VOCAB), [draw], logits).candidates[0]
     assert set(made.token_ids) == set(range(VOCAB)) - {4}
     assert made.logprobs == expected[made.token_ids].tolist()
     assert made.logprobs == sorted(made.logprobs, reverse=True)
@@ -237,7 +237,7 @@ def test_candidates_are_normalised_first_and_processed_then() -> None:
 
 
 def test_an_output_follows_its_grammar_and_the_others_do_not_notice() -> None:
-    grammar, sampler = ModuloGrammar(3), StepSampler(VOCAB)
+    grammar, sampler = ModuloGrammar(3), Sampler(VOCAB)
     held, free = make_draw(0, [1, 1], grammar=grammar), make_draw(1, [1, 1])
     for step in range(12):
         logits = some_logits(1, VOCAB, step).expand(2, -1)
@@ -252,11 +252,11 @@ def test_an_output_follows_its_grammar_and_the_others_do_not_notice() -> None:
 def test_tokens_that_a_grammar_does_not_know_are_forbidden() -> None:
     draw = make_draw(0, [1], grammar=ModuloGrammar(2, vocab_size=40))
     logits = torch.arange(100.0)[None]
-    assert run_step(StepSampler(100), [draw], logits).token_ids == {0: 39}
+    assert run_step(Sampler(100), [draw], logits).token_ids == {0: 39}
 
 
 def test_masks_are_filled_while_the_step_goes_on() -> None:
-    may_fill, sampler = threading.Event(), StepSampler(VOCAB)
+    may_fill, sampler = threading.Event(), Sampler(VOCAB)
 
     class Slow(ModuloMatcher):
         def fill(self, mask: memoryview) -> None:
@@ -268,25 +268,25 @@ def test_masks_are_filled_while_the_step_goes_on() -> None:
         def matcher(self) -> ModuloMatcher:
             return Slow(self)
 
-    pending, result = sampler.begin([make_draw(0, [1], grammar=Grammar(2))]), ModelOutput()
+    pending, result = sampler.prepare([make_draw(0, [1], grammar=Grammar(2))]), ModelOutput()
     may_fill.set()
-    sampler.finish(pending, torch.arange(float(VOCAB))[None], [0], result)
+    sampler.sample(pending, torch.arange(float(VOCAB))[None], [0]).fetch_into(result)
     assert result.token_ids == {0: 49}
 
 
 def test_a_step_that_was_begun_and_never_finished_can_be_begun_again() -> None:
-    sampler, logits = StepSampler(VOCAB), some_logits(1, VOCAB)
+    sampler, logits = Sampler(VOCAB), some_logits(1, VOCAB)
     draw = make_draw(0, [1], [2, 3], grammar=ModuloGrammar(5))
-    sampler.begin([draw])
+    sampler.prepare([draw])
     made = run_step(sampler, [draw], logits).token_ids[0]
     draw.token_ids.append(made)
-    sampler.begin([draw])
+    sampler.prepare([draw])
     again = run_step(sampler, [draw], logits)
     assert_same(again, alone(make_draw(0, [1], [2, 3, made], grammar=ModuloGrammar(5)), logits[0]))
 
 
 def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() -> None:
-    may_accept, sampler = threading.Event(), StepSampler(VOCAB)
+    may_accept, sampler = threading.Event(), Sampler(VOCAB)
 
     class Slow(ModuloMatcher):
         def accept(self, token_ids: Sequence[int]) -> None:
@@ -298,12 +298,12 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
             return Slow(self)
 
     draw, logits = make_draw(0, [1], [2, 3], grammar=Grammar(5)), some_logits(1, VOCAB)
-    sampler.begin([draw])
-    pending, result = sampler.begin([draw]), ModelOutput()
-    assert pending.masks is not None
-    assert not wait([pending.masks.errors], timeout=0.05).done
+    sampler.prepare([draw])
+    pending, result = sampler.prepare([draw]), ModelOutput()
+    assert pending.bitmask is not None
+    assert not wait([pending.bitmask.errors], timeout=0.05).done
     may_accept.set()
-    sampler.finish(pending, logits, [0], result)
+    sampler.sample(pending, logits, [0]).fetch_into(result)
     assert_same(result, alone(make_draw(0, [1], [2, 3], grammar=ModuloGrammar(5)), logits[0]))
 
 
@@ -323,7 +323,7 @@ def test_a_grammar_that_dies_ends_its_sequence_alone(
     params = SamplingParams(temperature=0, structured=choice(["a"]))
     bad = make_draw(0, [1], [2], params=params, grammar=ModuloGrammar(5, **wanted))
     good = make_draw(1, [1], [2], grammar=ModuloGrammar(5))
-    sampler, logits = StepSampler(VOCAB), some_logits(2, VOCAB)
+    sampler, logits = Sampler(VOCAB), some_logits(2, VOCAB)
     first = run_step(sampler, [bad, good], logits)
     bad.token_ids.append(7)
     made = run_step(sampler, [bad, good], logits)
@@ -353,7 +353,7 @@ def test_a_sequence_that_no_token_is_left_for_ends_alone(
         make_draw(0, [1], temperature=1, num_candidates=num_candidates, logprobs=1, **wanted),
         make_draw(1, [1], temperature=1, bad_words=((3,),)),
     ]
-    made = run_step(StepSampler(VOCAB), batch, some_logits(2, VOCAB))
+    made = run_step(Sampler(VOCAB), batch, some_logits(2, VOCAB))
     assert set(made.errors) == {0}
     assert (made.errors[0].code, made.errors[0].param) == (ErrorCode.INVALID, param)
     assert set(made.token_ids) == {1}
@@ -376,10 +376,10 @@ def test_a_row_that_is_not_finite_ends_its_sequences_alone(bad: float, row: int)
     ]
     batch = [make_draw(id, [1, 2], seed=id, **styles[id % 5]) for id in range(10)]
     logits = some_logits(5, VOCAB)
-    expected = run_step(StepSampler(VOCAB), batch, logits.repeat(2, 1))
+    expected = run_step(Sampler(VOCAB), batch, logits.repeat(2, 1))
     logits[row, 11] = bad
-    made, sampler = ModelOutput(), StepSampler(VOCAB)
-    sampler.finish(sampler.begin(batch), logits, [id % 5 for id in range(10)], made)
+    made, sampler = ModelOutput(), Sampler(VOCAB)
+    sampler.sample(sampler.prepare(batch), logits, [id % 5 for id in range(10)]).fetch_into(made)
     assert set(made.errors) == {row, row + 5}
     assert {error.code for error in made.errors.values()} == {ErrorCode.INTERNAL}
     for part in ("token_ids", "logprobs", "candidates"):
@@ -388,10 +388,10 @@ def test_a_row_that_is_not_finite_ends_its_sequences_alone(bad: float, row: int)
 
 
 def test_a_draw_that_has_an_error_already_is_left_out() -> None:
-    made, sampler = ModelOutput(), StepSampler(VOCAB)
+    made, sampler = ModelOutput(), Sampler(VOCAB)
     made.errors[0] = QuireError(ErrorCode.INTERNAL, "It failed before.")
     batch = [make_draw(0, [1], logprobs=1), make_draw(1, [1])]
-    sampler.finish(sampler.begin(batch), some_logits(2, VOCAB), [0, 1], made)
+    sampler.sample(sampler.prepare(batch), some_logits(2, VOCAB), [0, 1]).fetch_into(made)
     assert set(made.token_ids) == {1}
     assert not made.logprobs
 
@@ -406,7 +406,7 @@ def test_wide_vocabularies_are_drawn_from_as_narrow_ones() -> None:
         make_draw(1, [1], grammar=ModuloGrammar(2, vocab_size), top_k=2000, **wanted),
         make_draw(2, [1], bad_words=((100_002,),), min_p=0.9, **wanted),
     ]
-    made = run_step(StepSampler(vocab_size), batch, logits)
+    made = run_step(Sampler(vocab_size), batch, logits)
     assert made.token_ids[0] == 100_002
     assert made.token_ids[1] % 2 == 1
     assert logits[2, made.token_ids[2]] > logits[2].max() + math.log(0.9) - 1e-5

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire_engine.sampling import Drawn, StepSampler
+from quire_engine.sampling import Sampler, SamplerOutput
 from quire_engine.sampling.argmax import lowest_argmax
-from quire_engine.sampling.ranking import best
-from quire_engine.sampling.rows import SamplingRows
+from quire_engine.sampling.ranking import stable_topk
+from quire_engine.sampling.rows import SamplingMetadata
 from quire_engine.sampling.sampler import finite_rows, sample
 from quire_engine.scheduling.plan import ModelOutput, SampleRequest
 from quire_proto.sampling import MAX_SEED, SamplingParams
@@ -66,10 +66,10 @@ def batches(draw: st.DrawFn) -> tuple[list[SampleRequest], torch.Tensor]:
     return draws, logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 
-def drawn(sampler: StepSampler, draws: list[SampleRequest], logits: torch.Tensor) -> Drawn:
+def drawn(sampler: Sampler, draws: list[SampleRequest], logits: torch.Tensor) -> SamplerOutput:
     """Drawn while nothing is read."""
     with no_waiting():
-        return sampler.draw(sampler.begin(draws), logits, range(len(draws)))
+        return sampler.sample(sampler.prepare(draws), logits, range(len(draws)))
 
 
 def told(result: ModelOutput) -> tuple[object, ...]:
@@ -84,12 +84,12 @@ def told(result: ModelOutput) -> tuple[object, ...]:
 @given(batches())
 def test_draws_wait_for_nothing_and_are_those_that_wait(batch: tuple[list[SampleRequest], torch.Tensor]) -> None:
     draws, logits = batch
-    sampler, waiting = StepSampler(VOCAB, may_wait=False), StepSampler(VOCAB)
+    sampler, waiting = Sampler(VOCAB, allow_sync=False), Sampler(VOCAB)
     made, expected = ModelOutput(), ModelOutput()
     one = drawn(sampler, draws, logits)
-    one.collect(made)
-    other = waiting.draw(waiting.begin(draws), logits, range(len(draws)))
-    other.collect(expected)
+    one.fetch_into(made)
+    other = waiting.sample(waiting.prepare(draws), logits, range(len(draws)))
+    other.fetch_into(expected)
     sampler.close()
     waiting.close()
     assert told(made) == told(expected)
@@ -105,20 +105,20 @@ def test_everything_that_a_draw_needs_is_on_the_device_of_the_logits(
 ) -> None:
     """The meta device has no numbers to read, and refuses tensors of other devices."""
     draws, logits = batch
-    sampler = StepSampler(VOCAB)
-    one = sampler.draw(sampler.begin(draws), logits.to("meta"), range(len(draws)))
+    sampler = Sampler(VOCAB)
+    one = sampler.sample(sampler.prepare(draws), logits.to("meta"), range(len(draws)))
     sampler.close()
     assert (one.token_ids.device.type, one.token_ids.shape) == ("meta", (len(draws),))
 
 
 def test_the_logits_may_be_overwritten_once_the_draws_are_enqueued() -> None:
     draws = [make_draw(0, [1], logprobs=2), make_draw(1, [1], num_candidates=2), make_draw(2, [1], top_p=0.9)]
-    logits, sampler = some_logits(3, VOCAB), StepSampler(VOCAB, may_wait=False)
+    logits, sampler = some_logits(3, VOCAB), Sampler(VOCAB, allow_sync=False)
     made, expected = ModelOutput(), ModelOutput()
-    sampler.finish(sampler.begin(draws), logits.clone(), range(3), expected)
+    sampler.sample(sampler.prepare(draws), logits.clone(), range(3)).fetch_into(expected)
     one = drawn(sampler, draws, logits)
     logits.fill_(math.nan)
-    one.collect(made)
+    one.fetch_into(made)
     assert told(made) == told(expected)
 
 
@@ -127,8 +127,8 @@ def test_tokens_are_in_the_order_of_the_draws_and_from_the_rows_they_name() -> N
     draws = [make_draw(10 - id, [1], **style) for id, style in enumerate(styles)]
     logits = torch.zeros(3, 50)
     logits[0, 3], logits[1, 4], logits[2, 5], logits[2, 6] = 9, 9, 9, 8
-    one = StepSampler(50, may_wait=False)
-    assert one.draw(one.begin(draws), logits, [0, 1, 2, 0]).token_ids.tolist() == [0, 4, 6, 3]
+    one = Sampler(50, allow_sync=False)
+    assert one.sample(one.prepare(draws), logits, [0, 1, 2, 0]).token_ids.tolist() == [0, 4, 6, 3]
 
 
 READS: list[Callable[[torch.Tensor], object]] = [
@@ -148,7 +148,7 @@ READS: list[Callable[[torch.Tensor], object]] = [
     lambda one: one.unique(),
     lambda one: torch.equal(one, one),
     lambda one: torch.tensor([1, 2]),
-    lambda one: best(one[None], 2),
+    lambda one: stable_topk(one[None], 2),
     lambda one: lowest_argmax(one[None]),
     lambda one: finite_rows(one[None]),
 ]
@@ -162,7 +162,7 @@ def test_whatever_reads_is_found(read: Callable[[torch.Tensor], object]) -> None
 
 
 def test_what_a_draw_is_by_default_on_the_cpu_reads() -> None:
-    sampler = StepSampler(VOCAB)
+    sampler = Sampler(VOCAB)
     with pytest.raises(WaitedError):
         drawn(sampler, [make_draw(0, [1])], some_logits(1, VOCAB))
 
@@ -194,22 +194,22 @@ def test_no_row_is_drawn_otherwise_when_nothing_is_read(
     logits = some_logits(len(params), vocab_size, seed % 100) / flatness
     if ties:
         logits = (logits * 3).round() / 3
-    rows = SamplingRows.of(params, range(seed, seed + len(params)), range(len(params)))
+    rows = SamplingMetadata.from_params(params, range(seed, seed + len(params)), range(len(params)))
     expected = sample(logits.clone(), rows)
     with no_waiting():
-        made = sample(logits.clone(), rows, may_wait=False)
+        made = sample(logits.clone(), rows, allow_sync=False)
     assert made.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("may_wait", [False, True])
+@pytest.mark.parametrize("allow_sync", [False, True])
 @pytest.mark.parametrize("style", STYLES)
-def test_a_row_that_nothing_can_be_drawn_from_gets_a_valid_token(style: dict[str, object], may_wait: bool) -> None:
+def test_a_row_that_nothing_can_be_drawn_from_gets_a_valid_token(style: dict[str, object], allow_sync: bool) -> None:
     logits = some_logits(4, VOCAB)
     logits[0], logits[1, 5], logits[2, 5] = -math.inf, math.nan, math.inf
-    rows = SamplingRows.of([SamplingParams(**style)] * 4, range(4), range(4))
-    made = sample(logits.clone(), rows, may_wait=may_wait).tolist()
+    rows = SamplingMetadata.from_params([SamplingParams(**style)] * 4, range(4), range(4))
+    made = sample(logits.clone(), rows, allow_sync=allow_sync).tolist()
     assert all(0 <= token_id < VOCAB for token_id in made)
-    assert made[3] == sample(logits[3:].clone(), rows.take(np.array([3]))).item()
+    assert made[3] == sample(logits[3:].clone(), rows.select(np.array([3]))).item()
 
 
 @settings(max_examples=200, deadline=None)
@@ -219,9 +219,9 @@ def test_a_row_that_nothing_can_be_drawn_from_gets_a_valid_token(style: dict[str
 )
 def test_the_best_are_the_same_when_nothing_is_read(rows: list[list[float]], count: int) -> None:
     scores = torch.tensor(rows).reshape(-1, 6)
-    expected = best(scores, count)
+    expected = stable_topk(scores, count)
     with no_waiting():
-        values, ids = best(scores, count, may_wait=False)
+        values, ids = stable_topk(scores, count, allow_sync=False)
     assert torch.equal(values, expected[0])
     assert torch.equal(values.signbit(), scores.gather(1, ids).signbit())
     known = values > -math.inf
@@ -247,7 +247,7 @@ def test_one_number_that_is_not_finite_is_found_when_nothing_is_read(dtype: torc
     logits = some_logits(5, 40)
     logits[1, 7], logits[2, 0], logits[3, 39], logits[4] = math.nan, math.inf, -math.inf, 3.3e38
     with no_waiting():
-        finite = finite_rows(logits.to(dtype), may_wait=False)
+        finite = finite_rows(logits.to(dtype), allow_sync=False)
     assert finite.tolist() == [True, False, False, False, True]
 
 
@@ -260,20 +260,18 @@ def test_a_cuda_device_is_not_waited_for_and_draws_what_the_cpu_draws() -> None:
     changes = [one for one in CHANGES if "poison" not in str(one.get("grammar"))]
     wanted = [style | change | told for style in STYLES for change in changes for told in TOLD]
     draws = [make_draw(id, some_tokens(9, VOCAB, id), [1, 7], seed=id, **one) for id, one in enumerate(wanted)]
-    logits, sampler = some_logits(len(draws), VOCAB), StepSampler(VOCAB)
+    logits, sampler = some_logits(len(draws), VOCAB), Sampler(VOCAB)
     expected, made, on_device = ModelOutput(), ModelOutput(), logits.cuda()
-    sampler.finish(sampler.begin(draws), logits, range(len(draws)), expected)
-    sampler.finish(
-        sampler.begin(draws), on_device, range(len(draws)), ModelOutput()
-    )  # takes pinned memory, which waits
+    sampler.sample(sampler.prepare(draws), logits, range(len(draws))).fetch_into(expected)
+    sampler.sample(sampler.prepare(draws), on_device, range(len(draws))).fetch_into(ModelOutput())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        one = sampler.draw(sampler.begin(draws), on_device, range(len(draws)))
+        one = sampler.sample(sampler.prepare(draws), on_device, range(len(draws)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     on_device.fill_(math.nan)
-    one.collect(made)
+    one.fetch_into(made)
     assert told(made)[3] == told(expected)[3]
     assert set(made.logprobs) == set(expected.logprobs)
     assert set(made.candidates) == set(expected.candidates)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.device.transfers import (
-    Download,
-    pack,
-    pinned,
+    HostCopy,
+    pack_arrays,
+    pin,
     stage_arrays,
-    unpack,
+    unpack_arrays,
     upload,
     upload_arrays,
 )
@@ -27,7 +27,7 @@ arrays = st.tuples(st.sampled_from([np.uint8, np.int32, np.float32, np.int64, np
 @given(st.lists(arrays, max_size=6))
 def test_arrays_arrive_as_they_were_sent(sent: list[np.ndarray]) -> None:
     expected = [torch.from_numpy(one) for one in sent]
-    for arrived in (upload_arrays(sent, CPU), unpack(pack(sent), sent), *stage_arrays(sent, CPU)):
+    for arrived in (upload_arrays(sent, CPU), unpack_arrays(pack_arrays(sent), sent), *stage_arrays(sent, CPU)):
         assert [(one.dtype, one.tolist()) for one in arrived] == [(one.dtype, one.tolist()) for one in expected]
     for on_device in (upload_arrays(sent, META), stage_arrays(sent, META)[1]):
         assert [(one.dtype, one.shape) for one in on_device] == [(one.dtype, one.shape) for one in expected]
@@ -42,12 +42,12 @@ def test_staged_arrays_are_in_memory_of_their_own() -> None:
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     tensor, array = torch.arange(3), np.arange(3)
-    assert pinned(tensor, CPU) is tensor
+    assert pin(tensor, CPU) is tensor
     assert upload(tensor, CPU) is tensor
     (shared,) = upload_arrays([array], CPU)
     array[0] = 9
     assert shared[0] == 9
-    assert Download([tensor]).wait()[0] is tensor
+    assert HostCopy([tensor]).wait()[0] is tensor
 
 
 class Pinned:
@@ -102,7 +102,7 @@ def test_what_goes_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_a_download_holds_what_was_there_when_it_was_asked_for() -> None:
     values = torch.arange(1 << 20, device="cuda")
-    download = Download([values, values[:3] + 1])
+    download = HostCopy([values, values[:3] + 1])
     values.zero_()
     whole, part = download.wait()
     assert whole.device.type == "cpu"

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 _ALIGNMENT = 8
 
 
-def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` of the host where ``device`` can fetch it without anybody waiting: a pinned copy for a GPU, and else
     ``tensor`` itself.
     """
@@ -26,27 +26,27 @@ def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor`` of the host on ``device``, for what is enqueued later; on the CPU it is ``tensor`` itself."""
-    return pinned(tensor, device).to(device, non_blocking=True)
+    return pin(tensor, device).to(device, non_blocking=True)
 
 
 def upload_arrays(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
     """The arrays as tensors on ``device``, in one copy; on the CPU they share the arrays' memory."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpack(_packed_for(device, arrays).to(device, non_blocking=True), arrays)
+    return unpack_arrays(_pack_for(device, arrays).to(device, non_blocking=True), arrays)
 
 
 def stage_arrays(arrays: Sequence[Array], device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The arrays as tensors on the host, in fresh memory that ``device`` can copy from later without anybody waiting,
     and on ``device``, in one copy; on the CPU both share that memory.
     """
-    packed = _packed_for(device, arrays)
-    return unpack(packed, arrays), unpack(packed.to(device, non_blocking=True), arrays)
+    packed = _pack_for(device, arrays)
+    return unpack_arrays(packed, arrays), unpack_arrays(packed.to(device, non_blocking=True), arrays)
 
 
-def pack(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
+def pack_arrays(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
     """The bytes of the arrays, one after the other, each from an aligned place: [N] uint8 on the host."""
-    starts, size = _places(arrays)
+    starts, size = _offsets(arrays)
     packed = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
     bytes_of = packed.numpy()
     for array, start in zip(arrays, starts, strict=True):
@@ -54,19 +54,19 @@ def pack(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
     return packed
 
 
-def unpack(packed: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
+def unpack_arrays(packed: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
     """Views of ``packed``, wherever it lies, with the types and shapes of the arrays that were packed."""
     return [
         packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, _places(arrays)[0], strict=True)
+        for array, start in zip(arrays, _offsets(arrays)[0], strict=True)
     ]
 
 
-def _packed_for(device: torch.device, arrays: Sequence[Array]) -> torch.Tensor:
-    return pack(arrays, is_pinned=device.type == "cuda")
+def _pack_for(device: torch.device, arrays: Sequence[Array]) -> torch.Tensor:
+    return pack_arrays(arrays, is_pinned=device.type == "cuda")
 
 
-def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
+def _offsets(arrays: Sequence[Array]) -> tuple[list[int], int]:
     """Where each of the arrays starts, and where the last one ends."""
     starts, end = [], 0
     for array in arrays:
@@ -76,7 +76,7 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
     return starts, end
 
 
-class Download:
+class HostCopy:
     """Tensors that are copied to the host as soon as their device gets to it, before whatever is enqueued later."""
 
     __slots__ = ("_copied", "_host")

@@ -1,7 +1,7 @@
-"""Draws tokens from logits. Knows rows, parameters and draws, never requests."""
+"""Samples tokens from logits."""
 
-from quire_engine.sampling.drawn import Drawn
-from quire_engine.sampling.prompts import score_prompts
-from quire_engine.sampling.step import PendingDraws, StepSampler
+from quire_engine.sampling.drawn import SamplerOutput
+from quire_engine.sampling.prompts import compute_prompt_logprobs
+from quire_engine.sampling.step import Sampler, SamplerInput
 
-__all__ = ["Drawn", "PendingDraws", "StepSampler", "score_prompts"]
+__all__ = ["Sampler", "SamplerInput", "SamplerOutput", "compute_prompt_logprobs"]

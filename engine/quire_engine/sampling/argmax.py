@@ -1,4 +1,4 @@
-"""The most probable token of each row, of equal ones the lowest: the whole cost of a greedy draw."""
+"""The most probable token of each row, the lowest id of equal ones: the whole cost of a greedy draw."""
 
 import numpy as np
 import torch
@@ -7,26 +7,26 @@ from quire_engine.kernels.scan import highest_places
 from quire_engine.sampling.cells import TokenArray
 
 
-def lowest_argmax(scores: torch.Tensor, *, may_wait: bool = True) -> torch.Tensor:
-    """The lowest token id with the highest of ``scores`` [R, V], any float dtype: [R] int64 on their device. Some id
-    where a row has a NaN.
+def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
+    """The lowest token id with the highest of ``scores`` [R, V], any float dtype: [R] int64 on their device. Any valid
+    id where a row has a NaN.
 
-    On the CPU, where the host may read them, the compiled kernel does it, or numpy, which looks at a vector of scores
-    at a time where torch looks at one score.
+    With ``allow_sync`` on the CPU the compiled kernel does it, or numpy, which looks at a vector of scores at a time
+    where torch looks at one score.
     """
-    if not may_wait or scores.device.type != "cpu" or not scores.numel():
+    if not allow_sync or scores.device.type != "cpu" or not scores.numel():
         return scores.max(-1).indices
-    places = highest_places(scores)
-    if places is not None:
-        return places
+    ids = highest_places(scores)
+    if ids is not None:
+        return ids
     if scores.dtype == torch.float32:
         return torch.from_numpy(scores.numpy().argmax(-1))
     if scores.dtype == torch.bfloat16:
-        return torch.from_numpy(_of_bfloat16(scores))
+        return torch.from_numpy(_bfloat16_argmax(scores))
     return scores.max(-1).indices
 
 
-def _of_bfloat16(scores: torch.Tensor) -> TokenArray:
+def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:
     """The bits of positive numbers, read as integers, are in the numbers' order and above those of negative numbers,
     whose order is the opposite one.
     """

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens under the model's own distribution: a float32 log-softmax of its logits.
 
-Worked out for a bounded piece of rows at a time, so that long prompts and wide vocabularies cost time but no memory.
+Computed for a bounded number of rows at a time, so that long prompts and wide vocabularies cost time but no memory.
 """
 
 from collections.abc import Sequence
@@ -10,42 +10,42 @@ import torch
 from quire_proto.logprobs import TokenLogprobs
 
 from quire_engine.device.transfers import upload_arrays
-from quire_engine.sampling.ranking import best
+from quire_engine.sampling.ranking import stable_topk
 
 MAX_ROWS, MAX_VALUES = 256, 1 << 24
 
 
-def rows_at_once(vocab_size: int) -> int:
-    """How many rows of logits make one piece."""
+def max_rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are normalised at a time."""
     return max(1, min(MAX_ROWS, MAX_VALUES // vocab_size))
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Of each row of ``logits`` [R, V], any float dtype and finite: the log-probability of that row's token, and of its
-    so many most probable tokens, best first, equal ones in the order of their ids. Waits for the device.
+    """For each row i of ``logits`` [R, V], any float dtype and finite: the log-probability of ``token_ids[i]``, and the
+    ``num_top[i]`` most probable tokens, best first, equal ones by rising id. Waits for the device.
     """
-    (places,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
-    return as_logprobs(measure_logprobs(logits, places, max(num_top, default=0)), num_top)
+    (ids,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
+    return to_token_logprobs(compute_logprobs(logits, ids, max(num_top, default=0)), num_top)
 
 
-def measure_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, may_wait: bool = True
+def compute_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, allow_sync: bool = True
 ) -> list[torch.Tensor]:
     """The log-probability of the token of each row [R] float32, and with ``num_top`` above 0 those of the most probable
-    tokens and their ids, both [R, num_top] at the most.
+    tokens and their ids, both [R, min(num_top, V)].
     """
-    size, pieces = rows_at_once(logits.shape[1]), []
+    size, chunks = max_rows_at_once(logits.shape[1]), []
     for start in range(0, len(token_ids), size):
         part = slice(start, start + size)
         logprobs = logits[part].float().log_softmax(-1)
         own = logprobs.gather(1, token_ids[part][:, None]).squeeze(1)
-        pieces.append((own, *best(logprobs, num_top, may_wait=may_wait)) if num_top else (own,))
-    return [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+        chunks.append((own, *stable_topk(logprobs, num_top, allow_sync=allow_sync)) if num_top else (own,))
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
 
 
-def as_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """What ``measure_logprobs`` made, row by row, each with its own number of most probable tokens. Waits for the
-    device.
+def to_token_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """The tensors of ``compute_logprobs`` as one object a row, row i with ``num_top[i]`` most probable tokens. Waits
+    for the device.
     """
     if not num_top:
         return []

@@ -1,4 +1,4 @@
-"""Gumbel noise that is a pure function of (seed, position, token id). Knows no logits.
+"""Gumbel noise that is a pure function of (seed, position, token id).
 
 The seed (all 64 bits) and the position of the drawn token are mixed on the host into one 64-bit key a row, by
 the finaliser of MurmurHash3 (Appleby), which is a bijection: at one position, different seeds never share a
@@ -32,19 +32,19 @@ Uint64 = npt.NDArray[np.uint64]
 
 def row_keys(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
     """Keys [B, 2] (low and high half) of B draws: seeds below 2^64, positions of the tokens to be drawn."""
-    places = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
-    keys = _mix64(np.array(seeds, dtype=np.uint64) ^ places)
+    mixed = _mix64(np.array(positions, dtype=np.uint64) + GOLDEN64)
+    keys = _mix64(np.array(seeds, dtype=np.uint64) ^ mixed)
     halves = np.stack((keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)), axis=1)
     return halves.view(np.int32)
 
 
-def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise [B, N] float32 for keys [B, 2] and token ids int32, [N] for all rows or [B, N]."""
-    return gumbel_of(hash_tokens(keys, token_ids))
+    return gumbel_from_bits(hash_tokens(keys, token_ids))
 
 
-def gumbel_of(bits: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise float32, always finite, from random bits int32, which are used up."""
+def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise float32, always finite, from random bits int32, which are overwritten."""
     uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
@@ -53,12 +53,12 @@ def hash_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The 32 bits [B, N] int32 behind the noise."""
     bits = (token_ids * _signed(GOLDEN)) ^ keys[:, :1]
     shifted = torch.empty_like(bits)
-    _fold(bits, 16, shifted).mul_(_signed(MIX_A)).add_(keys[:, 1:])
-    _fold(bits, 13, shifted).mul_(_signed(MIX_B))
-    return _fold(bits, 16, shifted)
+    _xor_shift(bits, 16, shifted).mul_(_signed(MIX_A)).add_(keys[:, 1:])
+    _xor_shift(bits, 13, shifted).mul_(_signed(MIX_B))
+    return _xor_shift(bits, 16, shifted)
 
 
-def _fold(bits: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
+def _xor_shift(bits: torch.Tensor, count: int, shifted: torch.Tensor) -> torch.Tensor:
     """``bits ^= bits >>> count`` in place. int32 shifts keep the sign, hence the mask; ``shifted`` is scratch."""
     torch.bitwise_right_shift(bits, count, out=shifted)
     return bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - count)) - 1))

@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties: scores that go down, or up, for tokens that were there before.
+"""Repetition, frequency and presence penalties: scores that go down, or up, for tokens that occurred before.
 
 The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a negative
 score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's do: the
@@ -14,7 +14,7 @@ import numpy.ma  # numpy.unique would import it in the step, where there may be 
 import torch
 
 from quire_engine.device.transfers import upload_arrays
-from quire_engine.sampling.cells import FloatArray, TokenArray, cells, per_cell
+from quire_engine.sampling.cells import FloatArray, TokenArray, flat_indices, repeat_per_index
 from quire_engine.scheduling.plan import SampleRequest
 
 _LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
@@ -23,14 +23,14 @@ _NO_TOKENS = np.empty(0, dtype=np.int64)
 
 
 class Penalties:
-    """One sequence's penalties and the tokens that they are for: a cache of its ``token_ids``."""
+    """One sequence's penalties and counts of the tokens that they apply to: a cache of its ``token_ids``."""
 
     __slots__ = (
         "_counts",
         "_draw",
-        "_num_seen",
-        "_places",
+        "_num_counted",
         "_prompt",
+        "_slots",
         "_tokens",
         "frequency",
         "presence",
@@ -43,83 +43,88 @@ class Penalties:
         self.repetition = max(params.repetition_penalty, _TINY)
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self._draw = draw
-        self._prompt = np.unique(np.array(draw.token_ids[: draw.num_prompt], np.int64)) if self.repeats else _NO_TOKENS
-        self._num_seen = draw.num_prompt
-        self._places: dict[int, int] = {}
+        self._prompt = (
+            np.unique(np.array(draw.token_ids[: draw.num_prompt], np.int64)) if self.has_repetition else _NO_TOKENS
+        )
+        self._num_counted = draw.num_prompt
+        self._slots: dict[int, int] = {}
         self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
 
     @classmethod
-    def of(cls, draw: SampleRequest) -> "Penalties | None":
-        """Those that the draw's parameters ask for."""
+    def from_request(cls, draw: SampleRequest) -> "Penalties | None":
+        """The penalties that the draw's parameters ask for; None if there are none."""
         params = draw.params
         asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
         return cls(draw) if asked else None
 
     @property
-    def repeats(self) -> bool:
+    def has_repetition(self) -> bool:
         """Whether there is a repetition penalty."""
         return self.repetition != 1
 
     @property
-    def occurred(self) -> TokenArray:
-        """The tokens of prompt and output; some of them twice."""
-        return np.concatenate((self._prompt, self.output))
+    def seen_token_ids(self) -> TokenArray:
+        """The distinct tokens of the prompt and those of the output, [N]; a token of both is there twice."""
+        return np.concatenate((self._prompt, self.output_token_ids))
 
     @property
-    def output(self) -> TokenArray:
-        """The tokens of the output, each once."""
-        return self._tokens[: len(self._places)]
+    def output_token_ids(self) -> TokenArray:
+        """The distinct tokens of the output, [N]."""
+        return self._tokens[: len(self._slots)]
 
     @property
-    def counts(self) -> FloatArray:
-        """How often the output has each of its tokens."""
-        return self._counts[: len(self._places)]
+    def output_counts(self) -> FloatArray:
+        """How often each of ``output_token_ids`` occurs in the output, [N]."""
+        return self._counts[: len(self._slots)]
 
-    def catch_up(self) -> None:
-        """Counts the output tokens that have come since the last time."""
-        new = self._draw.token_ids[self._num_seen :]
+    def update(self) -> None:
+        """Counts the output tokens that were added since the last call."""
+        new = self._draw.token_ids[self._num_counted :]
         for token_id in new:
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._tokens):
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._tokens):
                 self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
                 self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
-            self._tokens[place] = token_id
-            self._counts[place] += 1
-        self._num_seen += len(new)
+            self._tokens[slot] = token_id
+            self._counts[slot] += 1
+        self._num_counted += len(new)
 
 
-def penalise(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
-    """Applies to ``scores`` [R, V] float32, finite, in place, the penalties of each row named: repetition, then
-    frequency, then presence, as vLLM does. Scores stay finite.
+def apply_penalties(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+    """Applies to ``scores`` [R, V] float32, finite, in place, each (row, penalties) of ``penalised``: repetition,
+    then frequency, then presence, as vLLM does. Scores stay finite.
     """
     for _, penalties in penalised:
-        penalties.catch_up()
-    _penalise_repetition(scores, [(row, one, one.occurred) for row, one in penalised if one.repeats])
+        penalties.update()
+    _apply_repetition(scores, [(row, one, one.seen_token_ids) for row, one in penalised if one.has_repetition])
     counted = [(row, one) for row, one in penalised if one.frequency or one.presence]
-    _penalise_count(scores, [(row, one) for row, one in counted if len(one.output)])
+    _apply_frequency_and_presence(scores, [(row, one) for row, one in counted if len(one.output_token_ids)])
 
 
-def _penalise_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties, TokenArray]]) -> None:
+def _apply_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties, TokenArray]]) -> None:
     if not penalised:
         return
-    places = cells(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
+    indices = flat_indices(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
     lengths = [len(tokens) for _, _, tokens in penalised]
-    factors_of = per_cell([one.repetition for _, one, _ in penalised], lengths)
-    at, factors = upload_arrays((places, factors_of), scores.device)
+    factors_of = repeat_per_index([one.repetition for _, one, _ in penalised], lengths)
+    at, factors = upload_arrays((indices, factors_of), scores.device)
     old = scores.view(-1).index_select(0, at)
-    # A token that is there twice is read and written twice, with the same value.
+    # A token that occurs twice is read and written twice, with the same value.
     new = torch.where(old < 0, old * factors, old / factors).clamp_(_LEAST, _MOST)
     scores.view(-1).index_copy_(0, at, new)
 
 
-def _penalise_count(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+def _apply_frequency_and_presence(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
     if not penalised:
         return
-    lengths = [len(one.output) for _, one in penalised]
-    places = cells(scores, [row for row, _ in penalised], [one.output for _, one in penalised])
-    counts = np.concatenate([one.counts for _, one in penalised])
-    each = [per_cell(of, lengths) for of in zip(*((one.frequency, one.presence) for _, one in penalised), strict=True)]
-    at, times, frequency, presence = upload_arrays((places, counts, *each), scores.device)
+    lengths = [len(one.output_token_ids) for _, one in penalised]
+    indices = flat_indices(scores, [row for row, _ in penalised], [one.output_token_ids for _, one in penalised])
+    counts = np.concatenate([one.output_counts for _, one in penalised])
+    each = [
+        repeat_per_index(of, lengths)
+        for of in zip(*((one.frequency, one.presence) for _, one in penalised), strict=True)
+    ]
+    at, times, frequency, presence = upload_arrays((indices, counts, *each), scores.device)
     values = scores.view(-1).index_select(0, at)
     values -= frequency * times
     values -= presence

@@ -1,21 +1,29 @@
-"""What is kept for a sequence between its draws: a cache, made from its ``SampleRequest`` and at any time made anew."""
+"""What is cached for a sequence between its draws: made from its ``SampleRequest``, at any time again."""
 
 from collections.abc import Iterable
 
-from quire_engine.sampling.bias import Bias
-from quire_engine.sampling.forbidden import Forbidden
-from quire_engine.sampling.grammar_mask import GrammarPlace
+from quire_engine.sampling.bias import LogitBias
+from quire_engine.sampling.forbidden import TokenBans
+from quire_engine.sampling.grammar_mask import GrammarState
 from quire_engine.sampling.penalties import Penalties
 from quire_engine.scheduling.plan import SampleRequest
 
-MAX_SEQUENCES = 1 << 16
+MAX_CACHED_SEQUENCES = 1 << 16
 
 
-class SequenceState:
-    """What one sequence's parameters ask for, in the form that the processors read; None for what it does not ask."""
+class SequenceSamplingState:
+    """One sequence's parameters in the form that the logits processors read; None for each that it does not use."""
 
     __slots__ = (
-        "_always", "bias", "draw", "forbidden", "greedy", "is_beam", "penalties", "place", "sequence_id",
+        "_always_needs_processors",
+        "bans",
+        "bias",
+        "draw",
+        "grammar_state",
+        "greedy",
+        "is_beam",
+        "penalties",
+        "sequence_id",
         "wants_logprobs",
     )  # fmt: skip
 
@@ -25,40 +33,40 @@ class SequenceState:
         self.greedy = draw.params.greedy
         self.is_beam = draw.num_candidates > 0
         self.wants_logprobs = draw.params.wants_logprobs
-        self.bias = Bias.of(draw.params, vocab_size)
-        self.penalties = Penalties.of(draw)
-        self.forbidden = Forbidden.of(draw)
-        self.place = None if draw.grammar is None else GrammarPlace(draw)
-        self._always = bool(self.bias or self.penalties or self.place)
+        self.bias = LogitBias.from_params(draw.params, vocab_size)
+        self.penalties = Penalties.from_request(draw)
+        self.bans = TokenBans.from_request(draw)
+        self.grammar_state = None if draw.grammar is None else GrammarState(draw)
+        self._always_needs_processors = bool(self.bias or self.penalties or self.grammar_state)
 
     @property
-    def is_processed(self) -> bool:
-        """Whether the next draw is from anything but the model's own logits."""
-        return self._always or (self.forbidden is not None and bool(self.forbidden.token_ids()))
+    def needs_processors(self) -> bool:
+        """Whether a logits processor changes the logits of the next draw."""
+        return self._always_needs_processors or (self.bans is not None and bool(self.bans.token_ids()))
 
 
-class SequenceStates:
-    """The states of the sequences that were drawn for lately, at most ``limit``. Used by one thread."""
+class SamplingStateCache:
+    """The states of the sequences that were drawn for last, at most ``limit``. Used by one thread."""
 
-    def __init__(self, vocab_size: int, limit: int = MAX_SEQUENCES) -> None:
+    def __init__(self, vocab_size: int, limit: int = MAX_CACHED_SEQUENCES) -> None:
         self._vocab_size = vocab_size
         self._limit = limit
-        self._by_id: dict[int, SequenceState] = {}
+        self._by_id: dict[int, SequenceSamplingState] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def of(self, draw: SampleRequest) -> SequenceState:
+    def get(self, draw: SampleRequest) -> SequenceSamplingState:
         """The state of the draw's sequence."""
         state = self._by_id.get(draw.sequence_id)
         # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them too.
         if state is None or state.draw is not draw:
-            state = self._by_id[draw.sequence_id] = SequenceState(draw, self._vocab_size)
+            state = self._by_id[draw.sequence_id] = SequenceSamplingState(draw, self._vocab_size)
             if len(self._by_id) > self._limit:
                 del self._by_id[next(iter(self._by_id))]
         return state
 
-    def drop(self, sequence_ids: Iterable[int]) -> None:
-        """Forgets sequences; unknown ones are ignored."""
+    def remove(self, sequence_ids: Iterable[int]) -> None:
+        """Drops the states of sequences; unknown ids are ignored."""
         for sequence_id in sequence_ids:
             self._by_id.pop(sequence_id, None)

@@ -30,7 +30,7 @@ from quire_engine.executor.torch.threads import configure_threads, usable_thread
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.loading import read_model_config
 from quire_engine.models.options import Quantization
-from quire_engine.sampling import StepSampler
+from quire_engine.sampling import Sampler
 from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk, SchedulerOutput, StepTimings
 from quire_engine.scheduling.rates import UNMEASURED
 
@@ -54,7 +54,7 @@ class TorchExecutor:
         self._device = parts.device
         with computing(parts.device):
             self._runner = make_runner(parts, pools)
-        self._sampler = StepSampler(parts.config.vocab_size)
+        self._sampler = Sampler(parts.config.vocab_size)
         self._last: TorchStep | None = None
         self._end_ranks: Callable[[], object] = lambda: None
 
@@ -185,7 +185,7 @@ class TorchExecutor:
         wait for the step, whatever it is that takes long there.
         """
         result = ModelOutput()
-        self._sampler.forget(plan.ended)
+        self._sampler.remove_finished(plan.ended)
         with device_errors(), computing(self._device):
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 
 from quire_engine.attention.base import AttentionBackend, GraphAttention
-from quire_engine.device.transfers import pinned
+from quire_engine.device.transfers import pin
 from quire_engine.executor.torch.batch import ForwardBatch, pad, padding, place
 from quire_engine.models.base import Model
 from quire_engine.models.errors import first_line
@@ -144,7 +144,7 @@ class DecodeGraphs:
         inputs = torch.zeros((2, size), dtype=torch.int64)
         inputs[0, :count], inputs[1] = batch.token_ids, padded.positions
         token_ids, _ = self._parts(size)
-        self._inputs[: 2 * size].copy_(pinned(inputs.view(-1), self._inputs.device), non_blocking=True)
+        self._inputs[: 2 * size].copy_(pin(inputs.view(-1), self._inputs.device), non_blocking=True)
         if pending is not None:
             place(token_ids[:count], batch.pending_rows, pending)
         graph.replay()

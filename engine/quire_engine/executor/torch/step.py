@@ -15,7 +15,7 @@ from quire_engine.executor.torch.batch import StepBatch
 from quire_engine.executor.torch.devices import computing
 from quire_engine.executor.torch.model_runner import Runner
 from quire_engine.executor.torch.streams import Mark, mark
-from quire_engine.sampling import Drawn, PendingDraws, StepSampler, score_prompts
+from quire_engine.sampling import Sampler, SamplerInput, SamplerOutput, compute_prompt_logprobs
 from quire_engine.scheduling.plan import ModelOutput, StepTimings
 
 
@@ -23,11 +23,11 @@ class Forward:
     """The forward pass of one batch, launched when this is made, and the draws from it."""
 
     def __init__(
-        self, batch: StepBatch, runner: Runner, sampler: StepSampler, vocab_size: int, pending: torch.Tensor | None
+        self, batch: StepBatch, runner: Runner, sampler: Sampler, vocab_size: int, pending: torch.Tensor | None
     ) -> None:
         self._batch, self._runner, self._sampler, self._vocab_size = batch, runner, sampler, vocab_size
         early, self._late = _by_readiness(batch)
-        self._begun: list[tuple[list[int], PendingDraws]] = []
+        self._begun: list[tuple[list[int], SamplerInput]] = []
         self._begin(early)
         self._hidden = runner.forward(batch.forward, pending)
         self._logits = runner.logits(self._hidden, batch.forward.sampled_rows) if batch.draws else None
@@ -36,9 +36,11 @@ class Forward:
         """Writes the log-probabilities of prompts, for which it waits."""
         if self._batch.scored:
             logits_of = partial(self._runner.logits, self._hidden)
-            score_prompts(self._batch.scored, self._batch.forward.scored_rows, self._vocab_size, logits_of, result)
+            compute_prompt_logprobs(
+                self._batch.scored, self._batch.forward.scored_rows, self._vocab_size, logits_of, result
+            )
 
-    def draw(self) -> tuple[list[int], list[Drawn]]:
+    def draw(self) -> tuple[list[int], list[SamplerOutput]]:
         """Has the tokens drawn: the ids of their sequences, and their draws in the same order. Called once."""
         self._begin(self._late)
         if self._logits is None:
@@ -46,13 +48,13 @@ class Forward:
         rows_of, draws = self._batch.draw_rows, self._batch.draws
         ids = [draws[place].sequence_id for places, _ in self._begun for place in places]
         return ids, [
-            self._sampler.draw(pending, self._logits, [rows_of[place] for place in places])
+            self._sampler.sample(pending, self._logits, [rows_of[place] for place in places])
             for places, pending in self._begun
         ]
 
     def _begin(self, places: list[int]) -> None:
         if places:
-            self._begun.append((places, self._sampler.begin([self._batch.draws[place] for place in places])))
+            self._begun.append((places, self._sampler.prepare([self._batch.draws[place] for place in places])))
 
 
 class TorchStep:
@@ -66,7 +68,7 @@ class TorchStep:
         self._forward = forward
         self._result = result
         self._rows: dict[int, int] = {}
-        self._drawn: list[Drawn] = []
+        self._drawn: list[SamplerOutput] = []
         self._mark: Mark | None = None
         self._error: Exception | None = None
 
@@ -91,7 +93,7 @@ class TorchStep:
                 raise self._error
             with timed(self._result.timings, "sample"):
                 for drawn in self._drawn:
-                    drawn.collect(self._result)
+                    drawn.fetch_into(self._result)
         return self._result
 
     def token_ids(self, sequence_ids: Sequence[int]) -> torch.Tensor:
