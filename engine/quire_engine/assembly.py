@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from quire_engine.config import EngineConfig
+from quire_engine.config import EngineArgs
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.scheduling.config import SchedulerConfig
@@ -21,7 +21,7 @@ OFFLINE_GRAMMAR_BYTES = 1 << 30
 
 
 def load_executor(
-    config: EngineConfig, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
+    config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
 ) -> "TorchExecutor":
     """The model on its device, with its KV memory. ``on_lost`` is told, on another thread, why a model that several
     processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it is set before torch
@@ -33,39 +33,14 @@ def load_executor(
         limit_product_caches()
     from quire_engine.executor.torch.executor import TorchExecutor
 
-    return TorchExecutor.load(
-        config.model,
-        device=config.device,
-        dtype=config.dtype,
-        quantization=config.quantization,
-        tensor_parallel_size=config.tensor_parallel_size,
-        enforce_eager=config.enforce_eager,
-        async_scheduling=config.async_scheduling,
-        deterministic=config.deterministic,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_memory,
-        swap_bytes=int(config.swap_space * (1 << 30)),
-        memory_utilization=config.gpu_memory_utilization,
-        max_model_len=config.max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        attention=config.attention,
-        on_lost=on_lost,
-        owns_process=owns_process,
-    )
+    return TorchExecutor.load(config, on_lost, owns_process=owns_process)
 
 
-def make_scheduler(config: EngineConfig, executor: "TorchExecutor") -> Scheduler:
+def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
     """A scheduler for this executor, with empty pools."""
-    limits = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+    limits = SchedulerConfig.of(
+        config,
         max_model_len=_servable_length(executor.max_model_len, executor.capacity),
-        max_waiting=config.max_waiting,
-        max_swapped=config.max_swapped,
-        policy=config.scheduling_policy,
-        max_overtakes=config.max_overtakes,
-        batching=config.batching,
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
@@ -76,12 +51,12 @@ def make_scheduler(config: EngineConfig, executor: "TorchExecutor") -> Scheduler
     return Scheduler(limits, memory, rates=executor.rates)
 
 
-def grammar_source(config: EngineConfig, executor: "TorchExecutor") -> ModelGrammars:
+def grammar_source(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
     """What grammars of this executor's model are compiled with; it costs nothing before a request asks for one."""
     return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
 
 
-def make_grammars(config: EngineConfig, executor: "TorchExecutor") -> GrammarCompiler:
+def make_grammars(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
     """What compiles grammars for this executor's model, for somebody who asks for all of his at once."""
     return GrammarCompiler(grammar_source(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 

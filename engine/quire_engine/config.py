@@ -1,17 +1,23 @@
-"""The engine's settings: every flag is also an environment variable ``QUIRE_ENGINE_…``. Names are those of vLLM's
+"""The engine's configuration: every flag is also an environment variable ``QUIRE_ENGINE_…``. Names are those of vLLM's
 flags.
+
+``EngineArgs`` is all that concerns the engine itself, in parts (``ExecutorConfig``, ``SchedulerArgs`` and
+``CacheConfig``); ``EngineConfig`` adds the command line and the server. Wherever several settings are needed, a part or
+the whole is passed on as it is, and a rank's process gets the whole as JSON.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_proto.settings import CliSettings
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
-from quire_engine.scheduling.config import Batching, Policy
+Policy = Literal["fcfs", "sjf", "priority"]
+Batching = Literal["continuous", "static"]
+Quantization = Literal["int8"]
 
 
 def _split(value: object) -> object:
@@ -27,7 +33,131 @@ _SEEN = "tool calls and thoughts are read as the model's chat template writes th
 Names = Annotated[list[str], NoDecode, BeforeValidator(_split)]
 
 
-class EngineConfig(CliSettings):
+# Settings that the simulators have too, under the same names and with the same ranges and help.
+MaxModelLen = Annotated[
+    int | None,
+    Field(ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."),
+]
+MaxNumSeqs = Annotated[int, Field(ge=1, le=65536, description="Sequences that run at once.")]
+MaxNumBatchedTokens = Annotated[int, Field(ge=1, le=1 << 20, description="Tokens that one step computes.")]
+MaxWaiting = Annotated[int, Field(ge=1, description="Requests that may wait; more are refused.")]
+MaxOvertakes = Annotated[
+    int, Field(ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf.")
+]
+MaxSwapped = Annotated[int, Field(ge=0, description="Sequences that may be swapped out at once.")]
+SchedulingPolicy = Annotated[
+    Policy, Field(description="Who is admitted next: first come, the shortest job, or by priority.")
+]
+BlockSize = Annotated[int, Field(ge=1, le=256, description="Tokens of one KV block.")]
+EnablePrefixCaching = Annotated[bool, Field(description="Share KV blocks between equal prefixes.")]
+EnableHostCaching = Annotated[
+    bool,
+    Field(description="Keep blocks used twice in the host's pool when they leave the device's, and take them back."),
+]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
+
+
+class ServedModel(_Frozen):
+    """Which model is run, and what it is called."""
+
+    model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
+    served_model_name: Names = Field(
+        default=[], description="Names that clients may ask for; the folder's name when none is given."
+    )
+
+    @property
+    def names(self) -> list[str]:
+        """The names under which the model is served, the preferred one first."""
+        return self.served_model_name or [self.model.resolve().name]
+
+
+class ExecutorConfig(_Frozen):
+    """Where and how the model is loaded and run."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="What the model runs on; auto is a GPU where there is one."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
+    )
+    quantization: Quantization | None = Field(
+        default=None, description="What the weights of linear layers are held in instead; int8 on the CPU."
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
+    )
+    enforce_eager: bool = Field(
+        default=False, description="Never record decode steps, as CUDA graphs or, on the CPU, as tapes."
+    )
+    async_scheduling: bool | None = Field(
+        default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; free on CPUs "
+        "with AVX-512, slower elsewhere.",
+    )
+    attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
+        default="auto", description="Attention backend; auto takes the fastest that works here."
+    )
+    max_model_len: MaxModelLen = None
+
+
+class SchedulerArgs(_Frozen):
+    """The limits and the order that a scheduler keeps.
+
+    ``max_num_seqs``: sequences that hold device blocks. ``max_swapped``: a victim beyond is computed again.
+    ``max_overtakes``: how often a waiting request can be overtaken by a later one under ``sjf``. With ``batching``
+    static, nothing is admitted between the first token of a batch and the end of its last sequence.
+    """
+
+    max_num_seqs: MaxNumSeqs = 64
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    max_waiting: MaxWaiting = 16384
+    max_overtakes: MaxOvertakes = 64
+    max_swapped: MaxSwapped = 64
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    batching: Batching = Field(
+        default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
+    )
+
+
+class CacheConfig(_Frozen):
+    """The KV blocks: their size, their memory and what is shared among requests."""
+
+    block_size: BlockSize = 16
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
+        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
+    )
+    kv_cache_memory: int | None = Field(
+        default=None, ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."
+    )
+    swap_space: float = Field(
+        default=0.5, ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off."
+    )
+    enable_prefix_caching: EnablePrefixCaching = True
+    enable_host_caching: EnableHostCaching = True
+
+    @property
+    def swap_bytes(self) -> int:
+        """``swap_space`` in bytes."""
+        return int(self.swap_space * (1 << 30))
+
+
+class EngineArgs(CacheConfig, SchedulerArgs, ExecutorConfig, ServedModel):
+    """All settings of an engine, with or without a server. ``quire-engine --help`` lists the fields of the bases from
+    the last to the first.
+    """
+
+
+class EngineConfig(CliSettings, EngineArgs):
     """Serves one model. Every flag is also an environment variable QUIRE_ENGINE_..., such as QUIRE_ENGINE_MAX_NUM_SEQS.
 
     quire-engine simulate --help is about trying a trace of requests without a model, and quire-engine bench --help
@@ -64,73 +194,6 @@ class EngineConfig(CliSettings):
         "--context-length": "--max-model-len is one",
     }
 
-    model: Path = Field(description="Folder of the model, as Hugging Face lays it out.")
-    served_model_name: Names = Field(
-        default=[], description="Names that clients may ask for; the folder's name when none is given."
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="What the model runs on; auto is a GPU where there is one."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Element type of weights and KV memory; auto is the checkpoint's."
-    )
-    quantization: Literal["int8"] | None = Field(
-        default=None, description="What the weights of linear layers are held in instead; int8 on the CPU."
-    )
-    tensor_parallel_size: int = Field(
-        default=1, ge=1, le=64, description="Processes (on CUDA: GPUs) that share the model's layers."
-    )
-    enforce_eager: bool = Field(
-        default=False, description="Never record decode steps, as CUDA graphs or, on the CPU, as tapes."
-    )
-    async_scheduling: bool | None = Field(
-        default=None, description="Plan a step while the one before it runs; by default where the device is a GPU."
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="Compute every sequence in the same way, bit for bit, whatever else is in its batch; free on CPUs "
-        "with AVX-512, slower elsewhere.",
-    )
-    attention: Literal["auto", "cpu", "flashinfer", "reference"] = Field(
-        default="auto", description="Attention backend; auto takes the fastest that works here."
-    )
-    max_model_len: int | None = Field(
-        default=None, ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."
-    )
-    max_num_seqs: int = Field(default=64, ge=1, le=65536, description="Sequences that run at once.")
-    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
-    max_waiting: int = Field(default=16384, ge=1, description="Requests that may wait; more are refused.")
-    max_overtakes: int = Field(
-        default=64,
-        ge=1,
-        description="How often later requests can overtake one, with --scheduling-policy sjf.",
-    )
-    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
-    scheduling_policy: Policy = Field(
-        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
-    )
-    batching: Batching = Field(
-        default="continuous", description="static takes nothing in until a whole batch has ended; for comparisons."
-    )
-    block_size: int = Field(default=16, ge=1, le=256, description="Tokens of one KV block.")
-    gpu_memory_utilization: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Part of the memory that the engine takes in all, of the GPU's or of the container's limit (0.9 by "
-        "default), else of the machine's (by default the KV pools take a quarter of what is left, at most 4 GiB).",
-    )
-    kv_cache_memory: int | None = Field(
-        default=None, ge=1, description="Bytes of the device's KV pool, instead of what measuring finds room for."
-    )
-    swap_space: float = Field(
-        default=0.5, ge=0, description="GiB that the host's KV pool may take; 0 turns swapping off."
-    )
-    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
-    enable_host_caching: bool = Field(
-        default=True,
-        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
-    )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9000, ge=0, le=65535, description="gRPC port.")
     metrics_port: int = Field(default=9002, ge=0, le=65535, description="HTTP port of metrics and probes.")
@@ -171,8 +234,3 @@ class EngineConfig(CliSettings):
         if self.tls is not None:
             check_cert_key(self.tls.identity, "--tls")
         return self
-
-    @property
-    def names(self) -> list[str]:
-        """The names under which the model is served, the preferred one first."""
-        return self.served_model_name or [self.model.resolve().name]

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import get_args
 
+from quire_engine.config import Policy
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
 from quire_engine.request import Request
-from quire_engine.scheduling.config import Policy, SchedulerConfig
+from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.plan import ModelOutput
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_proto.sampling import SamplingParams
@@ -49,7 +50,7 @@ def timed(work: Callable[[int], object], number: int) -> float:
 
 def queue(policy: Policy, waiting: int) -> Scheduler:
     """A scheduler with so many requests waiting, of which it admits one a step."""
-    config = SchedulerConfig(max_num_seqs=1, max_model_len=1024, max_waiting=1 << 20, policy=policy)
+    config = SchedulerConfig(max_num_seqs=1, max_model_len=1024, max_waiting=1 << 20, scheduling_policy=policy)
     scheduler = Scheduler(config, KVCacheManager(KVCacheConfig(16, 10_000, 0)))
     for number in range(waiting):
         scheduler.add(request(number))

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.config import ExecutorConfig, Quantization
 from quire_engine.models.loading import load_model, read_model_config
-from quire_engine.models.options import LoadOptions, Quantization
+from quire_engine.models.options import LoadOptions
 from quire_proto.sampling import SamplingParams
 from tokenizers import Tokenizer
 
 from tests.model.engine import run
+from tests.support.executors import load_executor
 
 DEMO = Path(__file__).parents[2] / "demo"
 HELD_OUT_SEED = 161_803_398
@@ -81,9 +82,7 @@ def score(folder: Path, documents: Sequence[Document], dtype: str, quantization:
     """[T, 2] in float64, of every token but each document's first: the log-probability, and 1 where no token is
     likelier.
     """
-    executor = TorchExecutor.load(
-        folder, dtype=dtype, quantization=quantization, kv_cache_bytes=256 * MIB, swap_bytes=0
-    )
+    executor = load_executor(folder, dtype=dtype, quantization=quantization, kv_cache_memory=256 * MIB, swap_bytes=0)
     prompts = [tokens for tokens, _ in documents]
     made = run(executor, prompts, [SCORED] * len(prompts), prefix_caching=False)
     executor.close()
@@ -138,7 +137,7 @@ def compare_logits(folder: Path) -> dict[str, float]:
 def logits_of(folder: Path, dtype: str, quantization: Quantization | None) -> torch.Tensor:
     """Logits [T, vocabulary] of a sequence of random tokens."""
     config = read_model_config(folder)
-    model = load_model(config, folder, LoadOptions(dtype=dtype, quantization=quantization))
+    model = load_model(config, folder, LoadOptions(ExecutorConfig(dtype=dtype, quantization=quantization)))
     layout = model.layout
     attention = CpuAttention(AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, 16, layout.scale))
     batch = one_sequence(RANDOM_TOKENS)

@@ -10,12 +10,13 @@ import random
 import statistics
 from typing import get_args
 
+from quire_engine.config import Policy
 from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
-from quire_engine.scheduling.config import Policy, SchedulerConfig
+from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.presets import PRESETS
 from quire_proto.sampling import SamplingParams
@@ -50,7 +51,7 @@ class Bench:
         self._milliseconds: list[float] = []
         capacity = KVCacheConfig(16, 1 + running * MAX_MODEL_LEN // 16, 0)
         limits = SchedulerConfig(
-            max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, policy=policy
+            max_num_seqs=running, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN, scheduling_policy=policy
         )
         executor = SimulatedExecutor(capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
         scheduler = Scheduler(limits, KVCacheManager(capacity), rates=executor.rates)

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from quire_engine.scheduling.config import Policy
+from quire_engine.config import Policy
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.presets import PRESETS
 from quire_engine.simulation.recorder import Recorder, Samples

@@ -29,6 +29,7 @@ from quire_proto.sampling import SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 
 from tests.bench.model import MIB, SHAPE, make_model, make_prompts, measure
+from tests.support.executors import load_executor
 
 EOS = 2
 TEXT_BYTES = 12 * MIB
@@ -61,7 +62,7 @@ def main() -> None:
     compiled = time.perf_counter() - begin
     grammars.close()
     prompts = make_prompts(options.requests, options.input)
-    executor = TorchExecutor.load(folder, kv_cache_bytes=options.kv_mib * MIB, swap_bytes=0)
+    executor = load_executor(folder, kv_cache_memory=options.kv_mib * MIB, swap_bytes=0)
     steps: dict[str, list[StepTrace]] = {"free": [], "schema": []}
     systems = {
         "free": partial(run, executor, prompts, options.output, None, steps["free"]),

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.models.errors import ModelError
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
@@ -15,6 +14,7 @@ from tests.model.engine import load, run
 from tests.model.models import OUTPUT_TOKENS, SmallModels
 from tests.model.test_bfloat16 import PARAMS, check_close, theirs
 from tests.support.draws import make_draw
+from tests.support.executors import load_executor
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
@@ -85,8 +85,8 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
 def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(model_folders: dict[str, Path]) -> None:
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
-    executor = TorchExecutor.load(
-        model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=64 * MIB, memory_utilization=0.5
+    executor = load_executor(
+        model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=64 * MIB, gpu_memory_utilization=0.5
     )
     free = torch.cuda.mem_get_info()[0]
     # A large model's first step may still load kernels: a part of a percent.
@@ -114,4 +114,4 @@ def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_f
 def test_a_device_that_is_full_is_said_in_one_sentence(model_folders: dict[str, Path]) -> None:
     total = torch.cuda.mem_get_info()[1]
     with pytest.raises(ModelError, match="no memory"):
-        TorchExecutor.load(model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=0, kv_cache_bytes=total)
+        load_executor(model_folders["llama3"], device="cuda", dtype="bfloat16", swap_bytes=0, kv_cache_memory=total)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.batch import pack
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.graphs import ladder
@@ -12,7 +13,6 @@ from quire_engine.executor.torch.model_runner import ModelRunner
 from quire_engine.executor.torch.parts import Parts, load_parts
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.loading import read_model_config
-from quire_engine.models.options import LoadOptions
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_proto.sampling import SamplingParams
 
@@ -26,17 +26,15 @@ NAMES = ("llama3", "qwen2", "qwen3", "mistral")
 
 
 def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False) -> Parts:
-    options = LoadOptions(device, "bfloat16", deterministic=deterministic)
-    config = read_model_config(folder)
-    return load_parts(
-        config,
-        folder,
-        options,
+    config = EngineArgs(
+        model=folder,
+        dtype="bfloat16",
+        deterministic=deterministic,
         block_size=BLOCK_SIZE,
-        max_model_len=None,
         attention="flashinfer",
-        graph_sizes=ladder(20),
+        max_num_seqs=20,
     )
+    return load_parts(config, read_model_config(folder), device)
 
 
 def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from quire_engine.executor.torch.executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run
 from tests.model.models import VOCAB_SIZE, SmallModels
 from tests.model.overlapping import Loop, assert_equal, came_of, some_sequences
 from tests.support.draws import ModuloGrammar
+from tests.support.executors import load_executor
 
 pytestmark = pytest.mark.gpu
 PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
@@ -17,12 +17,12 @@ PRESSURES = {"no pressure": (200, 0), "recompute": (24, 0), "swap": (24, 200)}
 
 @pytest.mark.parametrize("seed", range(3))
 def test_overlapped_steps_make_what_steps_make_one_after_the_other(small_models: SmallModels, seed: int) -> None:
-    executor = TorchExecutor.load(
+    executor = load_executor(
         small_models.folder("llama3"),
         device="cuda",
         dtype="float32",
         attention="reference",
-        kv_cache_bytes=4 << 20,
+        kv_cache_memory=4 << 20,
         swap_bytes=0,
     )
     prompts = [prompt[:60] for prompt in small_models.prompts]

@@ -19,6 +19,8 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from transformers import AutoConfig
 
+from tests.support.executors import load_executor
+
 BLOCK_SIZE = 16
 MAX_STEPS = 20_000
 SWAPPING_PAYS = Rates(tokens_per_second=1.0, bytes_per_second=1e12)
@@ -51,13 +53,13 @@ class Run:
 
 
 def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float32", **settings: Any) -> TorchExecutor:
-    """The model with pools of exactly so many blocks. ``settings`` are further ones of ``TorchExecutor.load``."""
+    """The model with pools of exactly so many blocks. ``settings`` are further ones of ``EngineArgs``."""
     block_bytes = getattr(torch, dtype).itemsize * numbers_a_token(folder) * BLOCK_SIZE
-    executor = TorchExecutor.load(
+    executor = load_executor(
         folder,
         dtype=dtype,
         block_size=BLOCK_SIZE,
-        kv_cache_bytes=device_blocks * block_bytes,
+        kv_cache_memory=device_blocks * block_bytes,
         swap_bytes=host_blocks * block_bytes,
         **settings,
     )

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.model.engine import run
+from tests.support.executors import load_executor
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 CONVERSATIONS = {
@@ -42,7 +42,7 @@ def test_the_folder_is_small() -> None:
 
 
 def test_its_answers_are_right_and_end_by_themselves(tokenizer: object) -> None:
-    executor = TorchExecutor.load(DEMO, kv_cache_bytes=32 << 20, swap_bytes=0)
+    executor = load_executor(DEMO, kv_cache_memory=32 << 20, swap_bytes=0)
     prompts = prompts_of(tokenizer)
     params = SamplingParams(temperature=0, max_tokens=400)
     made = run(executor, prompts, [params] * len(prompts))
@@ -53,7 +53,7 @@ def test_its_answers_are_right_and_end_by_themselves(tokenizer: object) -> None:
 
 
 def test_bfloat16_in_a_batch_equals_transformers_one_by_one(tokenizer: object) -> None:
-    executor = TorchExecutor.load(DEMO, kv_cache_bytes=32 << 20, swap_bytes=0)
+    executor = load_executor(DEMO, kv_cache_memory=32 << 20, swap_bytes=0)
     prompts = prompts_of(tokenizer)
     ours = run(executor, prompts, [SamplingParams(temperature=0, max_tokens=200)] * len(prompts)).outputs
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.bfloat16).eval()

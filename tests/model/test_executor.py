@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from tests.model.driver import GREEDY, Driver, Sequence
 from tests.model.models import SmallModels, small_model
+from tests.support.executors import load_executor
 
 POOL = 2 << 20
 
 
 @pytest.fixture
 def executor(small_models: SmallModels) -> TorchExecutor:
-    return TorchExecutor.load(small_models.folder("llama3"), kv_cache_bytes=POOL, swap_bytes=POOL)
+    return load_executor(small_models.folder("llama3"), kv_cache_memory=POOL, swap_bytes=POOL)
 
 
 def chunk(
@@ -91,7 +92,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    executor = TorchExecutor.load(folder, kv_cache_bytes=POOL, swap_bytes=0)
+    executor = load_executor(folder, kv_cache_memory=POOL, swap_bytes=0)
     alone = executor.run(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
     result = executor.run(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
     assert result.token_ids == {2: alone}
@@ -101,7 +102,7 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
 
 
 def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallModels) -> None:
-    executor = TorchExecutor.load(small_models.folder("qwen2"), kv_cache_bytes=2 * POOL, swap_bytes=POOL)
+    executor = load_executor(small_models.folder("qwen2"), kv_cache_memory=2 * POOL, swap_bytes=POOL)
 
     def sequences() -> list[Sequence]:
         styles = [

@@ -12,6 +12,7 @@ from quire_proto.logprobs import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE, SmallModels, oracle_model
 from tests.support.draws import ModuloGrammar, ModuloMatcher, make_draw
+from tests.support.executors import load_executor
 
 POOL = 4 << 20
 BLOCKS = [5, 3, 9, 2]
@@ -19,7 +20,7 @@ BLOCKS = [5, 3, 9, 2]
 
 @pytest.fixture
 def executor(small_models: SmallModels) -> TorchExecutor:
-    return TorchExecutor.load(small_models.folder("llama3"), kv_cache_bytes=POOL, swap_bytes=0)
+    return load_executor(small_models.folder("llama3"), kv_cache_memory=POOL, swap_bytes=0)
 
 
 @torch.inference_mode()

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from tests.model.models import FALLBACK, SmallModels, small_model
+from tests.support.executors import load_executor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -56,7 +57,7 @@ def edited(folder: Path, **changes: Any) -> Path:
 
 
 def load(folder: Path, **settings: Any) -> TorchExecutor:
-    return TorchExecutor.load(folder, **{"kv_cache_bytes": 1 << 20, "swap_bytes": 0, **settings})
+    return load_executor(folder, **{"kv_cache_memory": 1 << 20, "swap_bytes": 0, **settings})
 
 
 def refusal(folder: Path) -> str:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.flashinfer import FlashInferAttention
-from quire_engine.executor.torch.executor import TorchExecutor
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import OUTPUT_TOKENS, SmallModels
+from tests.support.executors import load_executor
 from tests.support.flashinfer_emulation import installed
 
 POOL = 4 << 20
@@ -25,8 +25,8 @@ def test_output_is_transformers_own_under_random_chunks_blocks_and_swaps(
 ) -> None:
     monkeypatch.setattr("quire_engine.executor.torch.parts.make_attention", flashinfer)
     with installed():
-        executor = TorchExecutor.load(
-            small_models.folder(name), kv_cache_bytes=POOL, swap_bytes=POOL, deterministic=deterministic
+        executor = load_executor(
+            small_models.folder(name), kv_cache_memory=POOL, swap_bytes=POOL, deterministic=deterministic
         )
         sequences = [Sequence(index, prompt, OUTPUT_TOKENS) for index, prompt in enumerate(small_models.prompts[:4])]
         outputs = Driver(executor, seed=1, max_chunk=13).run(sequences)

@@ -6,13 +6,14 @@ from quire_engine.executor.torch.executor import TorchExecutor
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import OUTPUT_TOKENS, SmallModels, oracle_model
+from tests.support.executors import load_executor
 
 POOL = 4 << 20
 
 
 def load(models: SmallModels, name: str, **settings: object) -> TorchExecutor:
-    options = {"kv_cache_bytes": POOL, "swap_bytes": POOL, "attention": "reference", **settings}
-    return TorchExecutor.load(models.folder(name), **options)
+    options = {"kv_cache_memory": POOL, "swap_bytes": POOL, "attention": "reference", **settings}
+    return load_executor(models.folder(name), **options)
 
 
 def sequences(models: SmallModels, count: int = 20) -> list[Sequence]:

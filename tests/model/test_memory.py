@@ -12,6 +12,7 @@ from quire_engine.scheduling.plan import SchedulerOutput
 
 from tests.model.engine import run
 from tests.model.models import SmallModels
+from tests.support.executors import load_executor
 from tests.support.fake_container import container
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -34,7 +35,7 @@ def test_a_containers_limit_is_filled_with_pools_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, utilization: float | None
 ) -> None:
     memory = confined(monkeypatch, tmp_path, 1 * GIB)
-    executor = TorchExecutor.load(folder, swap_bytes=64 * MIB, memory_utilization=utilization)
+    executor = load_executor(folder, swap_bytes=64 * MIB, gpu_memory_utilization=utilization)
     capacity = executor.capacity
     pools = (capacity.device_blocks + capacity.host_blocks) * capacity.block_bytes
     usable = memory.limit * (utilization or 0.9)
@@ -45,7 +46,7 @@ def test_a_containers_limit_is_filled_with_pools_and_kept(
 
 def test_both_pools_share_a_small_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
     memory = confined(monkeypatch, tmp_path, 300 * MIB)
-    executor = TorchExecutor.load(folder, swap_bytes=512 * MIB, memory_utilization=1.0)
+    executor = load_executor(folder, swap_bytes=512 * MIB, gpu_memory_utilization=1.0)
     assert 0 < executor.capacity.host_blocks <= executor.capacity.device_blocks
     pools = (executor.capacity.device_blocks + executor.capacity.host_blocks) * executor.capacity.block_bytes
     assert memory.used() + pools < memory.limit
@@ -54,7 +55,7 @@ def test_both_pools_share_a_small_limit(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_a_limit_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
     memory = confined(monkeypatch, tmp_path, 20 * MIB)
     with pytest.raises(ModelError, match="no memory for KV blocks") as caught:
-        TorchExecutor.load(folder, swap_bytes=0)
+        load_executor(folder, swap_bytes=0)
     assert f"the container's limit is {memory.limit / MIB:,.1f} MiB" in str(caught.value)
     assert "--max-num-batched-tokens" in str(caught.value)
 
@@ -63,9 +64,9 @@ def test_a_given_size_beyond_the_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
     confined(monkeypatch, tmp_path, 300 * MIB)
-    assert TorchExecutor.load(folder, kv_cache_bytes=100 * MIB, swap_bytes=0).capacity.device_blocks > 0
+    assert load_executor(folder, kv_cache_memory=100 * MIB, swap_bytes=0).capacity.device_blocks > 0
     with pytest.raises(ModelError, match="no memory for a KV pool"):
-        TorchExecutor.load(folder, kv_cache_bytes=GIB, swap_bytes=0)
+        load_executor(folder, kv_cache_memory=GIB, swap_bytes=0)
 
 
 def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
@@ -73,7 +74,7 @@ def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
 ) -> None:
     memory = CpuMemory(container(tmp_path, None, total=64 * GIB, available=4 * GIB))
     monkeypatch.setattr(gauge, "memory_of", lambda device: memory)
-    capacity = TorchExecutor.load(folder, swap_bytes=0).capacity
+    capacity = load_executor(folder, swap_bytes=0).capacity
     assert capacity.device_blocks * capacity.block_bytes == pytest.approx(GIB, rel=0.1)
 
 
@@ -89,11 +90,11 @@ def test_the_largest_step_is_as_large_as_it_may_be(
 
     monkeypatch.setattr(TorchExecutor, "run", watched)
     settings = {"swap_bytes": 0, "max_num_batched_tokens": 700, "max_num_seqs": 9}
-    executor = TorchExecutor.load(folder, **settings)
+    executor = load_executor(folder, **settings)
     assert (ran[0].num_tokens, len(ran[0].chunks)) == (700, 9)
     assert executor.run(ran[0]).errors == {}, "what was tried can be run"
     ran.clear()
-    TorchExecutor.load(folder, kv_cache_bytes=MIB, **settings)
+    load_executor(folder, kv_cache_memory=MIB, **settings)
     assert all(not chunk.draws for plan in ran for chunk in plan.chunks), "a given size needs no such step"
 
 
@@ -103,7 +104,7 @@ def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, f
 
     monkeypatch.setattr(TorchExecutor, "run", fail)
     with pytest.raises(ModelError, match=r"tried to allocate 80 GiB; lower --max-num-batched-tokens"):
-        TorchExecutor.load(folder, swap_bytes=0)
+        load_executor(folder, swap_bytes=0)
 
 
 def test_what_was_decided_is_logged_in_one_table(
@@ -111,7 +112,7 @@ def test_what_was_decided_is_logged_in_one_table(
 ) -> None:
     confined(monkeypatch, tmp_path, GIB)
     with caplog.at_level(logging.INFO):
-        executor = TorchExecutor.load(folder, swap_bytes=64 * MIB)
+        executor = load_executor(folder, swap_bytes=64 * MIB)
     records = [record.getMessage() for record in caplog.records if "memory, as decided" in record.getMessage()]
     assert len(records) == 1
     rows = ["limit", "process", "weights", "activations", "kept free", "KV pool", "host pool", "longest request"]
@@ -126,13 +127,13 @@ def test_blocks_that_were_used_for_measuring_hold_nothing_that_is_found_again(
 ) -> None:
     from quire_proto.sampling import SamplingParams
 
-    executor = TorchExecutor.load(folder, dtype="float32", kv_cache_bytes=MIB, swap_bytes=MIB)
+    executor = load_executor(folder, dtype="float32", kv_cache_memory=MIB, swap_bytes=MIB)
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     made = run(executor, small_models.prompts[:4], [params] * 4)
     assert made.outputs == small_models.outputs("llama3")[:4]
 
 
 def test_rates_are_measured_for_each_executor(folder: Path) -> None:
-    rates = TorchExecutor.load(folder, kv_cache_bytes=MIB, swap_bytes=MIB).rates
+    rates = load_executor(folder, kv_cache_memory=MIB, swap_bytes=MIB).rates
     assert 10 < rates.tokens_per_second < 1e9
     assert 1e5 < rates.bytes_per_second < 1e13

@@ -20,6 +20,7 @@ from tests.model.engine import run as run_engine
 from tests.model.models import OUTPUT_TOKENS, VOCAB_SIZE, SmallModels, small_model
 from tests.model.overlapping import Loop, Sequence, assert_equal, came_of, some_sequences
 from tests.support.draws import ModuloGrammar, make_draw
+from tests.support.executors import load_executor
 
 POOL = 4 << 20
 
@@ -32,9 +33,7 @@ def executor(small_models: SmallModels) -> Iterator[TorchExecutor]:
 
 
 def load(folder: Path, async_scheduling: bool | None = True) -> TorchExecutor:
-    return TorchExecutor.load(
-        folder, dtype="float32", kv_cache_bytes=POOL, swap_bytes=0, async_scheduling=async_scheduling
-    )
+    return load_executor(folder, dtype="float32", kv_cache_memory=POOL, swap_bytes=0, async_scheduling=async_scheduling)
 
 
 @pytest.mark.parametrize("seed", range(4))

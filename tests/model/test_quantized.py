@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire_engine.config import ExecutorConfig
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.kernels.library import library
 from quire_engine.models.errors import ModelError
@@ -19,12 +20,13 @@ from tests.model.engine import Run, load, run
 from tests.model.models import OWN, SmallModels
 from tests.model.test_demo import CONVERSATIONS, DEMO, prompts_of
 from tests.model.test_schedules import PRESSURES, SCHEDULES, UNLIMITED
+from tests.support.executors import load_executor
 from tests.support.kernels import PATHS, cpu_path
 
 BITWISE = (("mixtral", "bfloat16"), ("qwen3", "float32"))
 PARAMS = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
 needs_kernel = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
-INT8 = LoadOptions(quantization="int8")
+INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 
 
 @cache
@@ -86,7 +88,7 @@ def test_the_demo_model_still_answers_right(dtype: str, path: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     prompts = prompts_of(tokenizer)
     with cpu_path(path):
-        executor = TorchExecutor.load(DEMO, dtype=dtype, quantization="int8", kv_cache_bytes=32 << 20, swap_bytes=0)
+        executor = load_executor(DEMO, dtype=dtype, quantization="int8", kv_cache_memory=32 << 20, swap_bytes=0)
         made = run(executor, prompts, [SamplingParams(temperature=0, max_tokens=40)] * len(prompts))
     texts = [tokenizer.decode(output) for output in made.outputs]
     assert texts[:-1] == list(CONVERSATIONS)

@@ -90,7 +90,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         max_num_batched_tokens=draw(st.sampled_from([9, 40, 512])),
         max_model_len=MAX_MODEL_LEN,
         max_swapped=draw(st.sampled_from([1, 64])),
-        policy=draw(st.sampled_from(["fcfs", "sjf", "priority"])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "sjf", "priority"])),
         max_overtakes=draw(st.sampled_from([1, 64])),
         batching=draw(st.sampled_from(["continuous", "continuous", "static"])),
         vocab_size=VOCAB_SIZE,
@@ -178,6 +178,6 @@ def test_the_comparison_sees_a_difference_of_one_block(real: TorchExecutor) -> N
     request = Request("r0", [5] * 40, SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     limits = SchedulerConfig(max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE)
     scenario = Scenario(limits, KVCacheConfig(BLOCK_SIZE, 12, 0), Rates(1, 1), True, True, ((0, request),))
-    less = replace(scenario, limits=replace(limits, max_num_batched_tokens=39))
+    less = replace(scenario, limits=limits.model_copy(update={"max_num_batched_tokens": 39}))
     simulated = SimulatedExecutor(scenario.capacity, PRESETS["cpu"].latency, sleep=lambda _: None)
     assert plans(simulated, scenario) == plans(real, scenario) != plans(real, less)

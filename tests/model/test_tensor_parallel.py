@@ -34,6 +34,7 @@ from tests.model.driver import GREEDY
 from tests.model.engine import BLOCK_SIZE, Run, numbers_a_token, run
 from tests.model.models import OWN, SmallModels, small_model
 from tests.support import fake_graphs
+from tests.support.executors import load_executor
 from tests.support.processes import eventually
 from tests.support.rank_threads import ranks_are_threads
 
@@ -55,9 +56,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(folder: Path, size: int, blocks: int = 100, host_blocks: int = 0, **settings: Any) -> TorchExecutor:
     block_bytes = 4 * numbers_a_token(folder) * BLOCK_SIZE
-    pools = {"kv_cache_bytes": blocks * block_bytes, "swap_bytes": host_blocks * block_bytes}
+    pools = {"kv_cache_memory": blocks * block_bytes, "swap_bytes": host_blocks * block_bytes}
     settings = {"dtype": "float32", **pools, **settings}
-    executor = TorchExecutor.load(folder, tensor_parallel_size=size, **settings)
+    executor = load_executor(folder, tensor_parallel_size=size, **settings)
     if settings["dtype"] == "float32":
         assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (blocks, host_blocks)
         assert executor.capacity.block_bytes == block_bytes // size, "each rank holds its heads alone"
@@ -132,7 +133,7 @@ def test_what_cannot_be_divided_evenly_is_divided_all_the_same(
 def test_pools_are_measured_and_equal_on_all_ranks(threads: None, small_models: SmallModels) -> None:
     folder = small_models.folder("llama3")
     settings = {"swap_bytes": 1 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 5, "dtype": "float32"}
-    with closing(TorchExecutor.load(folder, tensor_parallel_size=2, **settings)) as shared:
+    with closing(load_executor(folder, tensor_parallel_size=2, **settings)) as shared:
         assert shared.capacity.device_blocks > 1000
         assert generate(shared, small_models).outputs == expected(small_models, "llama3")
 
@@ -159,7 +160,7 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
     """A needle alone and among others, cut and cached in other ways, is the same to the last bit in bfloat16."""
     needle, *others = small_models.prompts[4 : 4 + PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=3)
-    settings = {"dtype": "bfloat16", "deterministic": True, "kv_cache_bytes": POOL}
+    settings = {"dtype": "bfloat16", "deterministic": True, "kv_cache_memory": POOL}
     with closing(load(small_models.folder("llama2"), 4, **settings)) as shared:
         alone = run(shared, [needle], [params]).choices[0][0]
         for place, chunk in ((0, 64), (3, 7), (5, 1 << 20)):
@@ -248,7 +249,7 @@ def test_a_size_that_cannot_be_is_refused(small_models: SmallModels, size: int) 
 
 def test_models_without_own_code_are_refused(small_models: SmallModels) -> None:
     with pytest.raises(ModelError, match="GPT2LMHeadModel runs through transformers"):
-        TorchExecutor.load(small_models.folder("gpt2"), tensor_parallel_size=2, swap_bytes=0)
+        load_executor(small_models.folder("gpt2"), tensor_parallel_size=2, swap_bytes=0)
 
 
 @pytest.mark.parametrize("missing", ["model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"])

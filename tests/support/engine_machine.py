@@ -82,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
-            policy=policy,
+            scheduling_policy=policy,
             max_overtakes=2,
             batching=batching,
             max_swapped=max_swapped,

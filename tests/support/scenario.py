@@ -82,7 +82,7 @@ class Scenario:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
-            policy=random.choice(("fcfs", "sjf", "priority")),
+            scheduling_policy=random.choice(("fcfs", "sjf", "priority")),
             max_overtakes=random.choice((0, 4)),
             batching=random.choice(("continuous", "continuous", "static")),
             max_swapped=random.choice((1, 64, 64)),

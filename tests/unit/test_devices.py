@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.executor.torch.devices import computing, resolve_device
 from quire_engine.executor.torch.parts import load_parts
 from quire_engine.models.errors import ModelError
@@ -87,18 +88,16 @@ def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire_engine.models.loading.Llama", lambda *_: pytest.fail("weights were read"))
-    options = LoadOptions(torch.device("cpu"))
+    config = EngineArgs(model=DEMO)
     for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
         with pytest.raises(ModelError, match=complaint):
-            load_parts(
-                *(read_model_config(DEMO), DEMO, options), block_size=16, max_model_len=None, attention=attention
-            )
+            load_parts(config.model_copy(update={"attention": attention}), read_model_config(DEMO), torch.device("cpu"))
 
 
 def test_a_model_that_runs_through_transformers_is_not_deterministic_and_says_so(tmp_path: Path) -> None:
     """There are no weights in the folder: nobody has looked for them."""
     GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    options = LoadOptions(torch.device("cpu"), deterministic=True)
+    options = LoadOptions(ExecutorConfig(deterministic=True))
     with pytest.raises(
         ModelError, match=r"^--deterministic is for models .*, and GPT2LMHeadModel runs through transformers\.$"
     ):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire_engine.config import EngineArgs, ExecutorConfig
 from quire_engine.models.config import DecoderConfig, ExpertsConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.layers import FeedForward
@@ -124,14 +125,8 @@ def logits(folder: Path) -> torch.Tensor:
     from quire_engine.executor.torch.sizing import Pools
     from quire_engine.scheduling.plan import ScheduledChunk
 
-    parts = load_parts(
-        read_model_config(folder),
-        folder,
-        LoadOptions(CPU, "float32"),
-        block_size=16,
-        max_model_len=None,
-        attention="reference",
-    )
+    config = EngineArgs(model=folder, dtype="float32", attention="reference", enforce_eager=True)
+    parts = load_parts(config, read_model_config(folder), CPU)
     kv = parts.kv_cache(Pools(1 << 20, 0))
     batch = pack([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).forward
     parts.attention.prepare(batch.attention)
@@ -172,7 +167,7 @@ def test_experts_are_in_the_layers_that_have_them(tmp_path: Path, changes: dict[
     experts = DecoderConfig.read(tmp_path).experts
     assert experts is not None
     assert list(experts.layers) == sparse
-    load_model(read_model_config(tmp_path), tmp_path, LoadOptions(CPU, "float32"))
+    load_model(read_model_config(tmp_path), tmp_path, LoadOptions(ExecutorConfig(dtype="float32")))
 
 
 def edited(folder: Path, **changes: Any) -> Path:
@@ -214,7 +209,7 @@ def test_a_missing_expert_is_named(tmp_path: Path, family: str, missing: str) ->
     del weights[missing]
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=f"no tensor {missing}"):
-        load_model(read_model_config(folder), folder, LoadOptions(CPU, "float32"))
+        load_model(read_model_config(folder), folder, LoadOptions(ExecutorConfig(dtype="float32")))
 
 
 def test_stacked_experts_of_the_wrong_number_are_refused(tmp_path: Path) -> None:
@@ -222,4 +217,4 @@ def test_stacked_experts_of_the_wrong_number_are_refused(tmp_path: Path) -> None
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     folder = edited(tmp_path / "stacked", num_local_experts=6)
     with pytest.raises(ModelError, match=r"\[5, 24\], but config.json asks for \[6, 24\]"):
-        load_model(read_model_config(folder), folder, LoadOptions(CPU, "float32"))
+        load_model(read_model_config(folder), folder, LoadOptions(ExecutorConfig(dtype="float32")))

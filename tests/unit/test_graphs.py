@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
+from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.batch import pack, pad, padding
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.executor.torch.graphs import LARGEST_BATCH, CudaRecorder, Recording, ladder
@@ -25,7 +26,6 @@ from quire_engine.executor.torch.parts import Parts, load_parts
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.kernels import library as kernels
 from quire_engine.models.loading import read_model_config
-from quire_engine.models.options import LoadOptions
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 
 from tests.model.driver import Driver, Sequence
@@ -55,12 +55,9 @@ def _in_torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def parts_of_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> Parts:
     folder = small_model(name, folders)
-    options = LoadOptions(torch.device("cpu"), "float32")
-    config = read_model_config(folder)
-    parts = load_parts(
-        config, folder, options, block_size=BLOCK_SIZE, max_model_len=None, attention="reference", graph_sizes=sizes
-    )
-    return replace(parts, attention=GraphReference(parts.attention._shape))
+    config = EngineArgs(model=folder, dtype="float32", block_size=BLOCK_SIZE, attention="reference")
+    parts = load_parts(config, read_model_config(folder), torch.device("cpu"))
+    return replace(parts, attention=GraphReference(parts.attention._shape), graph_sizes=sizes)
 
 
 def decode_chunks(lengths: list[int], first_block: int = 1) -> list[ScheduledChunk]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quire_engine.config import ExecutorConfig
 from quire_engine.kernels import library as kernels
 from quire_engine.kernels.fused import silu_mul
 from quire_engine.kernels.linear import PackedWeight
@@ -201,7 +202,7 @@ def test_each_way_gives_the_product_of_the_plain_layer(way, dtype, rows, inputs,
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_a_deterministic_layer_gives_a_row_the_same_bits_in_any_batch(way, dtype, monkeypatch):
     go(way, monkeypatch)
-    layer = make_linear(*draw_layer(144, 576, dtype, True), LoadOptions(deterministic=True))
+    layer = make_linear(*draw_layer(144, 576, dtype, True), LoadOptions(ExecutorConfig(deterministic=True)))
     x = draw(65, 576, dtype=dtype, seed=1)
     alone = [layer(row)[0] for row in x.split(1)]
     for rows in (1, 2, 7, 33, 65):

@@ -83,14 +83,14 @@ def test_first_come_first_served() -> None:
 
 
 def test_short_jobs_go_first_and_equal_ones_in_the_order_of_arrival() -> None:
-    bench = Bench(max_num_seqs=1, policy="sjf")
+    bench = Bench(max_num_seqs=1, scheduling_policy="sjf")
     for index, length in enumerate((50, 5, 20, 5)):
         bench.add(str(index), length)
     assert bench.drain() == ["1", "3", "2", "0"]
 
 
 def test_no_job_is_overtaken_more_often_than_the_bound() -> None:
-    bench = Bench(max_num_seqs=1, policy="sjf", max_overtakes=3)
+    bench = Bench(max_num_seqs=1, scheduling_policy="sjf", max_overtakes=3)
     bench.add("long", 900)
     for index in range(10):
         bench.add(f"short {index}", 2)
@@ -98,7 +98,7 @@ def test_no_job_is_overtaken_more_often_than_the_bound() -> None:
 
 
 def test_a_long_job_that_has_waited_goes_before_a_short_one_that_comes_late() -> None:
-    bench = Bench(max_num_seqs=1, policy="sjf", max_overtakes=10_000)
+    bench = Bench(max_num_seqs=1, scheduling_policy="sjf", max_overtakes=10_000)
     bench.add("running", 10)
     bench.step()
     bench.add("long", 100)
@@ -113,7 +113,7 @@ def test_a_long_job_that_has_waited_goes_before_a_short_one_that_comes_late() ->
 
 
 def test_what_is_cached_makes_a_job_short() -> None:
-    bench = Bench(max_num_seqs=1, policy="sjf")
+    bench = Bench(max_num_seqs=1, scheduling_policy="sjf")
     known = list(range(100, 164))
     bench.add("first", known)
     bench.drain()
@@ -123,7 +123,7 @@ def test_what_is_cached_makes_a_job_short() -> None:
 
 
 def test_what_is_cached_while_a_job_waits_makes_it_short_too() -> None:
-    bench = Bench(max_num_seqs=1, policy="sjf")
+    bench = Bench(max_num_seqs=1, scheduling_policy="sjf")
     known = list(range(100, 164))
     bench.add("first", known)
     bench.step()
@@ -133,14 +133,14 @@ def test_what_is_cached_while_a_job_waits_makes_it_short_too() -> None:
 
 
 def test_smaller_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None:
-    bench = Bench(max_num_seqs=1, policy="priority")
+    bench = Bench(max_num_seqs=1, scheduling_policy="priority")
     for index, number in enumerate((3, 1, 2, 1)):
         bench.add(str(index), 5, priority=number)
     assert bench.drain() == ["1", "3", "2", "0"]
 
 
 def test_who_has_the_largest_number_gives_way() -> None:
-    bench = Bench(device=12, policy="priority")
+    bench = Bench(device=12, scheduling_policy="priority")
     bench.add("unimportant", 12, max_tokens=30, priority=9)
     bench.step()
     bench.add("important", 12, max_tokens=30, priority=0)

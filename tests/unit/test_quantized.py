@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from quire_engine.config import ExecutorConfig
 from quire_engine.kernels import huge_pages, int8
 from quire_engine.kernels import library as kernels
 from quire_engine.kernels.fused import silu_mul
@@ -27,7 +28,7 @@ from quire_engine.models.options import LoadOptions
 from quire_engine.models.quantized import Int8Linear
 from torch.nn import functional as F
 
-INT8 = LoadOptions(quantization="int8")
+INT8 = LoadOptions(ExecutorConfig(quantization="int8"))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 # Of the processors that there may be: what this one has, then ever less.
 FORMS = ["native", "x86-64-v4", "x86-64-v3 -mavxvnni", "x86-64-v3", "x86-64 -mavx", "x86-64", "torch"]

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import AttentionBatch
+from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.batch import ForwardBatch, pack
 from quire_engine.executor.torch.ranks import checks, wire
 from quire_engine.executor.torch.ranks.accord import Accord, Failure
@@ -275,18 +276,10 @@ CONFIG = DecoderConfig(
     experts=ExpertsConfig(4, 2, 24, True, False, (True, True)),
 )
 SETTINGS = RankSettings(
-    size=2,
-    threads=1,
-    folder=Path("/models/m"),
-    config=CONFIG,
+    EngineArgs(model=Path("/models/m"), tensor_parallel_size=2, quantization="int8", deterministic=True),
+    CONFIG,
     device="cpu",
-    dtype="auto",
-    quantization="int8",
-    deterministic=True,
-    block_size=16,
-    max_model_len=None,
-    attention="auto",
-    graph_sizes=(1, 2),
+    threads=1,
     store=Path("/tmp/s"),
 )
 
@@ -295,13 +288,13 @@ SETTINGS = RankSettings(
 def test_settings_arrive_as_they_were(config: DecoderConfig) -> None:
     settings = replace(SETTINGS, config=config)
     again = RankSettings.from_plain(json.loads(json.dumps(settings.to_plain())))
-    assert replace(again, graph_sizes=tuple(again.graph_sizes)) == settings
+    assert again == settings
 
 
 def test_each_rank_has_a_gpu_of_its_own_and_all_share_the_cpu() -> None:
     on_gpu = replace(SETTINGS, device="cuda:0")
     assert [str(on_gpu.device_of(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
-    assert str(replace(on_gpu, device="cuda:3", size=1).device_of(0)) == "cuda:3"
+    assert str(replace(on_gpu, device="cuda:3", engine=EngineArgs(model=Path("/models/m"))).device_of(0)) == "cuda:3"
     assert [str(SETTINGS.device_of(rank)) for rank in range(2)] == ["cpu", "cpu"]
 
 

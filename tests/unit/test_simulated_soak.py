@@ -91,7 +91,7 @@ class Soak:
             max_model_len=MAX_MODEL_LEN,
             max_waiting=choose((40, 1000, 1000)),
             max_swapped=choose((0, 2, 64)),
-            policy=choose(("fcfs", "sjf", "priority")),
+            scheduling_policy=choose(("fcfs", "sjf", "priority")),
             max_overtakes=choose((0, 4, 64)),
             batching=choose(("continuous", "continuous", "static")),
             eos_token_ids=frozenset({EOS}),

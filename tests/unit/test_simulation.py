@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quire_engine.config import Batching
 from quire_engine.executor.latency import Latency
 from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.scheduling.config import Batching, SchedulerConfig
+from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.recorder import Recorder
 from quire_engine.simulation.report import Report, Spread, make_report, overtakes
@@ -80,7 +81,7 @@ def test_idle_time_is_jumped_over() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 def test_a_run_repeats_from_its_seed(policy: str) -> None:
-    limits, shaken = replace(LIMITS, policy=policy), replace(SECOND, jitter=0.3)
+    limits, shaken = LIMITS.model_copy(update={"scheduling_policy": policy}), replace(SECOND, jitter=0.3)
     one, again, other = (make_report(run(arrivals(), limits, TIGHT, shaken, seed)) for seed in (1, 1, 2))
     assert repeatable(one) == repeatable(again) != repeatable(other)
     assert one.completed == one.requests == 120
@@ -113,7 +114,7 @@ def test_equal_prefixes_are_hits(tmp_path: Path) -> None:
 
 def test_levels_and_waste_are_weighted_with_time() -> None:
     """One request of 17 tokens for one step, then one of 32: two blocks each, 15 slots and then none empty."""
-    limits = replace(LIMITS, max_num_seqs=1)
+    limits = LIMITS.model_copy(update={"max_num_seqs": 1})
     recorder = run([arrival(0, 17, 2, 0), arrival(0, 32, 2, 1)], limits)
     assert list(recorder.samples.empty_slots) == [15, 0, 0, 0]
     assert list(recorder.samples.held_slots) == [32, 0, 32, 0]
@@ -153,14 +154,14 @@ def test_no_request_overtakes_another_first_come_first_served(tmp_path: Path) ->
 def test_shortest_job_first_waits_less_and_overtakes_no_more_than_it_may() -> None:
     requests = [replace(one, num_output=2) for one in arrivals(300, 2, 1500.0)]
     fcfs = make_report(run(requests))
-    sjf = make_report(run(requests, replace(LIMITS, policy="sjf", max_overtakes=40)))
+    sjf = make_report(run(requests, LIMITS.model_copy(update={"scheduling_policy": "sjf", "max_overtakes": 40})))
     assert sjf.waiting.mean < 0.9 * fcfs.waiting.mean
     assert 0 < sjf.overtakes.max <= 40
 
 
 def test_static_batching_takes_nobody_in_once_a_token_was_drawn_until_all_have_ended() -> None:
     def taken_in_late(batching: Batching) -> int:
-        lives = run(arrivals(40), replace(LIMITS, batching=batching)).lives.values()
+        lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).lives.values()
         return sum(
             one.first_token <= other.admitted < one.ended
             for one in lives

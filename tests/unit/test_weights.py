@@ -15,6 +15,8 @@ from quire_engine.models.errors import ModelError
 from quire_engine.models.weights import Checkpoint, resolve_dtype
 from safetensors.torch import load_file, save_file
 
+from tests.support.executors import load_executor
+
 CPU = torch.device("cpu")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,8 +73,8 @@ def shard(folder: Path) -> Path:
 
 
 def load(folder: Path, **settings: Any) -> TorchExecutor:
-    options = {"kv_cache_bytes": 1 << 20, "swap_bytes": 0, "attention": "reference", **settings}
-    return TorchExecutor.load(folder, **options)
+    options = {"kv_cache_memory": 1 << 20, "swap_bytes": 0, "attention": "reference", **settings}
+    return load_executor(folder, **options)
 
 
 def refusal(folder: Path, **settings: Any) -> str:
@@ -354,9 +356,9 @@ def test_a_tensor_of_integers_is_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kv_cache_bytes": 0}, "0 bytes holds fewer than 2 blocks of 16 tokens, which take 2048 bytes"),
-        ({"kv_cache_bytes": 4095}, "4095 bytes"),
-        ({"kv_cache_bytes": 1 << 62}, "no memory for a KV pool"),
+        ({"kv_cache_memory": 0}, "0 bytes holds fewer than 2 blocks of 16 tokens, which take 2048 bytes"),
+        ({"kv_cache_memory": 4095}, "4095 bytes"),
+        ({"kv_cache_memory": 1 << 62}, "no memory for a KV pool"),
         ({"block_size": 0}, "block size is 0"),
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"attention": "magic"}, "attention backend 'magic'"),
@@ -371,14 +373,14 @@ def test_settings_that_cannot_work_are_refused_with_their_numbers(
 
 
 def test_pools_are_as_large_as_the_bytes_given_allow(folder: Path) -> None:
-    executor = load(folder, kv_cache_bytes=10_000, swap_bytes=6_143)
+    executor = load(folder, kv_cache_memory=10_000, swap_bytes=6_143)
     assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (4, 2)
-    assert load(folder, kv_cache_bytes=4096, swap_bytes=2047).capacity.host_blocks == 0
+    assert load(folder, kv_cache_memory=4096, swap_bytes=2047).capacity.host_blocks == 0
 
 
 def test_a_pool_takes_no_memory_before_it_is_used(folder: Path) -> None:
     before = resident()
-    executor = load(folder, kv_cache_bytes=1 << 30, swap_bytes=1 << 30)
+    executor = load(folder, kv_cache_memory=1 << 30, swap_bytes=1 << 30)
     assert resident() - before < 200 << 20
     executor.close()
 

@@ -119,7 +119,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[float,
         weight = torch.randn(side, side).to(device, dtype)
         x = torch.randn(PRODUCT_ROWS, side).to(device, dtype)
         operations = 2 * PRODUCT_ROWS * side**2
-        yield operations, partial(make_linear(weight, None, LoadOptions(device)), x)
+        yield operations, partial(make_linear(weight, None, LoadOptions(device=device)), x)
         yield operations, partial(torch.mm, x, weight)
 
 
@@ -131,7 +131,7 @@ def _reads(dtype: torch.dtype, device: torch.device, size: int) -> Iterator[tupl
         rows = size // dtype.itemsize // side
         weight = torch.ones(rows, side, dtype=dtype, device=device)
         x = torch.ones(1, side, dtype=dtype, device=device)
-        yield rows * side * dtype.itemsize, partial(make_linear(weight, None, LoadOptions(device)), x)
+        yield rows * side * dtype.itemsize, partial(make_linear(weight, None, LoadOptions(device=device)), x)
 
 
 def least_seconds(workload: Workload, costs: Costs, ceilings: Ceilings) -> float:

@@ -90,6 +90,6 @@ class Batch:
     def _in_order(self, submissions: Sequence[Submission]) -> list[tuple[int, Submission]]:
         """By the policy, as far as it can be known before all of them wait."""
         numbered = list(enumerate(submissions))
-        if self._scheduler.config.policy == "priority":
+        if self._scheduler.config.scheduling_policy == "priority":
             numbered.sort(key=lambda each: each[1].request.priority)
         return numbered

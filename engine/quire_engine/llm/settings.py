@@ -6,8 +6,7 @@ from typing import Literal, TypedDict, cast
 from pydantic import ValidationError
 from quire_proto.errors import invalid
 
-from quire_engine.config import EngineConfig
-from quire_engine.scheduling.config import Batching, Policy
+from quire_engine.config import Batching, EngineConfig, Policy, Quantization
 
 
 class EngineSettings(TypedDict, total=False):
@@ -15,7 +14,7 @@ class EngineSettings(TypedDict, total=False):
 
     device: Literal["auto", "cpu", "cuda"]
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    quantization: Literal["int8"] | None
+    quantization: Quantization | None
     tensor_parallel_size: int
     enforce_eager: bool
     async_scheduling: bool | None

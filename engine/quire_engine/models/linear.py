@@ -72,11 +72,11 @@ class Linear(Protocol):
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
     """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
-    if options.quantization == "int8":
+    if options.config.quantization == "int8":
         return Int8Linear(weight, bias)
-    if options.deterministic and weight.is_cuda:
+    if options.config.deterministic and weight.is_cuda:
         return InvariantLinear(weight, bias)
-    return PackedLinear(weight, bias, deterministic=options.deterministic)
+    return PackedLinear(weight, bias, deterministic=options.config.deterministic)
 
 
 class PackedLinear:

@@ -58,12 +58,12 @@ def _dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) ->
     """What the model is to compute in."""
     fallback = isinstance(config, FallbackConfig)
     stored = checkpoint.main_dtype() if fallback else checkpoint.dtype(EMBEDDING)
-    return resolve_dtype(options.dtype, stored, options.device)
+    return resolve_dtype(options.config.dtype, stored, options.device)
 
 
 def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` where what a row comes to cannot be kept from depending on others."""
-    if options.deterministic and isinstance(config, FallbackConfig):
+    if options.config.deterministic and isinstance(config, FallbackConfig):
         raise ModelError(
             "--deterministic is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
@@ -72,12 +72,14 @@ def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
 
 def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` where the weights cannot be held in what ``options`` ask for."""
-    if options.quantization is None:
+    if options.config.quantization is None:
         return
     if options.device.type != "cpu":
-        raise ModelError(f"The quantization {options.quantization} is for the CPU, and the device is {options.device}.")
+        raise ModelError(
+            f"The quantization {options.config.quantization} is for the CPU, and the device is {options.device}."
+        )
     if isinstance(config, FallbackConfig):
         raise ModelError(
-            f"The quantization {options.quantization} is for models with code of their own, "
+            f"The quantization {options.config.quantization} is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
         )

@@ -42,7 +42,8 @@ class SparseFeedForward:
         stacked = f"{layer}.mlp.experts.gate_up_proj" in weights.checkpoint
         block, projections = ("mlp", ()) if stacked else NAMES[config.architecture]
         gate = weights.fused([f"{layer}.{block}.gate.weight"], [(experts.count, hidden)])
-        router = make_linear(gate, None, replace(weights.options, quantization=None))  # small, and it decides
+        plain = weights.options.config.model_copy(update={"quantization": None})
+        router = make_linear(gate, None, replace(weights.options, config=plain))  # small, and it decides
         names = [[f"{layer}.{block}.experts.{each}.{name}" for name in projections] for each in range(experts.count)]
         weights.checkpoint.leave(f"{name}.weight" for each in names for name in each)
         parts = [

@@ -1,18 +1,21 @@
 """What a request must satisfy to be queued. The router checks the same rules first; an engine trusts nobody."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import SamplingParams, check_length
 
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
+
+if TYPE_CHECKING:
+    from quire_engine.scheduling.config import SchedulerConfig
 
 MAX_SALT_BYTES = 32
 
 
-def check_request(request: Request, config: SchedulerConfig, memory: KVCacheManager) -> None:
+def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
     """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run."""
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
@@ -56,7 +59,7 @@ def _check_history(request: Request) -> None:
             raise invalid("max_tokens", "The delivered output has reached max_tokens already.")
 
 
-def _check_width(request: Request, config: SchedulerConfig, memory: KVCacheManager) -> None:
+def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
     """All outputs of a request run at once, and beams have to fit together, because they advance together."""
     sampling = request.sampling
     if sampling.num_sequences > config.max_num_seqs:

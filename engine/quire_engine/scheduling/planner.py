@@ -9,17 +9,20 @@ preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from quire_engine.kv.events import Tier
 from quire_engine.kv.memory import CachedBlock, KVCacheManager
 from quire_engine.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
-from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
 from quire_engine.scheduling.policy import POLICIES, QueuedRequest
 from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason, choose_preemption_mode
 from quire_engine.scheduling.queue import AdmittedQueue, WaitingQueue
 from quire_engine.scheduling.rates import Rates
 from quire_engine.scheduling.statistics import SchedulerStats
+
+if TYPE_CHECKING:
+    from quire_engine.scheduling.config import SchedulerConfig
 
 RANKED_AGAIN = 4
 
@@ -31,7 +34,7 @@ class BatchScheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: "SchedulerConfig",
         memory: KVCacheManager,
         rates: Rates,
         statistics: SchedulerStats,
@@ -40,16 +43,16 @@ class BatchScheduler:
         self.running = AdmittedQueue()
         self.swapped = AdmittedQueue()
         self.preempted = AdmittedQueue()
-        self.waiting = WaitingQueue(config.max_overtakes if config.policy == "sjf" else None)
+        self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
         self.starved: list[Sequence] = []
         self._config = config
         self._memory = memory
         self._rates = rates
         self._statistics = statistics
         self._clock = clock
-        self._policy = POLICIES[config.policy]
-        self._by_length = config.policy == "sjf"
-        self._by_priority = config.policy == "priority"
+        self._policy = POLICIES[config.scheduling_policy]
+        self._by_length = config.scheduling_policy == "sjf"
+        self._by_priority = config.scheduling_policy == "priority"
         self._watermark = max(1, int(config.watermark * memory.device.num_blocks))
         self._ages = 0
 

@@ -4,8 +4,11 @@ ranks whoever came first.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from quire_engine.scheduling.config import Policy
+if TYPE_CHECKING:
+    from quire_engine.config import Policy
+
 
 AGING = 0.02
 
@@ -42,4 +45,4 @@ def priority(job: QueuedRequest) -> float:
     return float(job.priority)
 
 
-POLICIES: Mapping[Policy, Callable[[QueuedRequest], float]] = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
+POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}

@@ -1,6 +1,7 @@
 """Which requests are live, and the sequences that each of them is made of: their birth, their parting, their end."""
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import choice_seed
@@ -9,14 +10,16 @@ from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
 from quire_engine.request import Request, Sequence, SequenceGroup, SequenceTimings
 from quire_engine.scheduling.beams import BeamSearch
-from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.plan import SampleRequest, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire_engine.scheduling.config import SchedulerConfig
 
 
 class Registry:
     """All live requests and sequences. Ids of sequences only grow, in the order of arrival."""
 
-    def __init__(self, config: SchedulerConfig, memory: KVCacheManager, clock: Callable[[], int]) -> None:
+    def __init__(self, config: "SchedulerConfig", memory: KVCacheManager, clock: Callable[[], int]) -> None:
         self._config = config
         self._memory = memory
         self._clock = clock

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import time_ns
+from typing import TYPE_CHECKING
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
@@ -29,13 +30,15 @@ from quire_engine.kv.waste import KVCacheFragmentation, device_waste, unreachabl
 from quire_engine.request import Request, Sequence, SequenceGroup, SequenceStatus
 from quire_engine.scheduling.admission import check_request
 from quire_engine.scheduling.beams import Continuation
-from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 from quire_engine.scheduling.plan import BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 from quire_engine.scheduling.planner import BatchScheduler
 from quire_engine.scheduling.rates import UNMEASURED, Rates
 from quire_engine.scheduling.registry import Registry
 from quire_engine.scheduling.statistics import SchedulerStats
+
+if TYPE_CHECKING:
+    from quire_engine.scheduling.config import SchedulerConfig
 
 MAX_DEPTH = 2
 
@@ -47,7 +50,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: "SchedulerConfig",
         memory: KVCacheManager,
         *,
         rates: Rates = UNMEASURED,

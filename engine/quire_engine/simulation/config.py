@@ -9,11 +9,26 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 from quire_proto.settings import CliSettings
 
-from quire_engine.config import PREFIX, Names
+from quire_engine.config import (
+    PREFIX,
+    Batching,
+    BlockSize,
+    EnableHostCaching,
+    EnablePrefixCaching,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    MaxOvertakes,
+    MaxSwapped,
+    MaxWaiting,
+    Names,
+    Policy,
+    SchedulingPolicy,
+)
 from quire_engine.executor.latency import Latency
 from quire_engine.executor.simulated import VOCAB_SIZE
 from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.scheduling.config import Batching, Policy, SchedulerConfig
+from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.simulation.presets import PRESETS, Preset, PresetName
 
 GIB = 1 << 30
@@ -33,31 +48,22 @@ class EngineSettings(CliSettings):
 
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="Decides all that is made up; equal seeds, equal runs.")
 
-    scheduling_policy: Policy = Field(
-        default="fcfs", description="Who is admitted next: first come, the shortest job, or by priority."
-    )
+    scheduling_policy: SchedulingPolicy = "fcfs"
     batching: Batching = Field(
         default="continuous", description="static takes nothing in until a whole batch has ended."
     )
-    max_num_seqs: int = Field(default=256, ge=1, le=65536, description="Sequences that run at once.")
-    max_num_batched_tokens: int = Field(default=2048, ge=1, le=1 << 20, description="Tokens that one step computes.")
-    max_model_len: int | None = Field(
-        default=None, ge=1, description="Most tokens of prompt and output; by default what model and KV memory allow."
-    )
-    max_waiting: int = Field(default=1 << 20, ge=1, description="Requests that may wait; more are refused.")
-    max_overtakes: int = Field(
-        default=64, ge=1, description="How often later requests can overtake one, with --scheduling-policy sjf."
-    )
-    max_swapped: int = Field(default=64, ge=0, description="Sequences that may be swapped out at once.")
-    block_size: int = Field(default=16, ge=1, le=256, description="Tokens of one KV block.")
+    max_num_seqs: MaxNumSeqs = 256
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048
+    max_model_len: MaxModelLen = None
+    max_waiting: MaxWaiting = 1 << 20
+    max_overtakes: MaxOvertakes = 64
+    max_swapped: MaxSwapped = 64
+    block_size: BlockSize = 16
     kv_cache_memory: int | None = Field(default=None, ge=1, description="Bytes of the device's KV pool.")
     num_gpu_blocks_override: int | None = Field(default=None, ge=1, description="Blocks of the device's KV pool.")
     swap_space: float = Field(default=4.0, ge=0, description="GiB of the host's KV pool; 0 turns swapping off.")
-    enable_prefix_caching: bool = Field(default=True, description="Share KV blocks between equal prefixes.")
-    enable_host_caching: bool = Field(
-        default=True,
-        description="Keep blocks used twice in the host's pool when they leave the device's, and take them back.",
-    )
+    enable_prefix_caching: EnablePrefixCaching = True
+    enable_host_caching: EnableHostCaching = True
 
     preset: PresetName = Field(default="a100-8b", description="Device and model whose speed and memory are assumed.")
     tokens_per_second: float | None = Field(default=None, gt=0, description="Tokens that full steps compute a second.")
@@ -91,15 +97,10 @@ class EngineSettings(CliSettings):
 
     def limits(self, policy: Policy) -> SchedulerConfig:
         """What the scheduler keeps, under this policy."""
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+        return SchedulerConfig.of(
+            self,
+            scheduling_policy=policy,
             max_model_len=min(self.max_model_len or self._preset.max_model_len, self.capacity.usable_tokens),
-            max_waiting=self.max_waiting,
-            max_swapped=self.max_swapped,
-            policy=policy,
-            max_overtakes=self.max_overtakes,
-            batching=self.batching,
             vocab_size=VOCAB_SIZE,
         )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from quire_proto.settings import read_settings
 
 from quire_engine.command import quit_with
-from quire_engine.scheduling.config import Policy
+from quire_engine.config import Policy
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.plots import draw_plots
 from quire_engine.simulation.recorder import Recorder

@@ -8,14 +8,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 
 from quire_proto.errors import internal
 
+from quire_engine.config import EngineArgs, SchedulerArgs
 from quire_engine.executor.torch.batch import StepBatch, pack
 from quire_engine.executor.torch.devices import computing, resolve_device
 from quire_engine.executor.torch.gauge import MemoryGauge
-from quire_engine.executor.torch.graphs import ladder
 from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
 from quire_engine.executor.torch.parts import Parts
@@ -29,7 +28,6 @@ from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, 
 from quire_engine.executor.torch.threads import configure_threads, usable_threads
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.loading import read_model_config
-from quire_engine.models.options import Quantization
 from quire_engine.sampling import Sampler
 from quire_engine.scheduling.plan import ModelOutput, ScheduledChunk, SchedulerOutput, StepTimings
 from quire_engine.scheduling.rates import UNMEASURED
@@ -60,81 +58,37 @@ class TorchExecutor:
 
     @classmethod
     def load(
-        cls,
-        folder: Path,
-        *,
-        device: str = "auto",
-        dtype: str = "auto",
-        quantization: Quantization | None = None,
-        tensor_parallel_size: int = 1,
-        enforce_eager: bool = False,
-        async_scheduling: bool | None = None,
-        deterministic: bool = False,
-        block_size: int = 16,
-        kv_cache_bytes: int | None = None,
-        swap_bytes: int,
-        memory_utilization: float | None = None,
-        max_model_len: int | None = None,
-        max_num_batched_tokens: int = 2048,
-        max_num_seqs: int = 64,
-        attention: str = "auto",
-        on_lost: Callable[[str], None] | None = None,
-        owns_process: bool = False,
+        cls, config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
     ) -> "TorchExecutor":
-        """Loads the model of ``folder`` onto a device, and makes KV pools for it.
+        """Loads the model of ``config`` onto a device, and makes KV pools for it.
 
-        ``device`` is auto, cpu or cuda, and ``dtype`` auto, float32, bfloat16 or float16. ``max_model_len`` defaults to
-        the model's own limit. Without ``kv_cache_bytes``, the largest step that the two limits allow is run, and the
-        pools take what is left of the device's memory; ``memory_utilization`` is the part of it that may be taken in
-        all (see ``sizing``). ``async_scheduling`` True or False says whether a step may be launched while another is
-        under way; by default it may on CUDA. With ``enforce_eager`` no CUDA graphs are recorded. With a
-        ``tensor_parallel_size`` above 1 other processes share the model until ``close``; ``on_lost`` is told, on
-        another thread, why they cannot go on. An engine that ``owns_process`` sets the number of torch's threads and
-        how the heap treats freed memory, for all of it. Raises ``ModelError``, with one sentence, for what cannot be.
+        ``max_model_len`` defaults to the model's own limit. Without ``kv_cache_memory``, the largest step that
+        ``max_num_batched_tokens`` and ``max_num_seqs`` allow is run, and the pools take what is left of the device's
+        memory; ``gpu_memory_utilization`` is the part of it that may be taken in all (see ``sizing``).
+        ``async_scheduling`` says whether a step may be launched while another runs; by default it may on CUDA. With
+        ``enforce_eager`` no graphs are recorded. With a ``tensor_parallel_size`` above 1 other processes share the
+        model until ``close``; ``on_lost`` is called, on another thread, with the reason why they cannot go on. An
+        engine that ``owns_process`` sets the number of torch's threads and how the heap treats freed memory, for all of
+        it. Raises ``ModelError``, with one sentence, for what cannot be.
         """
-        threads = (configure_threads if owns_process else usable_threads)(tensor_parallel_size)
-        config, where = read_model_config(folder), resolve_device(device)
-        check_size(config, tensor_parallel_size, where)
-        on_gpu = where.type == "cuda"
-        settings = RankSettings(
-            size=tensor_parallel_size,
-            threads=threads,
-            folder=folder,
-            config=config,
-            device=str(where),
-            dtype=dtype,
-            quantization=quantization,
-            deterministic=deterministic,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            attention=attention,
-            graph_sizes=() if enforce_eager else ladder(max_num_seqs),
-        )
-        request = PoolRequest(kv_cache_bytes, swap_bytes, memory_utilization)
-        depth = 2 if (on_gpu if async_scheduling is None else async_scheduling) else 1
+        size = config.tensor_parallel_size
+        threads = (configure_threads if owns_process else usable_threads)(size)
+        model, device = read_model_config(config.model), resolve_device(config.device)
+        check_size(model, size, device)
+        settings = RankSettings(config, model, str(device), threads)
         with ExitStack() as failing:
             leading = lead(settings, on_lost)
             failing.callback(leading.close)
-            limits = max_num_batched_tokens, max_num_seqs
-            executor = cls._load(leading, settings, request, limits, depth, owns_process=owns_process)
+            executor = cls._load(leading, settings, owns_process=owns_process)
             failing.pop_all()
         executor._end_ranks = weakref.finalize(executor, leading.close)
         return executor
 
     @classmethod
-    def _load(
-        cls,
-        leading: Leading,
-        settings: RankSettings,
-        request: PoolRequest,
-        limits: tuple[int, int],
-        depth: int,
-        *,
-        owns_process: bool,
-    ) -> "TorchExecutor":
-        """Loads this process's part of the model, and makes pools on all ranks. ``limits`` are a step's most tokens and
-        sequences.
-        """
+    def _load(cls, leading: Leading, settings: RankSettings, *, owns_process: bool) -> "TorchExecutor":
+        """Loads this process's part of the model, and makes pools on all ranks."""
+        config = settings.engine
+        request = PoolRequest(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
         gauge = MemoryGauge(settings.device_of(0))
         parts = settings.load(leading.ranks)
         if owns_process and parts.device.type == "cpu":
@@ -142,24 +96,25 @@ class TorchExecutor:
         leading.join()
         with ExitStack() as trials:
             make_trial = partial(cls, parts, parts.smallest_pools, make_runner=leading.make_runner)
-            largest = partial(cls._run_largest, make_trial, *limits, trials)
+            largest = partial(cls._run_largest, make_trial, config, trials)
             measures = leading.measure(gauge, largest if request.kv_cache_bytes is None else None)
         pools, measured = decide_for_all(request, measures, parts.smallest_pools)
-        executor = cls(parts, pools, depth=depth, make_runner=leading.make_runner)
-        executor.rates = measure_rates(executor, min(limits[0], parts.max_model_len), parts.config.vocab_size)
+        overlaps = parts.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        executor = cls(parts, pools, depth=2 if overlaps else 1, make_runner=leading.make_runner)
+        tokens = min(config.max_num_batched_tokens, parts.max_model_len)
+        executor.rates = measure_rates(executor, tokens, parts.config.vocab_size)
         capacity = in_memory(executor.capacity, measures)
         log.info("memory, as decided\n%s", table(request, measured, capacity, parts.max_model_len))
         return executor
 
     @classmethod
-    def _run_largest(
-        cls, make_trial: Callable[[], "TorchExecutor"], tokens: int, sequences: int, trials: ExitStack
-    ) -> None:
-        """Runs a step of as many tokens and sequences on an executor with the least KV memory. It is closed with
+    def _run_largest(cls, make_trial: Callable[[], "TorchExecutor"], limits: SchedulerArgs, trials: ExitStack) -> None:
+        """Runs the largest step that ``limits`` allow on an executor with the least KV memory. It is closed with
         ``trials``: not before its memory is read, as graphs are part of it.
         """
         trial = trials.enter_context(closing(make_trial()))
         size, vocab_size = trial.capacity.block_size, trial.config.vocab_size
+        tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
         trial.run(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
 
     @property

@@ -5,18 +5,20 @@ plans.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
+from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.backends import check_attention, make_attention
+from quire_engine.executor.torch.graphs import ladder
 from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.models.base import AttentionLayout, Model, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model
 from quire_engine.models.options import LoadOptions
+from quire_engine.models.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +45,18 @@ class Parts:
         return KvCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
 
 
-def load_parts(
-    config: ModelConfig,
-    folder: Path,
-    options: LoadOptions,
-    *,
-    block_size: int,
-    max_model_len: int | None,
-    attention: str,
-    graph_sizes: Sequence[int] = (),
-) -> Parts:
-    """The model of ``folder``, whose configuration is ``config``, and the attention called ``attention``. Raises
-    ``ModelError``, for settings that cannot be before the weights are read.
+def load_parts(config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Ranks = ALONE) -> Parts:
+    """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
+    ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
     """
-    length = _length(config, max_model_len)
-    deterministic = options.deterministic
-    check = partial(check_attention, attention, options.device, deterministic=deterministic)
-    model = load_model(config, folder, options, check)
-    shape = _attention_shape(model.layout, block_size)
-    backend = make_attention(attention, shape, options.device, model.dtype, deterministic=deterministic)
-    return Parts(config, model, backend, block_size, length, options.device, graph_sizes)
+    length = _length(model_config, config.max_model_len)
+    deterministic = config.deterministic
+    check = partial(check_attention, config.attention, device, deterministic=deterministic)
+    model = load_model(model_config, config.model, LoadOptions(config, device, ranks), check)
+    shape = _attention_shape(model.layout, config.block_size)
+    backend = make_attention(config.attention, shape, device, model.dtype, deterministic=deterministic)
+    graph_sizes = () if config.enforce_eager else ladder(config.max_num_seqs)
+    return Parts(model_config, model, backend, config.block_size, length, device, graph_sizes)
 
 
 def _length(config: ModelConfig, asked: int | None) -> int:
