@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 class RequestRegistry:
     """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
-    becomes of the records (see ``journal.base.Owners``). ``timeout`` seconds, where given, end a request with DEADLINE,
-    as its own deadline does; that of its reader ends the answer only. ``on_change`` is called when there are more or
-    fewer.
+    becomes of the records (see ``journal.base.LeaseListener``). ``timeout`` seconds, where given, end a request with
+    DEADLINE, as its own deadline does; that of its reader ends the answer only. ``on_change`` is called when there are
+    more or fewer.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -108,7 +108,7 @@ class RequestRegistry:
         if progress is not None:
             progress.interrupt(None)
 
-    def on_taken(self, request_id: str) -> None:
+    def on_lease_lost(self, request_id: str) -> None:
         """Another router goes on with the request, because this one did not say for long that it does."""
         progress = self._requests.get(request_id)
         if progress is not None:

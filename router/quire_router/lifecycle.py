@@ -20,8 +20,8 @@ from quire_router.fleet.output import EngineFull, EngineLost
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.held import OwnedDeltaStream
 from quire_router.in_flight import RequestRegistry, unavailable
-from quire_router.journal.base import Journal, Lease, Record
-from quire_router.journal.failure import write_failure
+from quire_router.journal.base import Journal, Lease, RequestRecord
+from quire_router.journal.failure import encode_error
 from quire_router.mark import StreamCursor
 from quire_router.placement.explanation import route_header
 from quire_router.placement.placer import Placer
@@ -77,7 +77,7 @@ class RequestRunner:
         self._here = RequestRegistry(request_timeout)
         self._background = BackgroundRequests(max_background)
         self._resumption = RequestResumer(journal, texts, self._here, self._background, self._go_on)
-        journal.report_to(self._here)
+        journal.set_listener(self._here)
 
     @property
     def in_flight(self) -> int:
@@ -111,7 +111,7 @@ class RequestRunner:
             return None  # also where the journal had no room for it
         with ExitStack() as undo:
             bill = undo.enter_context(await self._charge(generation))
-            lease = await self._journal.open_once(generation)
+            lease = await self._journal.open_if_absent(generation)
             if lease is None:
                 return None
             undo.pop_all()
@@ -130,19 +130,19 @@ class RequestRunner:
         self._background.run(answer)
         return True
 
-    async def record(self, request_id: str) -> Record | None:
+    async def record(self, request_id: str) -> RequestRecord | None:
         """What is remembered of a request."""
-        return await self._journal.read(request_id, brief=True)
+        return await self._journal.read(request_id, tokens_only=True)
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
         """How it is with each; see ``Runner.statuses``."""
-        records = await self._journal.statuses(request_ids, surely=surely)
+        records = await self._journal.statuses(request_ids, confirm_missing=surely)
         for record in records:
             if record is not None and record.generation.background:
                 await self._resumption.adopt_left(record)
         return records
 
-    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, with what is before ``mark`` as told; see ``Runner.resume``."""
         reader = ResponseConsumer(context.get_current(), cursor=mark, deadline=deadline)
         return DeltaStream(self._resumption.resume(record.generation, reader, mark), reader.direct_path)
@@ -188,7 +188,7 @@ class RequestRunner:
             async for delta in answer:
                 yield delta
 
-    def _go_on(self, record: Record, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
+    def _go_on(self, record: RequestRecord, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
         """The rest of a request that was claimed. It was charged where it began. Its deadline was that of another
         reader, unless it runs for none.
         """
@@ -204,7 +204,7 @@ class RequestRunner:
         lease: Lease,
         bill: Bill,
         reader: ResponseConsumer,
-        record: Record | None = None,
+        record: RequestRecord | None = None,
     ) -> OwnedDeltaStream:
         """The answer to a request whose record is held here from now on, and is ended or let go of whatever becomes of
         the answer; so is what it was charged.
@@ -216,7 +216,7 @@ class RequestRunner:
             ending.enter_context(self._here.entered(progress))
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)
-            self._journal.finish(lease, FinishReason.ERROR, write_failure(internal()))
+            self._journal.finish(lease, FinishReason.ERROR, encode_error(internal()))
             bill.close()
             raise internal() from None
         return OwnedDeltaStream(self._answer(progress, ending), ending.aclose, reader.direct_path)
@@ -307,4 +307,4 @@ class RequestRunner:
             progress.leave()
         else:
             progress.reader.prompt_group.failed = True
-            progress.finish(FinishReason.ERROR, write_failure(error))
+            progress.finish(FinishReason.ERROR, encode_error(error))

@@ -19,7 +19,7 @@ from quire_router.choice import Choice, open_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, GenerationRequest, Usage
-from quire_router.journal.base import Journal, Lease, Record, Told
+from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.namespace import Names
 from quire_router.reader import ResponseConsumer, deadline_exceeded
 from quire_router.retelling import as_told, in_parts, in_turns, parted, with_usage
@@ -55,7 +55,7 @@ class RequestState:
         lease: Lease,
         reader: ResponseConsumer,
         *,
-        record: Record | None = None,
+        record: RequestRecord | None = None,
         bill: Bill | None = None,
     ) -> None:
         self.generation = generation
@@ -85,7 +85,7 @@ class RequestState:
         self.losses = 0
         self._made_at_loss = 0
         self._refusals = 0
-        self._unread: list[Told] = [] if record is None or self._selection is not None else record.pieces
+        self._unread: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
         self._tally = token_metrics(generation.model)
 
     @property

@@ -16,9 +16,9 @@ from quire_router.background import BackgroundRequests
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.held import OwnedDeltaStream
 from quire_router.in_flight import RequestRegistry
-from quire_router.journal.base import Journal, Lease, Record
-from quire_router.journal.bounds import size
-from quire_router.journal.failure import read_failure
+from quire_router.journal.base import Journal, Lease, RequestRecord
+from quire_router.journal.bounds import request_size
+from quire_router.journal.failure import decode_error
 from quire_router.mark import StreamCursor
 from quire_router.reader import ResponseConsumer, deadline_exceeded
 from quire_router.retelling import Replayer, in_turns
@@ -41,7 +41,7 @@ class RequestResumer:
         texts: Mapping[str, ModelTokenizer],
         here: RequestRegistry,
         background: BackgroundRequests,
-        go_on: Callable[[Record, Lease, ResponseConsumer], OwnedDeltaStream],
+        go_on: Callable[[RequestRecord, Lease, ResponseConsumer], OwnedDeltaStream],
     ) -> None:
         self._journal = journal
         self._texts = texts
@@ -56,18 +56,18 @@ class RequestResumer:
         """Tells what is written, for as long as another writes it; then goes on with it."""
         follower = self._journal.follow(generation.request_id)
         retelling = Replayer(generation, self._texts[generation.model], mark)
-        while (tail := await follower.look()) is not None:
+        while (tail := await follower.poll()) is not None:
             ended = tail.finish_reason is not None
-            async for delta in in_turns(retelling.follow(tail.pieces, ended=ended)):
+            async for delta in in_turns(retelling.follow(tail.deltas, ended=ended)):
                 yield delta
             if tail.finish_reason is FinishReason.ERROR:
-                raise read_failure(tail.error)
+                raise decode_error(tail.error)
             if tail.finish_reason is not None:
                 for delta in retelling.end(tail.finish_reason, tail.usage):
                     yield delta
                 return
             self._check_time(reader)
-            claimed = None if tail.held else await self._claim(generation.request_id)
+            claimed = None if tail.leased else await self._claim(generation.request_id)
             if claimed is not None:
                 async with aclosing(self._take_up(*claimed, retelling, reader)) as answer:
                     async for delta in answer:
@@ -91,10 +91,10 @@ class RequestResumer:
             self._pausing -= 1
 
     async def _take_up(
-        self, record: Record, lease: Lease, retelling: Replayer, reader: ResponseConsumer
+        self, record: RequestRecord, lease: Lease, retelling: Replayer, reader: ResponseConsumer
     ) -> AsyncGenerator[Delta]:
         async with aclosing(self._go_on(record, lease, reader)) as answer:
-            async for delta in in_turns(retelling.catch_up(record.pieces)):
+            async for delta in in_turns(retelling.catch_up(record.deltas)):
                 yield delta
             async for delta in answer:
                 yield delta
@@ -120,15 +120,15 @@ class RequestResumer:
         claimed = await self._claim(request_id) if await self._can_adopt(request_id) else None
         if claimed is not None:
             record, lease = claimed
-            tokens = size(record.generation) + sum(len(piece.token_ids) for piece in record.pieces)
+            tokens = request_size(record.generation) + sum(len(piece.token_ids) for piece in record.deltas)
             self._background.run(self._go_on(record, lease, ResponseConsumer()), tokens)
         return claimed is not None
 
-    async def adopt_left(self, record: Record) -> None:
+    async def adopt_left(self, record: RequestRecord) -> None:
         """Takes over the background request of a ``record`` that was just read, if no router holds its lease and it has
         not ended: it may be missing in the index of orphans. Does not raise ``QuireError``, which would fail the read.
         """
-        left = not record.held and record.finish_reason is None
+        left = not record.leased and record.finish_reason is None
         if left and self._may_adopt():
             with suppress(QuireError):
                 await self.adopt_one(record.generation.request_id)
@@ -141,16 +141,16 @@ class RequestResumer:
         is damaged is everybody's: whoever claims it ends it.
         """
         try:
-            record = await self._journal.read(request_id, brief=True)
+            record = await self._journal.read(request_id, tokens_only=True)
         except QuireError as error:
             if error.code is ErrorCode.INTERNAL:
                 return True
             raise
-        if record is None or record.held or record.finish_reason is not None:
+        if record is None or record.leased or record.finish_reason is not None:
             return False
         return record.generation.background and record.generation.model in self._texts
 
-    async def _claim(self, request_id: str) -> tuple[Record, Lease] | None:
+    async def _claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """The record, if nobody holds it and this router may take it up."""
         self._here.check_door()
         if request_id in self._here:

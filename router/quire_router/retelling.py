@@ -11,13 +11,13 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
-from quire_router.journal.base import Piece, Told
+from quire_router.journal.base import AnyDelta, RecordedDelta
 from quire_router.mark import StreamCursor
 from quire_router.selection import BestOfSelection
 
 PART = 256
 """Tokens of a part: a millisecond or so."""
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=AnyDelta)
 
 
 class Replayer:
@@ -30,10 +30,10 @@ class Replayer:
     def __init__(self, generation: GenerationRequest, text: ModelTokenizer, mark: StreamCursor) -> None:
         self._mark = mark
         self._prompt_tokens = len(generation.prompt_token_ids)
-        self._together: list[Told] | None = [] if BestOfSelection.needed(generation.params) else None
+        self._together: list[RecordedDelta] | None = [] if BestOfSelection.needed(generation.params) else None
         self._choices = open_choices(generation, text, generation.params.n)
 
-    def follow(self, pieces: Iterable[Told], *, ended: bool) -> Iterator[Delta]:
+    def follow(self, pieces: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
         """The answer's pieces for ``pieces`` that go on from those that were given before, ``ended`` with the last."""
         if self._together is not None:
             self._together += pieces
@@ -41,7 +41,7 @@ class Replayer:
         for piece in in_parts(pieces):
             yield from self._retell(piece, 0)
 
-    def catch_up(self, pieces: Iterable[Told]) -> Iterator[Delta]:
+    def catch_up(self, pieces: Iterable[RecordedDelta]) -> Iterator[Delta]:
         """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
         behind = [len(choice.token_ids) for choice in self._choices]
         for piece in in_parts(pieces if self._together is None else ()):
@@ -61,7 +61,7 @@ class Replayer:
                 ends.append(as_told(choice.conclude(reason), len(choice.token_ids), self._mark))
         return with_usage(ends, usage, self._mark)
 
-    def _retell(self, piece: Told, known: int) -> Iterator[Delta]:
+    def _retell(self, piece: RecordedDelta, known: int) -> Iterator[Delta]:
         """``known`` of the piece's tokens were retold."""
         choice = self._choices[piece.index]
         if choice.finish_reason is not None or (known == len(piece.token_ids) and piece.finish_reason is None):
@@ -92,7 +92,7 @@ async def in_turns(pieces: Iterable[P]) -> AsyncGenerator[P]:
             await asyncio.sleep(0)
 
 
-def in_parts(pieces: Iterable[Told]) -> Iterator[Told]:
+def in_parts(pieces: Iterable[RecordedDelta]) -> Iterator[RecordedDelta]:
     """The same pieces, none of which has so many tokens that making their text would hold up others."""
     for piece in pieces:
         for start in range(0, len(piece.token_ids) - PART, PART):
@@ -101,8 +101,8 @@ def in_parts(pieces: Iterable[Told]) -> Iterator[Told]:
         yield piece if rest == 0 else _part(piece, rest, None)
 
 
-def _part(piece: Told, start: int, end: int | None) -> Told:
-    return Told(
+def _part(piece: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
+    return RecordedDelta(
         piece.index,
         piece.token_ids[start:end],
         piece.finish_reason if end is None else None,

@@ -16,7 +16,7 @@ from uuid import uuid4
 import uvloop
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest
-from quire_router.journal.base import Told
+from quire_router.journal.base import RecordedDelta
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 
@@ -38,7 +38,7 @@ async def measure(journal: AnyJournal, options: argparse.Namespace) -> tuple[flo
     opened = time.thread_time()
     for position in range(options.tokens):
         for lease in leases:
-            journal.append(lease, position, Told(0, [position]))
+            journal.append(lease, position, RecordedDelta(0, [position]))
         await asyncio.sleep(options.pause)
     await journal.flush()
     streamed = time.thread_time()

@@ -10,9 +10,9 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind, choice
 from quire_router.generation import GenerationRequest, Usage
-from quire_router.journal.base import Told
-from quire_router.journal.codec import encode_opening
-from quire_router.journal.deliveries import Deliveries
+from quire_router.journal.base import RecordedDelta
+from quire_router.journal.codec import encode_request_fields
+from quire_router.journal.deliveries import TokenLog
 
 token_ids = st.integers(0, 2**31 - 1)
 grammars = st.one_of(
@@ -79,10 +79,10 @@ any_logprobs = st.builds(TokenLogprobs, floats, st.lists(st.tuples(token_ids, fl
 
 
 @st.composite
-def tolds(draw: st.DrawFn, plain: bool = False) -> Told:
+def tolds(draw: st.DrawFn, plain: bool = False) -> RecordedDelta:
     """A piece of one of four choices, as an answer may have it."""
     told, reason = draw(st.lists(token_ids, max_size=4)), draw(st.none() | st.sampled_from(FinishReason))
-    piece = Told(draw(st.integers(0, 3)), told, reason)
+    piece = RecordedDelta(draw(st.integers(0, 3)), told, reason)
     if plain or draw(st.booleans()):
         return piece
     return replace(
@@ -96,9 +96,9 @@ def tolds(draw: st.DrawFn, plain: bool = False) -> Told:
 pieces = st.lists(tolds(), max_size=8)
 
 
-def possible(pieces: list[Told], choices: int) -> list[Told]:
+def possible(pieces: list[RecordedDelta], choices: int) -> list[RecordedDelta]:
     """The pieces without those that an answer of so many choices cannot have."""
-    kept: list[Told] = []
+    kept: list[RecordedDelta] = []
     ended, prompted = set[int](), False
     for piece in pieces:
         if piece.index < choices and piece.index not in ended:
@@ -108,13 +108,13 @@ def possible(pieces: list[Told], choices: int) -> list[Told]:
     return kept
 
 
-def deliver(pieces: list[Told], choices: int) -> Deliveries:
+def deliver(pieces: list[RecordedDelta], choices: int) -> TokenLog:
     """The row of these pieces, each of which is repeated in vain."""
-    deliveries, made = Deliveries(choices), [0] * choices
+    deliveries, made = TokenLog(choices), [0] * choices
     for piece in pieces:
         before = len(deliveries.values)
-        assert deliveries.add(made[piece.index], piece) == len(deliveries.values) - before
-        assert deliveries.add(made[piece.index], piece) == 0
+        assert deliveries.append(made[piece.index], piece) == len(deliveries.values) - before
+        assert deliveries.append(made[piece.index], piece) == 0
         made[piece.index] += len(piece.token_ids)
     return deliveries
 
@@ -124,6 +124,6 @@ usages = st.builds(Usage, *[st.integers(0, 2**20)] * 3)
 
 def stored(generation: GenerationRequest, row: bytes = b"", **others: bytes) -> dict[bytes, bytes]:
     """The fields of a record as Redis has them."""
-    request, prompt, seal = encode_opening(generation)
+    request, prompt, seal = encode_request_fields(generation)
     fields = {b"request": request, b"prompt": prompt, b"seal": b"%d" % seal, b"sum": b"%d" % crc32(row)}
     return fields | {b"owner": b"me", b"epoch": b"1"} | {name.encode(): value for name, value in others.items()}

@@ -25,8 +25,8 @@ from quire_router.api.rpc.server import CallLimits, RpcServer
 from quire_router.api.running import Running
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
 from quire_router.held import OwnedDeltaStream
-from quire_router.journal.base import Record, Told
-from quire_router.journal.failure import write_failure
+from quire_router.journal.base import RecordedDelta, RequestRecord
+from quire_router.journal.failure import encode_error
 from quire_router.mark import StreamCursor
 from quire_router.siblings import PromptGroup
 
@@ -81,15 +81,17 @@ class Life:
             return FinishReason.ERROR if self.error is not None else None
         return FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[-1]
 
-    def record(self) -> Record:
+    def record(self) -> RequestRecord:
         pieces = [
-            Told(each.index, each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs, each.score)
+            RecordedDelta(
+                each.index, each.token_ids, each.finish_reason, each.logprobs, each.prompt_logprobs, each.score
+            )
             for each in self.deltas
         ]
-        error = "" if self.error is None else write_failure(self.error)
+        error = "" if self.error is None else encode_error(self.error)
         usages = [delta.usage for delta in self.deltas if delta.usage is not None]
         usage = usages[0] if usages else NO_USAGE
-        return Record(self.generation, "router", 1, pieces, self.reason, error, usage, self.held)
+        return RequestRecord(self.generation, "router", 1, pieces, self.reason, error, usage, self.held)
 
     async def tell(self) -> None:
         async with self.news:
@@ -136,15 +138,15 @@ class ScriptedRunner:
             task.add_done_callback(self.background.discard)
         return answer is not None
 
-    async def record(self, request_id: str) -> Record | None:
+    async def record(self, request_id: str) -> RequestRecord | None:
         await asyncio.sleep(0)
         life = self.lives.get(request_id)
         return None if life is None else life.record()
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
         return [await self.record(request_id) for request_id in request_ids]
 
-    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         self.deadlines.append(deadline)
         return self._resume(self.lives[record.generation.request_id], mark)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from quire_proto.sampling import FinishReason
 from quire_router.generation import GenerationRequest
-from quire_router.journal.base import Delivered, Journal, Lease, Record, Told
+from quire_router.journal.base import DeliveredChoice, Journal, Lease, RecordedDelta, RequestRecord
 
 
 def tell(
@@ -16,7 +16,7 @@ def tell(
     reason: FinishReason | None = None,
 ) -> None:
     """Appends a piece without log-probabilities."""
-    journal.append(lease, position, Told(index, token_ids, reason))
+    journal.append(lease, position, RecordedDelta(index, token_ids, reason))
 
 
 @dataclass
@@ -26,12 +26,12 @@ class Seen:
     generation: GenerationRequest
     owner: str
     epoch: int
-    choices: list[Delivered]
+    choices: list[DeliveredChoice]
     finish_reason: FinishReason | None = None
     error: str = ""
 
 
-def seen(record: Record | None) -> Seen | None:
+def seen(record: RequestRecord | None) -> Seen | None:
     """The record as ``Seen``."""
     if record is None:
         return None
@@ -39,16 +39,16 @@ def seen(record: Record | None) -> Seen | None:
     return Seen(generation, record.owner, record.epoch, choices, record.finish_reason, record.error)
 
 
-def is_plain(piece: Told) -> bool:
+def is_plain(piece: RecordedDelta) -> bool:
     """Whether it has tokens and an end at most."""
     return not piece.logprobs and not piece.prompt_logprobs and piece.score is None
 
 
-def canonical(pieces: list[Told]) -> list[Told]:
+def canonical(pieces: list[RecordedDelta]) -> list[RecordedDelta]:
     """The same pieces, cut in the one way that says only their order: where plain pieces of one choice are cut is not
     kept.
     """
-    cut: list[Told] = []
+    cut: list[RecordedDelta] = []
     for piece in pieces:
         if not is_plain(piece):
             cut.append(piece)
@@ -57,13 +57,13 @@ def canonical(pieces: list[Told]) -> list[Told]:
         if piece.token_ids and last and last.index == piece.index and is_plain(last) and last.finish_reason is None:
             cut[-1] = replace(last, token_ids=last.token_ids + piece.token_ids)
         elif piece.token_ids:
-            cut.append(Told(piece.index, piece.token_ids))
+            cut.append(RecordedDelta(piece.index, piece.token_ids))
         if piece.finish_reason is not None:
-            cut.append(Told(piece.index, [], piece.finish_reason))
+            cut.append(RecordedDelta(piece.index, [], piece.finish_reason))
     return cut
 
 
-def by_choice(pieces: list[Told]) -> dict[int, list[Told]]:
+def by_choice(pieces: list[RecordedDelta]) -> dict[int, list[RecordedDelta]]:
     """The pieces of each choice, as ``canonical`` cuts them: which choice was told before which is not kept."""
     told = {index: canonical([each for each in pieces if each.index == index]) for index in {p.index for p in pieces}}
     return {index: cut for index, cut in told.items() if cut}
@@ -71,7 +71,7 @@ def by_choice(pieces: list[Told]) -> dict[int, list[Told]]:
 
 @dataclass
 class Heard:
-    """Notes what ``Owners`` are told."""
+    """Notes what a ``LeaseListener`` is called with."""
 
     cancelled: list[str] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)
@@ -79,5 +79,5 @@ class Heard:
     def on_cancelled(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def on_taken(self, request_id: str) -> None:
+    def on_lease_lost(self, request_id: str) -> None:
         self.taken.append(request_id)

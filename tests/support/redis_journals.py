@@ -10,7 +10,7 @@ from zlib import crc32
 from prometheus_client import REGISTRY
 from quire_proto.sampling import SamplingParams
 from quire_router.generation import GenerationRequest
-from quire_router.journal.base import Lease, Record
+from quire_router.journal.base import Lease, RequestRecord
 from quire_router.journal.keys import BACKGROUND, keys
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -54,7 +54,7 @@ def counted(name: str) -> float:
     return REGISTRY.get_sample_value(name) or 0
 
 
-async def taken(journal: RedisJournal, request_id: str) -> tuple[Record, Lease]:
+async def taken(journal: RedisJournal, request_id: str) -> tuple[RequestRecord, Lease]:
     """What was claimed."""
     claimed = await journal.claim(request_id)
     assert claimed is not None

@@ -188,7 +188,7 @@ SHORT_TASKS = {
     "router/quire_router/autoscale/tls_server.py": {"TlsServer._accept"},  # a handshake, within its time
     "router/quire_router/background.py": {"BackgroundRequests.run"},
     "router/quire_router/fleet/fleet.py": {"EnginePool._remove_if_idle"},  # closes a link
-    "router/quire_router/journal/redis.py": {"RedisJournal.open_once"},
+    "router/quire_router/journal/redis.py": {"RedisJournal.open_if_absent"},
     "router/quire_router/routing.py": {"Dispatcher._wait"},
     "engine/quire_engine/service/server.py": {"_first"},
     "engine/quire_engine/service/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest
-from quire_router.journal.base import Delivered, Lease, Record, Told
+from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -59,12 +59,12 @@ async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh
         lease = journal.open(generation)
         tell(journal, lease, 0, [10, 11])
         await journal.flush()
-        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [Delivered([10, 11])])
+        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([10, 11])])
         tell(journal, lease, 2, [12])
         journal.finish(lease, FinishReason.ERROR, "The engines were lost.")
         await journal.flush()
         assert seen(await journal.read(fresh)) == Seen(
-            generation, "me", 1, [Delivered([10, 11, 12])], FinishReason.ERROR, "The engines were lost."
+            generation, "me", 1, [DeliveredChoice([10, 11, 12])], FinishReason.ERROR, "The engines were lost."
         )
 
 
@@ -84,9 +84,9 @@ async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: 
             "me",
             1,
             [
-                Delivered([10, 11]),
-                Delivered([], FinishReason.STOP),
-                Delivered([30, 31, 32], FinishReason.LENGTH),
+                DeliveredChoice([10, 11]),
+                DeliveredChoice([], FinishReason.STOP),
+                DeliveredChoice([30, 31, 32], FinishReason.LENGTH),
             ],
         )
 
@@ -99,10 +99,10 @@ async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: Red
             tell(journal, lease, 0, [5], 1, FinishReason.STOP)
         tell(journal, lease, 1, [6], 1, FinishReason.LENGTH)
         tell(journal, lease, 1, [9], 0, FinishReason.STOP)  # with a hole before it
-        assert (await flushed(journal, fresh)).choices == [Delivered(), Delivered([5], FinishReason.STOP)]
+        assert (await flushed(journal, fresh)).choices == [DeliveredChoice(), DeliveredChoice([5], FinishReason.STOP)]
 
 
-async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> Record:
+async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> RequestRecord:
     """The record, once all is written."""
     await journal.flush()
     record = await journal.read(request_id)
@@ -142,7 +142,7 @@ async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisSer
         tell(journal, replace(lease, request_id=fresh), 1, [9])
         journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
         await journal.flush()
-        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [Delivered([1])])
+        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([1])])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,7 +162,9 @@ async def test_another_request_of_the_same_id_changes_nothing(
         journal.finish(other, FinishReason.LENGTH)
         await journal.flush()
         record = await journal.read(fresh)
-        assert seen(record) == Seen(generation, "me", 1, [Delivered([1])], FinishReason.STOP if finished else None)
+        assert seen(record) == Seen(
+            generation, "me", 1, [DeliveredChoice([1])], FinishReason.STOP if finished else None
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +185,7 @@ async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fre
 @given(generations, pieces)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_record_comes_back_exactly_from_redis(
-    redis: RedisServer, generation: GenerationRequest, pieces: list[Told]
+    redis: RedisServer, generation: GenerationRequest, pieces: list[RecordedDelta]
 ) -> None:
     async def run() -> None:
         unique = replace(generation, request_id=uuid4().hex)
@@ -195,7 +197,7 @@ def test_a_record_comes_back_exactly_from_redis(
                 journal.append(lease, made[piece.index], piece)
                 made[piece.index] += len(piece.token_ids)
             record = await flushed(journal, unique.request_id)
-            assert by_choice(record.pieces) == by_choice(told)
-            assert replace(record, pieces=[]) == Record(unique, "me", 1, [], held=True)
+            assert by_choice(record.deltas) == by_choice(told)
+            assert replace(record, deltas=[]) == RequestRecord(unique, "me", 1, [], leased=True)
 
     asyncio.run(run())

@@ -94,7 +94,7 @@ async def end_in_every_way(mine: RedisJournal, yours: RedisJournal, name: str) -
     await yours.cancel(names[3])
     mine.finish(leases[3], FinishReason.ABORT)
     mine.release(leases[4])
-    await mine.follow(names[4]).look()
+    await mine.follow(names[4]).poll()
     await flushed(mine)
     await flushed(yours)
     await yours.cancel(names[4])

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest, Usage
-from quire_router.journal.base import Record, Told
+from quire_router.journal.base import RecordedDelta, RequestRecord
 from quire_router.journal.codec import (
     MAX_LEASE,
-    DamagedRecordError,
+    CorruptRecordError,
     encode_request,
     encode_usage,
     pack_tokens,
-    seal,
+    request_checksum,
 )
-from quire_router.journal.deliveries import FRAME
+from quire_router.journal.deliveries import FRAME_MARKER
 from quire_router.journal.reading import read_record
 
 from tests.support.any_records import deliver, generations, pieces, possible, stored, usages
@@ -28,8 +28,8 @@ from tests.support.journals import by_choice
 
 def decode_record(
     request_id: str, fields: dict[bytes, bytes], row: bytes, now: int = 0, *, brief: bool = False
-) -> Record:
-    return asyncio.run(read_record(request_id, fields, row, now, brief=brief))[0]
+) -> RequestRecord:
+    return asyncio.run(read_record(request_id, fields, row, now, tokens_only=brief))[0]
 
 
 def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
@@ -41,7 +41,7 @@ def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) 
 @given(generations, pieces, st.none() | st.sampled_from(FinishReason), st.text(st.characters()), usages)
 @settings(max_examples=50, deadline=None)
 def test_a_record_comes_back_exactly(
-    generation: GenerationRequest, pieces: list[Told], reason: FinishReason | None, error: str, usage: Usage
+    generation: GenerationRequest, pieces: list[RecordedDelta], reason: FinishReason | None, error: str, usage: Usage
 ) -> None:
     told = possible(pieces, generation.params.n)
     row = pack_tokens(deliver(told, generation.params.n).values)
@@ -51,8 +51,8 @@ def test_a_record_comes_back_exactly(
         fields[b"reason"] = reason.value.encode()
     for now, held in (999, reason is None), (1000, False), (-MAX_LEASE, False):
         record = decode_record(generation.request_id, fields, row, now)
-        assert by_choice(record.pieces) == by_choice(told)
-        assert replace(record, pieces=[]) == Record(generation, "me", 4, [], reason, error, usage, held)
+        assert by_choice(record.deltas) == by_choice(told)
+        assert replace(record, deltas=[]) == RequestRecord(generation, "me", 4, [], reason, error, usage, held)
         brief = decode_record(generation.request_id, fields, row, now, brief=True)
         assert brief.choices == record.choices
 
@@ -65,9 +65,12 @@ def test_a_record_of_a_former_version_can_be_read() -> None:
         del former["params"][name]
     row, former_request = pack_tokens([5, 6, -2]), json.dumps(former).encode()
     fields = stored(request(), row) | {b"request": former_request}
-    fields[b"seal"] = b"%d" % seal(former_request, fields[b"prompt"])
-    expected = Record(
-        replace(request(), created=former["created"]), "me", 1, [Told(0, [5, 6]), Told(0, [], FinishReason.STOP)]
+    fields[b"seal"] = b"%d" % request_checksum(former_request, fields[b"prompt"])
+    expected = RequestRecord(
+        replace(request(), created=former["created"]),
+        "me",
+        1,
+        [RecordedDelta(0, [5, 6]), RecordedDelta(0, [], FinishReason.STOP)],
     )
     assert decode_record("r", fields, row) == expected
 
@@ -90,15 +93,15 @@ def test_a_record_of_a_former_version_can_be_read() -> None:
     ],
 )
 def test_a_damaged_record_is_recognised(broken: dict[bytes, bytes]) -> None:
-    with pytest.raises(DamagedRecordError):
+    with pytest.raises(CorruptRecordError):
         decode_record("r", stored(request()) | broken if broken else {}, b"")
 
 
 @pytest.mark.parametrize("unknown", [b"[]", b"{}", b"x", b'"x"', b"[" * 100_000])
 def test_what_was_sealed_and_is_no_request_is_recognised(unknown: bytes) -> None:
     fields = stored(request()) | {b"request": unknown}
-    fields[b"seal"] = b"%d" % seal(unknown, fields[b"prompt"])
-    with pytest.raises(DamagedRecordError):
+    fields[b"seal"] = b"%d" % request_checksum(unknown, fields[b"prompt"])
+    with pytest.raises(CorruptRecordError):
         decode_record("r", fields, b"")
 
 
@@ -126,14 +129,14 @@ WRONG_TYPES = {
 def test_a_field_of_another_type_is_recognised(name: str) -> None:
     broken = json.dumps(json.loads(encode_request(request())) | {name: WRONG_TYPES[name]}).encode()
     fields = stored(request()) | {b"request": broken}
-    fields[b"seal"] = b"%d" % seal(broken, fields[b"prompt"])
-    with pytest.raises(DamagedRecordError):
+    fields[b"seal"] = b"%d" % request_checksum(broken, fields[b"prompt"])
+    with pytest.raises(CorruptRecordError):
         decode_record("r", fields, b"")
 
 
 def test_a_record_under_another_name_is_recognised() -> None:
     decode_record("r", stored(request()), b"")
-    with pytest.raises(DamagedRecordError):
+    with pytest.raises(CorruptRecordError):
         decode_record("q", stored(request()), b"")
 
 
@@ -141,15 +144,15 @@ DAMAGED_ROWS = {
     "half a token": b"123",
     "a choice that is not there": pack_tokens([-100]),
     "a token after the end": pack_tokens([1, -2, 3]),
-    "a frame of another choice": pack_tokens([FRAME, 6, 1, 0, 0, 0, 0, 0]),
-    "a frame that ends for no reason": pack_tokens([FRAME, 6, 0, 9, 0, 0, 0, 0]),
-    "a frame with more in it": pack_tokens([FRAME, 7, 0, 0, 0, 0, 0, 0, 0]),
-    "a frame with less in it": pack_tokens([FRAME, 5, 0, 0, 0, 0, 0]),
-    "a frame of a negative length": pack_tokens([FRAME, -1]),
+    "a frame of another choice": pack_tokens([FRAME_MARKER, 6, 1, 0, 0, 0, 0, 0]),
+    "a frame that ends for no reason": pack_tokens([FRAME_MARKER, 6, 0, 9, 0, 0, 0, 0]),
+    "a frame with more in it": pack_tokens([FRAME_MARKER, 7, 0, 0, 0, 0, 0, 0, 0]),
+    "a frame with less in it": pack_tokens([FRAME_MARKER, 5, 0, 0, 0, 0, 0]),
+    "a frame of a negative length": pack_tokens([FRAME_MARKER, -1]),
 }
 
 
 @pytest.mark.parametrize("row", DAMAGED_ROWS.values(), ids=DAMAGED_ROWS)
 def test_damaged_deliveries_are_recognised(row: bytes) -> None:
-    with pytest.raises(DamagedRecordError):
+    with pytest.raises(CorruptRecordError):
         decode_record("r", stored(request(), row), row)

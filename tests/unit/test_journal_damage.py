@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_router.journal.base import Delivered
+from quire_router.journal.base import DeliveredChoice
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.keys import keys
 from redis.asyncio import Redis
@@ -38,7 +38,7 @@ async def test_a_damaged_record_is_our_fault(server: RedisServer) -> None:
         stored = await redis.hget(keys("r")[0], "request")
         for damaged in (b"{}", b"[]", b'"x"', b"[" * 100_000, stored.replace(b'"n":1', b'"n":0')):
             await redis.hset(keys("r")[0], "request", damaged)
-            for call in (journal.read("r"), journal.follow("r").look()):
+            for call in (journal.read("r"), journal.follow("r").poll()):
                 with pytest.raises(QuireError) as caught:
                     await call
                 assert caught.value.code is ErrorCode.INTERNAL
@@ -64,7 +64,7 @@ async def test_a_damaged_record_is_given_up_and_the_others_go_on(kind: str, serv
             await flushed(journal)
             assert journal.available
         assert counted("quire_journal_dropped_writes_total") == before + 1
-        assert seen(await journal.read("good")) == Seen(small_request("good"), "me", 1, [Delivered([0, 1, 2])])
+        assert seen(await journal.read("good")) == Seen(small_request("good"), "me", 1, [DeliveredChoice([0, 1, 2])])
         for call in (journal.read("bad"), journal.claim("bad")):
             with pytest.raises(QuireError) as caught:
                 await call
@@ -106,7 +106,7 @@ async def test_a_finished_record_that_lost_tokens_is_damaged(server: RedisServer
         journal.finish(lease, FinishReason.STOP)
         await flushed(journal)
         await redis.set(keys("r")[1], pack_tokens([1]))
-        for call in (journal.read("r"), journal.follow("r").look()):
+        for call in (journal.read("r"), journal.follow("r").poll()):
             with pytest.raises(QuireError) as caught:
                 await call
             assert caught.value.code is ErrorCode.INTERNAL

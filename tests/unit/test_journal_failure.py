@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.journal.failure import read_failure, write_failure
+from quire_router.journal.failure import decode_error, encode_error
 
 words = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=40)
 
@@ -18,11 +18,11 @@ def test_an_error_comes_back_whole(
     code: ErrorCode, message: str, param: str | None, retry_after: float | None, reason: str | None
 ) -> None:
     error = QuireError(code, message, param=param, retry_after=retry_after, reason=reason)
-    assert told(read_failure(write_failure(error))) == told(error)
+    assert told(decode_error(encode_error(error))) == told(error)
 
 
 def test_an_error_of_a_former_version_can_be_read() -> None:
-    assert told(read_failure("NOT_FOUND: There is no such model.")) == (
+    assert told(decode_error("NOT_FOUND: There is no such model.")) == (
         ErrorCode.NOT_FOUND,
         "There is no such model.",
         None,
@@ -52,4 +52,4 @@ def test_an_error_of_a_former_version_can_be_read() -> None:
     ],
 )
 def test_what_is_no_error_is_an_inner_one(damage: str) -> None:
-    assert read_failure(damage).code is ErrorCode.INTERNAL
+    assert decode_error(damage).code is ErrorCode.INTERNAL

@@ -45,7 +45,7 @@ class Router:
     def __post_init__(self) -> None:
         self.runner = asyncio.Runner()
         self.journal = RedisJournal(self.url, owner=self.owner, settings=SETTINGS)
-        self.journal.report_to(self.heard)
+        self.journal.set_listener(self.heard)
 
     def run(self, call: Any) -> Any:
         return self.runner.run(asyncio.wait_for(call, 20))
@@ -297,7 +297,7 @@ class Fencing(RuleBasedStateMachine):
     def look_with(self, onlooker: Onlooker) -> None:
         onlooker.router.run(onlooker.router.journal.flush())  # so that nothing is written between the two looks
         try:
-            tail = onlooker.router.run(onlooker.follower.look())
+            tail = onlooker.router.run(onlooker.follower.poll())
         except QuireError:
             assert self.lost
             return
@@ -305,8 +305,8 @@ class Fencing(RuleBasedStateMachine):
         assert (tail is None) == (stored is None)
         if tail is None or stored is None:
             return
-        onlooker.told += [token_id for piece in tail.pieces for token_id in piece.token_ids]
-        assert onlooker.told == stored.row or (self.lost and not tail.pieces and len(stored.row) < len(onlooker.told))
+        onlooker.told += [token_id for delta in tail.deltas for token_id in delta.token_ids]
+        assert onlooker.told == stored.row or (self.lost and not tail.deltas and len(stored.row) < len(onlooker.told))
 
 
 def wrote(holding: Holding, stored: Stored) -> bool:

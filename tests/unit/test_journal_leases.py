@@ -10,8 +10,8 @@ import pytest
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest, Usage
-from quire_router.journal.base import Record, Told
-from quire_router.journal.bounds import MAX_PARTS, MAX_SHAPE
+from quire_router.journal.base import RecordedDelta, RequestRecord
+from quire_router.journal.bounds import MAX_PARTS, MAX_SHAPE_CHARACTERS
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -45,7 +45,7 @@ async def journal(request: pytest.FixtureRequest, redis: RedisServer) -> AsyncIt
 @pytest.fixture
 def heard(journal: AnyJournal) -> Heard:
     heard = Heard()
-    journal.report_to(heard)
+    journal.set_listener(heard)
     return heard
 
 
@@ -54,7 +54,7 @@ def request(**options: object) -> GenerationRequest:
     return replace(generation, **options)  # type: ignore[arg-type]
 
 
-async def read(journal: AnyJournal, generation: GenerationRequest) -> Record:
+async def read(journal: AnyJournal, generation: GenerationRequest) -> RequestRecord:
     await journal.flush()
     record = await journal.read(generation.request_id)
     assert record is not None
@@ -67,22 +67,22 @@ async def test_what_is_held_cannot_be_claimed_and_what_was_released_goes_on_wher
     generation = request()
     former = journal.open(generation)
     tell(journal, former, 0, [5, 6], 1)
-    assert (await read(journal, generation)).held
+    assert (await read(journal, generation)).leased
     assert await journal.claim(generation.request_id) is None
     journal.release(former)
-    assert not (await read(journal, generation)).held
+    assert not (await read(journal, generation)).leased
     claimed = await journal.claim(generation.request_id)
     assert claimed is not None
     record, lease = claimed
-    assert record == Record(generation, "me", 2, [Told(1, [5, 6])], held=True)
+    assert record == RequestRecord(generation, "me", 2, [RecordedDelta(1, [5, 6])], leased=True)
     assert lease.epoch == 2
     tell(journal, former, 2, [9], 1)
     journal.finish(former, ABORT)
     journal.release(former)
     tell(journal, lease, 2, [7], 1, STOP)
     tell(journal, lease, 0, [8], 0)
-    pieces = [Told(1, [5, 6, 7]), Told(1, [], STOP), Told(0, [8])]
-    assert await read(journal, generation) == Record(generation, "me", 2, pieces, held=True)
+    pieces = [RecordedDelta(1, [5, 6, 7]), RecordedDelta(1, [], STOP), RecordedDelta(0, [8])]
+    assert await read(journal, generation) == RequestRecord(generation, "me", 2, pieces, leased=True)
     assert await journal.claim(generation.request_id) is None
 
 
@@ -102,32 +102,32 @@ async def test_what_has_ended_stays_as_it_is(journal: AnyJournal) -> None:
     lease = journal.open(generation)
     journal.finish(lease, FinishReason.ERROR, "The engines were lost.", Usage(3, 1, 16))
     journal.release(lease)
-    expected = Record(generation, "me", 1, [], FinishReason.ERROR, "The engines were lost.", Usage(3, 1, 16))
+    expected = RequestRecord(generation, "me", 1, [], FinishReason.ERROR, "The engines were lost.", Usage(3, 1, 16))
     assert await journal.claim(generation.request_id) is None
     assert not await journal.cancel(generation.request_id)
     assert await read(journal, generation) == expected
     assert await journal.claim(generation.request_id) is None
     assert not await journal.cancel(generation.request_id)
-    assert await journal.open_once(replace(generation, created=1.0)) is None
+    assert await journal.open_if_absent(replace(generation, created=1.0)) is None
     assert await read(journal, generation) == expected
 
 
 async def test_what_is_unknown_can_neither_be_claimed_nor_cancelled_nor_followed(journal: AnyJournal) -> None:
     assert await journal.claim("unknown") is None
     assert not await journal.cancel("unknown")
-    assert await journal.follow("unknown").look() is None
+    assert await journal.follow("unknown").poll() is None
 
 
 async def test_a_request_is_opened_once(journal: AnyJournal) -> None:
     generation = request()
-    lease = await journal.open_once(generation)
+    lease = await journal.open_if_absent(generation)
     assert lease is not None
     again = replace(generation, created=1.0)
-    assert await journal.open_once(again) is None
+    assert await journal.open_if_absent(again) is None
     tell(journal, lease, 0, [5])
     journal.release(lease)
     assert (await read(journal, generation)).choices[0].token_ids == [5]
-    assert await journal.open_once(again) is None
+    assert await journal.open_if_absent(again) is None
     assert (await read(journal, generation)).generation == generation
 
 
@@ -151,7 +151,7 @@ async def test_a_status_is_what_the_whole_record_says_without_its_pieces(journal
         assert status is not None
         usage = Usage(2, 9, 1) if number == 2 else Usage(2, 2 + number)
         without = replace(record.generation, prompt_token_ids=status.generation.prompt_token_ids)
-        assert status == replace(record, generation=without, pieces=[], usage=usage)
+        assert status == replace(record, generation=without, deltas=[], usage=usage)
 
 
 # Cancelling
@@ -207,7 +207,7 @@ async def test_a_record_that_nobody_holds_ends_when_it_is_cancelled(journal: Any
     await journal.flush()
     assert await journal.cancel(generation.request_id)
     record = await read(journal, generation)
-    assert (record.finish_reason, record.held, record.choices[0].token_ids) == (ABORT, False, [5])
+    assert (record.finish_reason, record.leased, record.choices[0].token_ids) == (ABORT, False, [5])
     assert await journal.claim(generation.request_id) is None
     assert generation.request_id not in await journal.orphans()
     assert not await journal.cancel(generation.request_id)
@@ -230,36 +230,41 @@ async def test_what_is_let_go_of_after_it_was_cancelled_has_ended(journal: AnyJo
 async def test_a_follower_is_told_each_piece_once_and_the_end(journal: AnyJournal) -> None:
     generation = request()
     follower = journal.follow(generation.request_id)
-    assert await follower.look() is None
+    assert await follower.poll() is None
     lease = journal.open(generation)
     await journal.flush()
-    seen = await follower.look()
+    seen = await follower.poll()
     assert seen is not None
-    assert (seen.pieces, seen.held, seen.finish_reason) == ([], True, None)
+    assert (seen.deltas, seen.leased, seen.finish_reason) == ([], True, None)
     logprobs = [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]
-    told = [Told(0, [5, 6]), Told(1, [7], STOP, logprobs, logprobs, -0.25), Told(0, [8])]
+    told = [RecordedDelta(0, [5, 6]), RecordedDelta(1, [7], STOP, logprobs, logprobs, -0.25), RecordedDelta(0, [8])]
     for position, piece in zip((0, 0, 2), told, strict=True):
         journal.append(lease, position, piece)
         await journal.flush()
-        seen = await follower.look()
+        seen = await follower.poll()
         assert seen is not None
-        assert seen.pieces == [piece]
+        assert seen.deltas == [piece]
     journal.release(lease)
     await journal.flush()
-    seen = await follower.look()
+    seen = await follower.poll()
     assert seen is not None
-    assert (seen.pieces, seen.held) == ([], False)
+    assert (seen.deltas, seen.leased) == ([], False)
     claimed = await journal.claim(generation.request_id)
     assert claimed is not None
     tell(journal, claimed[1], 3, [9])
     journal.finish(claimed[1], FinishReason.ERROR, "Why.", Usage(3, 1, 16))
     await journal.flush()
-    seen = await follower.look()
+    seen = await follower.poll()
     assert seen is not None
-    assert (seen.pieces, seen.error, seen.usage, seen.held) == ([Told(0, [9])], "Why.", Usage(3, 1, 16), False)
-    late = await journal.follow(generation.request_id).look()
+    assert (seen.deltas, seen.error, seen.usage, seen.leased) == (
+        [RecordedDelta(0, [9])],
+        "Why.",
+        Usage(3, 1, 16),
+        False,
+    )
+    late = await journal.follow(generation.request_id).poll()
     assert late is not None
-    assert by_choice(late.pieces) == by_choice([*told, Told(0, [9])])
+    assert by_choice(late.deltas) == by_choice([*told, RecordedDelta(0, [9])])
 
 
 # Orphans
@@ -303,7 +308,7 @@ async def test_some_orphans_are_named_at_once_and_then_the_others(journal: AnyJo
 # Bounds
 
 
-@pytest.mark.parametrize("large", [{"shape": "x" * (MAX_SHAPE + 1)}, {"parts": ("x",) * (MAX_PARTS + 1)}])
+@pytest.mark.parametrize("large", [{"shape": "x" * (MAX_SHAPE_CHARACTERS + 1)}, {"parts": ("x",) * (MAX_PARTS + 1)}])
 async def test_a_request_of_no_reasonable_size_is_not_kept(journal: AnyJournal, large: dict[str, object]) -> None:
     generation = request(**large)
     tell(journal, journal.open(generation), 0, [1])
@@ -312,7 +317,7 @@ async def test_a_request_of_no_reasonable_size_is_not_kept(journal: AnyJournal, 
 
 
 async def test_a_request_of_no_reasonable_size_is_not_opened_once_either(journal: AnyJournal) -> None:
-    generation = request(shape="x" * (MAX_SHAPE + 1))
-    assert await journal.open_once(generation) is not None
+    generation = request(shape="x" * (MAX_SHAPE_CHARACTERS + 1))
+    assert await journal.open_if_absent(generation) is not None
     await journal.flush()
     assert await journal.read(generation.request_id) is None

@@ -14,7 +14,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest, Usage
-from quire_router.journal.base import Record, Told
+from quire_router.journal.base import RecordedDelta, RequestRecord
 from quire_router.journal.keys import keys
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -33,7 +33,12 @@ SETTINGS = JournalSettings(lease=9, settle=0, pause=0.001)
 NUMBERS = count()
 T = TypeVar("T")
 LOGPROBS = [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]
-TOLD = [Told(0, [5, 6]), Told(1, [7], FinishReason.STOP, LOGPROBS), Told(0, [8, 9]), Told(0, [10])]
+TOLD = [
+    RecordedDelta(0, [5, 6]),
+    RecordedDelta(1, [7], FinishReason.STOP, LOGPROBS),
+    RecordedDelta(0, [8, 9]),
+    RecordedDelta(0, [10]),
+]
 POSITIONS = [0, 0, 2, 4]
 
 garbage = st.binary(max_size=9) | st.sampled_from(
@@ -110,7 +115,7 @@ class Scene:
         self.id = f"r-{next(NUMBERS)}"
         self.redis, self.mine, self.yours = routers.redis, routers.mine, routers.yours
         self.old_follower = self.yours.follow(self.id)
-        self.told: list[Told] = []
+        self.told: list[RecordedDelta] = []
 
     async def write(self, state: str) -> tuple[dict[str, bytes | None], dict[str, bytes | None]]:
         """Writes the record; returns an older state of it, and another record."""
@@ -118,11 +123,11 @@ class Scene:
         self.lease = self.mine.open(self.generation(self.id, 3))
         for piece, position in zip(TOLD[:2], POSITIONS[:2], strict=True):
             self.mine.append(self.lease, position, piece)
-        self.mine.append(self.other_lease, 0, Told(0, [50, 51, 52]))
+        self.mine.append(self.other_lease, 0, RecordedDelta(0, [50, 51, 52]))
         await flushed(self.mine)
         older = await self.whole(self.id)
-        tail = await self.old_follower.look()
-        self.told = [] if tail is None else list(tail.pieces)
+        tail = await self.old_follower.poll()
+        self.told = [] if tail is None else list(tail.deltas)
         for piece, position in zip(TOLD[2:], POSITIONS[2:], strict=True):
             self.mine.append(self.lease, position, piece)
         if state == "ended":
@@ -146,35 +151,35 @@ class Scene:
         record = await told(self.yours.read(self.id))
         assert isinstance(record, QuireError) or (record is not None and self.is_right(record))
         for follower in (self.yours.follow(self.id), self.old_follower):
-            tail = await told(follower.look())
+            tail = await told(follower.poll())
             before = self.told if follower is self.old_follower else []
             assert isinstance(tail, QuireError) or tail is not None
-            if not isinstance(tail, QuireError) and tail.pieces:
-                assert by_choice(before + tail.pieces) == by_choice(TOLD)
+            if not isinstance(tail, QuireError) and tail.deltas:
+                assert by_choice(before + tail.deltas) == by_choice(TOLD)
         claimed = await told(self.yours.claim(self.id))
         assert claimed is None or isinstance(claimed, QuireError) or self.is_right(claimed[0])
         assert isinstance(await told(self.yours.orphans()), list)
 
     async def go_on(self) -> None:
         """The first writer goes on, and may put it right; then somebody asks that it end."""
-        self.mine.append(self.lease, 5, Told(0, [11]))
+        self.mine.append(self.lease, 5, RecordedDelta(0, [11]))
         await flushed(self.mine)
         record = await told(self.yours.read(self.id))
         assert record is not None
         if not isinstance(record, QuireError):
-            assert by_choice(record.pieces) in (by_choice(TOLD), by_choice([*TOLD, Told(0, [11])]))
+            assert by_choice(record.deltas) in (by_choice(TOLD), by_choice([*TOLD, RecordedDelta(0, [11])]))
         await told(self.yours.cancel(self.id))
         other = await self.yours.read(self.id + "-other")
         assert other is not None
-        assert other.pieces == [Told(0, [50, 51, 52])]
+        assert other.deltas == [RecordedDelta(0, [50, 51, 52])]
 
-    def is_right(self, record: Record) -> bool:
+    def is_right(self, record: RequestRecord) -> bool:
         expected = self.generation(self.id, 3)
         same = (record.generation.params, record.generation.prompt_token_ids) == (
             expected.params,
             expected.prompt_token_ids,
         )
-        return same and by_choice(record.pieces) == by_choice(TOLD)
+        return same and by_choice(record.deltas) == by_choice(TOLD)
 
 
 async def told(call: Awaitable[T]) -> T | QuireError:

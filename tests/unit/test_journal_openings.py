@@ -32,7 +32,7 @@ async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisSe
         opened = 0
         for step in range(STEPS):
             name = f"{background}-{step}"
-            opening = asyncio.create_task(journal.open_once(replace(small_request(name), background=background)))
+            opening = asyncio.create_task(journal.open_if_absent(replace(small_request(name), background=background)))
             for _ in range(step):
                 await asyncio.sleep(0 if step < STEPS // 2 else 0.0003)
             opening.cancel()
@@ -45,9 +45,9 @@ async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisSe
                 await asyncio.wait(journal._openings)
             await asyncio.sleep(0)
             await flushed(journal)
-            assert journal._pending.get(name) is None
+            assert journal._buffer.get(name) is None
             record = await other.read(name)
-            assert record is None or not record.held
+            assert record is None or not record.leased
             if record is not None and background:
                 assert name in await other.orphans()
                 journal.finish((await taken(journal, name))[1], FinishReason.STOP)
@@ -57,11 +57,11 @@ async def test_who_leaves_while_a_record_is_opened_holds_nothing(server: RedisSe
 
 async def test_a_background_request_is_found_whose_router_died_before_it_wrote_anything(server: RedisServer) -> None:
     async with journal_at(server, settings=JournalSettings(lease=9, settle=0)) as dying, redis_at(server) as redis:
-        lease = await dying.open_once(replace(small_request("dead"), background=True))
+        lease = await dying.open_if_absent(replace(small_request("dead"), background=True))
         assert lease is not None
-        entry = dying._pending.get("dead")
+        entry = dying._buffer.get("dead")
         assert entry is not None
-        dying._pending.drop(entry)  # as if it had died in this moment
+        dying._buffer.remove(entry)  # as if it had died in this moment
         async with journal_at(server, owner="you") as journal:
             assert await journal.orphans() == []
             await expire(server, "dead")

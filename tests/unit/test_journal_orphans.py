@@ -91,7 +91,7 @@ async def test_orphans_that_nobody_takes_up_do_not_hide_those_that_come_later(se
 
 async def begun(journal: RedisJournal, name: str) -> Lease:
     """A background request that is written down."""
-    lease = await journal.open_once(replace(small_request(name), background=True))
+    lease = await journal.open_if_absent(replace(small_request(name), background=True))
     assert lease is not None
     await flushed(journal)
     return lease
@@ -184,7 +184,7 @@ async def test_a_clock_of_redis_that_goes_back_hides_no_orphan_and_takes_nothing
     ):
         await begun(living, "held")
         await begun(dead, "left")
-        dead._pending.drop(dead._pending.get("left"))  # as if its router had died in this moment
+        dead._buffer.remove(dead._buffer.get("left"))  # as if its router had died in this moment
         await turn_clock_back(server, 600.0)
         assert await journal.claim("held") is None
         found: set[str] = set()

@@ -12,7 +12,7 @@ import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_router.journal import server as seen_server
-from quire_router.journal.base import Delivered, Told
+from quire_router.journal.base import DeliveredChoice, RecordedDelta
 from quire_router.journal.keys import keys
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -104,7 +104,7 @@ async def test_a_record_that_redis_does_not_take_is_not_unknown_to_a_router_that
         assert caught.value.code is ErrorCode.UNAVAILABLE
         assert await redis.execute_command(*mend_it)
         await flushed(holder)
-        assert seen(await other.read("r")) == Seen(small_request(), "me", 1, [Delivered([1])])
+        assert seen(await other.read("r")) == Seen(small_request(), "me", 1, [DeliveredChoice([1])])
 
 
 @pytest.mark.parametrize(("others", "writes", "away"), [(True, True, False), (True, False, True), (False, True, True)])
@@ -114,11 +114,11 @@ async def test_an_exchange_that_waits_while_others_are_answered_is_no_outage(
     now = [100.0]
     monkeypatch.setattr(seen_server, "monotonic", lambda: now[0])
     async with Redis() as client:
-        server = seen_server.RedisServer(client, settle=60)
-        with server.exchange(writes=True):
+        server = seen_server.RedisHealth(client, settle=60)
+        with server.track_exchange(writes=True):
             for _ in range(10):
                 if others:
-                    with server.exchange(writes=writes):
+                    with server.track_exchange(writes=writes):
                         now[0] += 0.2
                 else:
                     now[0] += 0.2
@@ -136,7 +136,7 @@ async def test_the_first_request_after_redis_began_to_refuse_writes_is_said_not_
         journal.start()
         await until(lambda: journal.available)
         assert await redis.execute_command(*break_it)
-        assert await journal.open_once(replace(small_request(), background=background)) is not None
+        assert await journal.open_if_absent(replace(small_request(), background=background)) is not None
         assert not journal.available
         assert await redis.execute_command(*mend_it)
         await flushed(journal)
@@ -181,7 +181,7 @@ async def test_what_a_redis_without_memory_lost_it_gets_again(server: RedisServe
         server.restart()
         tell(journal, lease, 2, [3])
         await flushed(journal)
-        assert seen(await journal.read("r")) == Seen(generation, "me", 1, [Delivered([1, 2, 3])])
+        assert seen(await journal.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1, 2, 3])])
 
 
 async def test_tokens_that_were_lost_alone_are_written_again(server: RedisServer) -> None:
@@ -231,22 +231,22 @@ async def test_redis_that_hangs_holds_up_nobody(server: RedisServer) -> None:
 async def test_without_redis_a_request_is_opened_once_at_each_router() -> None:
     with redis_server(started=False) as server:
         async with journal_at(server) as journal:
-            lease = await journal.open_once(small_request())
+            lease = await journal.open_if_absent(small_request())
             assert lease is not None
-            assert await journal.open_once(replace(small_request(), created=1.0)) is None
+            assert await journal.open_if_absent(replace(small_request(), created=1.0)) is None
             tell(journal, lease, 0, [1])
             for call in (
                 journal.claim("other"),
                 journal.cancel("other"),
                 journal.orphans(),
-                journal.follow("r").look(),
+                journal.follow("r").poll(),
             ):
                 with pytest.raises(QuireError) as caught:
                     await call
                 assert caught.value.code is ErrorCode.UNAVAILABLE
             server.start()
             await flushed(journal)
-            assert seen(await journal.read("r")) == Seen(small_request(), "me", 1, [Delivered([1])])
+            assert seen(await journal.read("r")) == Seen(small_request(), "me", 1, [DeliveredChoice([1])])
 
 
 async def test_of_two_that_opened_a_request_without_redis_one_hears_that_it_is_not_its_own() -> None:
@@ -254,8 +254,8 @@ async def test_of_two_that_opened_a_request_without_redis_one_hears_that_it_is_n
         async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
             heard = {owner: Heard() for owner in ("me", "you")}
             for journal, owner, created in ((mine, "me", 1.0), (yours, "you", 2.0)):
-                journal.report_to(heard[owner])
-                lease = await journal.open_once(replace(small_request(), created=created))
+                journal.set_listener(heard[owner])
+                lease = await journal.open_if_absent(replace(small_request(), created=created))
                 assert lease is not None
                 tell(journal, lease, 0, [1])
             server.start()
@@ -273,7 +273,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_a_moment_only(serve
         server.signal(signal.SIGSTOP)
         try:
             async with asyncio.timeout(20):  # less than the client would wait
-                assert await journal.open_once(small_request()) is not None
+                assert await journal.open_if_absent(small_request()) is not None
         finally:
             server.signal(signal.SIGCONT)
         await flushed(journal)
@@ -286,20 +286,20 @@ async def test_a_follower_has_no_news_until_what_was_lost_is_written_again(serve
         tell(journal, lease, 0, [1, 2, 3])
         await flushed(journal)
         follower = journal.follow("r")
-        await follower.look()
+        await follower.poll()
         await redis.delete(keys("r")[1])
-        tail = await follower.look()
+        tail = await follower.poll()
         assert tail is not None
-        assert (tail.pieces, tail.held) == ([], True)
+        assert (tail.deltas, tail.leased) == ([], True)
         server.restart()
-        tail = await follower.look()
+        tail = await follower.poll()
         assert tail is not None
-        assert (tail.pieces, tail.held) == ([], True)
+        assert (tail.deltas, tail.leased) == ([], True)
         tell(journal, lease, 3, [4])
         await flushed(journal)
-        tail = await follower.look()
+        tail = await follower.poll()
         assert tail is not None
-        assert tail.pieces == [Told(0, [4])]
+        assert tail.deltas == [RecordedDelta(0, [4])]
 
 
 async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_write_it_again(server: RedisServer) -> None:
@@ -316,14 +316,14 @@ async def test_what_redis_may_have_lost_is_not_unknown_before_routers_could_writ
         with pytest.raises(QuireError) as caught:
             await yours.read("unknown")
         assert caught.value.code is ErrorCode.UNAVAILABLE
-        tail = await follower.look()
+        tail = await follower.poll()
         assert tail is not None
-        assert (tail.pieces, tail.finish_reason, tail.held) == ([], None, True)
+        assert (tail.deltas, tail.finish_reason, tail.leased) == ([], None, True)
         tell(journal, lease, 0, [1])
         await flushed(journal)
         assert await yours.read("r") is not None
         await settled(yours)
-        assert await follower.look() is None
+        assert await follower.poll() is None
 
 
 async def settled(journal: RedisJournal) -> None:
@@ -374,7 +374,7 @@ async def test_nothing_is_claimed_before_routers_could_write_again_what_they_hol
             async with asyncio.timeout(20):
                 while (claimed := await yours.claim("r")) is None:  # noqa: ASYNC110 - no event
                     await asyncio.sleep(0.05)
-            assert claimed[0].choices == [Delivered([1])]
+            assert claimed[0].choices == [DeliveredChoice([1])]
 
 
 async def test_a_router_that_comes_after_redis_gives_the_others_the_same_time() -> None:
@@ -417,12 +417,12 @@ async def test_a_follower_is_never_told_of_another_request(server: RedisServer, 
         tell(mine, mine.open(small_request()), 0, [1, 2, 3])
         await flushed(mine)
         follower = yours.follow("r")
-        await follower.look()
+        await follower.poll()
         server.restart()
         lease = yours.open(replace(small_request(), created=1.0))
         tell(yours, lease, 0, other)
         yours.finish(lease, FinishReason.STOP)
         await flushed(yours)
         with pytest.raises(QuireError) as caught:
-            await follower.look()
+            await follower.poll()
         assert caught.value.code is ErrorCode.INTERNAL

@@ -10,7 +10,7 @@ import pytest
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_router.generation import Usage
-from quire_router.journal.base import Delivered, Lease, Told
+from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.keys import keys
 from quire_router.journal.settings import JournalSettings
@@ -72,7 +72,7 @@ async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
         stolen = yours.open(generation)
         tell(yours, stolen, 0, [8, 9])
         await flushed(yours)
-        assert seen(await yours.read("r")) == Seen(generation, "me", 1, [Delivered([1])])
+        assert seen(await yours.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1])])
 
 
 async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end(server: RedisServer) -> None:
@@ -98,12 +98,12 @@ async def test_a_router_learns_by_its_next_beat_that_another_one_took_its_record
     quick = JournalSettings(lease=0.4)
     async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
         heard = Heard()
-        mine.report_to(heard)
+        mine.set_listener(heard)
         tell(mine, mine.open(small_request()), 0, [1])
         await flushed(mine)
         await expire(server, "r")
         claimed = await taken(yours, "r")
-        assert (claimed[0].pieces, claimed[1].epoch) == ([Told(0, [1])], 2)
+        assert (claimed[0].deltas, claimed[1].epoch) == ([RecordedDelta(0, [1])], 2)
         await until(lambda: bool(heard.taken))
         assert heard == Heard([], ["r"])
 
@@ -112,7 +112,7 @@ async def test_a_router_hears_at_its_next_beat_that_its_request_was_cancelled_at
     quick = JournalSettings(lease=0.4)
     async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
         heard = Heard()
-        mine.report_to(heard)
+        mine.set_listener(heard)
         lease = mine.open(small_request())
         await flushed(mine)
         assert await yours.cancel("r")
@@ -146,7 +146,7 @@ async def test_what_a_router_that_died_left_is_ended_when_it_is_cancelled_and_th
 ) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
         heard = Heard()
-        mine.report_to(heard)
+        mine.set_listener(heard)
         lease = mine.open(small_request())
         await flushed(mine)
         assert await yours.cancel("r")
@@ -157,7 +157,7 @@ async def test_what_a_router_that_died_left_is_ended_when_it_is_cancelled_and_th
         assert heard == Heard([], ["r"])
         record = await yours.read("r")
         assert record is not None
-        assert (record.pieces, record.finish_reason) == ([], FinishReason.ABORT)
+        assert (record.deltas, record.finish_reason) == ([], FinishReason.ABORT)
 
 
 async def test_a_claim_whose_answer_was_lost_can_be_repeated(server: RedisServer) -> None:
@@ -195,8 +195,8 @@ async def test_what_has_ended_is_not_opened_again(server: RedisServer) -> None:
 async def test_a_piece_that_was_cut_off_is_not_there_for_whoever_goes_on(
     before: list[int], server: RedisServer
 ) -> None:
-    piece = Told(0, [5, 6], None, [TokenLogprobs(-0.5, ((7, -0.5),))] * 2)
-    told = [Told(0, before)] if before else []
+    piece = RecordedDelta(0, [5, 6], None, [TokenLogprobs(-0.5, ((7, -0.5),))] * 2)
+    told = [RecordedDelta(0, before)] if before else []
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours, redis_at(server) as redis:
         lease = mine.open(small_request())
         tell(mine, lease, 0, before)
@@ -205,18 +205,18 @@ async def test_a_piece_that_was_cut_off_is_not_there_for_whoever_goes_on(
         stored = await redis.get(keys("r")[1])
         await store_row(redis, "r", stored[:-8])
         follower = yours.follow("r")
-        first = await follower.look()
+        first = await follower.poll()
         assert first is not None
-        assert first.pieces == told
+        assert first.deltas == told
         await expire(server, "r")
         record, new = await taken(yours, "r")
-        assert record.pieces == told
+        assert record.deltas == told
         tell(yours, new, len(before), [5])
         await flushed(yours)
         assert await redis.get(keys("r")[1]) == pack_tokens([*before, 5])
-        second = await follower.look()
+        second = await follower.poll()
         assert second is not None
-        assert second.pieces == [Told(0, [5])]
+        assert second.deltas == [RecordedDelta(0, [5])]
 
 
 async def test_a_cancellation_that_crosses_a_release_counts(server: RedisServer) -> None:
@@ -231,13 +231,13 @@ async def test_a_cancellation_that_crosses_a_release_counts(server: RedisServer)
         await flushed(journal)
         record = await journal.read("r")
         assert record is not None
-        assert (record.finish_reason, record.held) == (FinishReason.ABORT, False)
+        assert (record.finish_reason, record.leased) == (FinishReason.ABORT, False)
 
 
 async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer) -> None:
     async with journal_at(server) as mine, journal_at(server, owner="you") as yours, redis_at(server) as redis:
         heard = Heard()
-        mine.report_to(heard)
+        mine.set_listener(heard)
         lease = mine.open(small_request())
         tell(mine, lease, 0, [1])
         await flushed(mine)
@@ -252,11 +252,11 @@ async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer
         await flushed(mine)
         tell(yours, new, 2, [3])
         await flushed(yours)
-        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [Delivered([1, 2, 3])])
+        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
         tell(mine, lease, 3, [9])
         await flushed(mine)
         assert heard == Heard([], ["r"])
-        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [Delivered([1, 2, 3])])
+        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
 
 
 async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks_and_is_not_cancelled() -> None:
@@ -269,7 +269,7 @@ async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks
                 assert not await journal.cancel("r")
                 (status,) = await journal.statuses(["r"])
                 assert status is not None
-                assert (status.finish_reason, status.usage, status.held) == (FinishReason.STOP, Usage(2, 5), False)
+                assert (status.finish_reason, status.usage, status.leased) == (FinishReason.STOP, Usage(2, 5), False)
             await flushed(journal)
             record = await journal.read("r")
             assert record is not None

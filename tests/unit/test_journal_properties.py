@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.generation import GenerationRequest
-from quire_router.journal.base import Delivered, Lease
+from quire_router.journal.base import DeliveredChoice, Lease
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
@@ -76,7 +76,7 @@ class Run:
         else:
             self.leases[name], self.model[name] = (
                 lease,
-                Seen(generation, "me", 1, [Delivered() for _ in range(CHOICES)]),
+                Seen(generation, "me", 1, [DeliveredChoice() for _ in range(CHOICES)]),
             )
 
     def write(self, operation: str, record: Seen, name: str, value: object, index: int, running: bool) -> None:

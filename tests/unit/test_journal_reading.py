@@ -16,12 +16,12 @@ from quire_router.api.shape import AnswerShape
 from quire_router.background import BackgroundRequests
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.in_flight import RequestRegistry
-from quire_router.journal.base import Journal, Record, Told
-from quire_router.journal.deliveries import RowReader
+from quire_router.journal.base import Journal, RecordedDelta, RequestRecord
+from quire_router.journal.deliveries import TokenLogReader
 from quire_router.journal.keys import keys
 from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.pieces import Pieces
-from quire_router.journal.reading import MAX_AT_ONCE, PART, read_part
+from quire_router.journal.pieces import DeltaMerger
+from quire_router.journal.reading import CHUNK_VALUES, MAX_INLINE_VALUES, read_chunk
 from quire_router.mark import StreamCursor
 from quire_router.reader import ResponseConsumer
 from quire_router.resumption import RequestResumer
@@ -34,7 +34,7 @@ from tests.support.redis_server import RedisServer, redis_server
 
 T = TypeVar("T")
 CHOICES, TOKENS, TOP = 4, 200, 20
-PARTS = CHOICES * TOKENS * (11 + 2 * TOP) // PART - 1
+PARTS = CHOICES * TOKENS * (11 + 2 * TOP) // CHUNK_VALUES - 1
 TOKENS_A_TURN = 13
 
 
@@ -77,18 +77,18 @@ def long(request_id: str) -> GenerationRequest:
     return GenerationRequest(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
 
 
-async def write(journal: Journal, request_id: str, *, ended: bool) -> list[Told]:
+async def write(journal: Journal, request_id: str, *, ended: bool) -> list[RecordedDelta]:
     """A record of many tokens with their log-probabilities, ended or released."""
     lease, top = journal.open(long(request_id)), tuple((40 + rank, -0.5 - rank) for rank in range(TOP))
     told = [
-        Told(index, [65 + (position + index) % 26], None, [TokenLogprobs(-0.25, top)])
+        RecordedDelta(index, [65 + (position + index) % 26], None, [TokenLogprobs(-0.25, top)])
         for position in range(TOKENS)
         for index in range(CHOICES)
     ]
     for number, piece in enumerate(told):
         journal.append(lease, number // CHOICES, piece)
     if ended:
-        ends = [Told(index, [], FinishReason.LENGTH) for index in range(CHOICES)]
+        ends = [RecordedDelta(index, [], FinishReason.LENGTH) for index in range(CHOICES)]
         for end in ends:
             journal.append(lease, TOKENS, end)
         journal.finish(lease, FinishReason.LENGTH, "", Usage(3, CHOICES * TOKENS))
@@ -104,29 +104,29 @@ async def test_a_long_record_is_read_in_turns(kind: str, server: RedisServer) ->
     async with journal_of(kind, server) as journal:
         told = await write(journal, kind, ended=False)
         for brief in (True, False):
-            record, count = await turns(journal.read(kind, brief=brief))
+            record, count = await turns(journal.read(kind, tokens_only=brief))
             assert count >= PARTS
             assert record is not None
             assert sum(len(choice.token_ids) for choice in record.choices) == CHOICES * TOKENS
-            assert brief or by_choice(record.pieces) == by_choice(told)
-        follower, seen, looks = journal.follow(kind), list[Told](), 1
-        while (tail := await follower.look()) is not None and tail.more:
-            assert sum(len(piece.token_ids) for piece in tail.pieces) <= PART
-            seen += tail.pieces
+            assert brief or by_choice(record.deltas) == by_choice(told)
+        follower, seen, looks = journal.follow(kind), list[RecordedDelta](), 1
+        while (tail := await follower.poll()) is not None and tail.more:
+            assert sum(len(piece.token_ids) for piece in tail.deltas) <= CHUNK_VALUES
+            seen += tail.deltas
             looks += 1
         assert looks >= PARTS
         assert tail is not None
-        assert by_choice(seen + tail.pieces) == by_choice(told)
+        assert by_choice(seen + tail.deltas) == by_choice(told)
         claimed, count = await turns(journal.claim(kind))
         assert count >= PARTS
         assert claimed is not None
-        assert by_choice(claimed[0].pieces) == by_choice(told)
+        assert by_choice(claimed[0].deltas) == by_choice(told)
 
 
 def holds(journal: Journal, request_id: str) -> bool:
     if isinstance(journal, MemoryJournal):
-        return journal._records[request_id].held
-    return journal._pending.get(request_id) is not None
+        return journal._records[request_id].leased
+    return journal._buffer.get(request_id) is not None
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
@@ -152,10 +152,10 @@ class Archive(ScriptedRunner):
         self._journal = journal
         self._resumption = RequestResumer(journal, {MODEL: TEXT}, RequestRegistry(), BackgroundRequests(1), None)
 
-    async def record(self, request_id: str) -> Record | None:
-        return await self._journal.read(request_id, brief=True)
+    async def record(self, request_id: str) -> RequestRecord | None:
+        return await self._journal.read(request_id, tokens_only=True)
 
-    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         return self._resumption.resume(record.generation, ResponseConsumer(None, cursor=mark), mark)
 
 
@@ -214,11 +214,11 @@ async def test_the_usage_of_what_was_cancelled_while_nobody_ran_it_is_what_was_t
 
 
 async def test_a_piece_that_is_larger_than_a_part_is_read_by_itself() -> None:
-    large = Told(0, [5], None, [], [TokenLogprobs(-1.0, ((7, -0.5),))] * MAX_AT_ONCE)
-    told = [Told(0, [1, 2]), large, Told(0, [6], FinishReason.STOP)]
-    row, reader, seen, position = deliver(told, 1).values, RowReader(1), list[list[Told]](), 0
+    large = RecordedDelta(0, [5], None, [], [TokenLogprobs(-1.0, ((7, -0.5),))] * MAX_INLINE_VALUES)
+    told = [RecordedDelta(0, [1, 2]), large, RecordedDelta(0, [6], FinishReason.STOP)]
+    row, reader, seen, position = deliver(told, 1).values, TokenLogReader(1), list[list[RecordedDelta]](), 0
     while position < len(row):
-        part, taken = await read_part(reader, row, position)
+        part, taken = await read_chunk(reader, row, position)
         seen.append(part)
         position += taken
     assert seen[:2] == [told[:1], [large]]
@@ -227,14 +227,14 @@ async def test_a_piece_that_is_larger_than_a_part_is_read_by_itself() -> None:
 
 @given(pieces, st.integers(1, 9))
 @settings(max_examples=50, deadline=None)
-def test_parts_of_any_size_are_the_row(pieces: list[Told], limit: int) -> None:
+def test_parts_of_any_size_are_the_row(pieces: list[RecordedDelta], limit: int) -> None:
     told = possible(pieces, 4)
-    row, reader, seen, position = deliver(told, 4).values, RowReader(4), Pieces(), 0
+    row, reader, seen, position = deliver(told, 4).values, TokenLogReader(4), DeltaMerger(), 0
     while position < len(row):
-        assert reader.has_piece(row, position)
+        assert reader.has_complete_entry(row, position)
         part, taken = reader.read(row, position, limit)
         assert taken
         for piece in part:
             seen.add(replace(piece, token_ids=list(piece.token_ids)))
         position += taken
-    assert by_choice(seen.pieces) == by_choice(told)
+    assert by_choice(seen.deltas) == by_choice(told)

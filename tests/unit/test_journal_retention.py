@@ -9,7 +9,7 @@ from quire_router.journal.base import Lease
 from quire_router.journal.keys import keys
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis import RedisJournal
-from quire_router.journal.settings import SHORTEST_RETENTION, SHORTEST_RUNNING, JournalSettings
+from quire_router.journal.settings import MIN_RETENTION, MIN_RUNNING_TTL, JournalSettings
 from redis.asyncio import Redis
 
 from tests.support.journals import Heard, tell
@@ -68,7 +68,7 @@ End = Callable[[RedisJournal, RedisJournal, Lease], Awaitable[None]]
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(("retention", "expected"), [(None, 3600), (0, SHORTEST_RETENTION), (90_000.0, 90_000)])
+@pytest.mark.parametrize(("retention", "expected"), [(None, 3600), (0, MIN_RETENTION), (90_000.0, 90_000)])
 async def test_a_record_is_kept_for_as_long_as_its_request_says_whoever_ends_it(
     server: RedisServer, redis: Redis, retention: float | None, expected: int, end: End
 ) -> None:
@@ -84,7 +84,7 @@ async def test_what_is_not_to_be_kept_does_not_outlive_its_router_for_long(serve
     async with journal_at(server, settings=SETTINGS) as journal:
         tell(journal, journal.open(replace(small_request(), retention=0)), 0, [1])
         await flushed(journal)
-        assert await most_kept(redis) <= SHORTEST_RUNNING
+        assert await most_kept(redis) <= MIN_RUNNING_TTL
 
 
 async def test_a_request_keeps_its_retention_where_another_router_writes_it_again(
@@ -101,7 +101,7 @@ async def test_a_request_keeps_its_retention_where_another_router_writes_it_agai
         assert await redis.exists(keys("r")[0])
         other.finish(lease, FinishReason.STOP)
         await flushed(other)
-        assert await most_kept(redis) <= SHORTEST_RETENTION
+        assert await most_kept(redis) <= MIN_RETENTION
 
 
 @pytest.mark.parametrize("damage", [b"", b"-1", b"x", b"9" * 30, b"1e9"])
@@ -147,12 +147,12 @@ async def test_what_has_ended_is_deleted_at_once_and_its_id_is_free(journal: Any
     assert await journal.delete("r")
     assert await journal.read("r") is None
     assert not await journal.delete("r")
-    assert await journal.open_once(small_request()) is not None
+    assert await journal.open_if_absent(small_request()) is not None
 
 
 async def test_what_runs_is_cancelled_and_kept_only_until_its_end_was_seen(journal: AnyJournal, redis: Redis) -> None:
     heard = Heard()
-    journal.report_to(heard)
+    journal.set_listener(heard)
     lease = journal.open(small_request())
     tell(journal, lease, 0, [1, 2])
     await journal.flush()
@@ -163,7 +163,7 @@ async def test_what_runs_is_cancelled_and_kept_only_until_its_end_was_seen(journ
     record = await journal.read("r")
     assert record is not None
     assert record.finish_reason is FinishReason.ABORT
-    assert await most_kept(redis) <= SHORTEST_RETENTION
+    assert await most_kept(redis) <= MIN_RETENTION
 
 
 async def test_what_runs_at_another_router_is_deleted_when_that_ends_it(server: RedisServer, redis: Redis) -> None:
@@ -174,7 +174,7 @@ async def test_what_runs_at_another_router_is_deleted_when_that_ends_it(server: 
         journal.finish(lease, FinishReason.STOP)
         await flushed(journal)
         assert await redis.hget(keys("r")[0], "reason") == b"abort"
-        assert await most_kept(redis) <= SHORTEST_RETENTION
+        assert await most_kept(redis) <= MIN_RETENTION
 
 
 async def test_what_nobody_is_at_ends_when_it_is_deleted(server: RedisServer, redis: Redis) -> None:
@@ -186,4 +186,4 @@ async def test_what_nobody_is_at_ends_when_it_is_deleted(server: RedisServer, re
         record = await other.read("r")
         assert record is not None
         assert record.finish_reason is FinishReason.ABORT
-        assert await most_kept(redis) <= SHORTEST_RETENTION
+        assert await most_kept(redis) <= MIN_RETENTION

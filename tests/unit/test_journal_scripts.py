@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 from quire_router.journal import scripts
 from quire_router.journal.keys import BACKGROUND, keys
-from quire_router.journal.scripts import Answer, Script
+from quire_router.journal.scripts import LuaScript, ScriptReply
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from tests.support.redis_server import RedisServer, redis_server
 
-DONE, STALE, LOST, CANCELLED = Answer.DONE, Answer.STALE, Answer.LOST, Answer.CANCELLED
+DONE, STALE, LOST, CANCELLED = ScriptReply.DONE, ScriptReply.STALE, ScriptReply.LOST, ScriptReply.CANCELLED
 RECORD, TOKENS = keys("r")
 LEASE, RUNNING, RELEASED, RETENTION = 9_000, 5_000, 900, 60  # ms, and s
 HOLDER = ""  # stands for whoever has the record
@@ -51,7 +51,7 @@ class Model:
     claim: str | None = None
     reason: str | None = None
 
-    def refusal(self, owner: str, epoch: int) -> Answer | None:
+    def refusal(self, owner: str, epoch: int) -> ScriptReply | None:
         if epoch > self.epoch:
             return LOST
         return None if (owner, epoch) == (self.owner, self.epoch) else STALE
@@ -75,7 +75,7 @@ class Scripts(RuleBasedStateMachine):
         self.redis.flushall()
         self.model: Model | None = None
 
-    def run_script(self, script: Script, *arguments: str | int | bytes) -> Any:
+    def run_script(self, script: LuaScript, *arguments: str | int | bytes) -> Any:
         return self.redis.eval(script.source, 2, RECORD, TOKENS, *arguments)
 
     def lease(self, owner: str, age: int) -> tuple[str, int]:
@@ -240,7 +240,7 @@ class Scripts(RuleBasedStateMachine):
         ttls = [self.redis.ttl(key) for key in (RECORD, TOKENS) if self.redis.exists(key)]
         return all(model.kept - 50 < ttl <= model.kept for ttl in ttls)
 
-    def refused(self, owner: str, epoch: int) -> Answer | None:
+    def refused(self, owner: str, epoch: int) -> ScriptReply | None:
         return LOST if self.model is None else self.model.refusal(owner, epoch)
 
     def teardown(self) -> None:
@@ -275,7 +275,7 @@ def test_no_script_goes_on_with_an_epoch_that_is_none(server: RedisServer, epoch
         assert client.hgetall(RECORD) == before
 
 
-def arguments(script: Script) -> tuple[str | int | bytes, ...]:
+def arguments(script: LuaScript) -> tuple[str | int | bytes, ...]:
     """What the holder of a record, whose row is ``told``, asks a script."""
     holder = "me", 2
     return {

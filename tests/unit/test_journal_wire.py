@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_router.journal.wire import Wire, pack
+from quire_router.journal.wire import PipelinedConnection, encode_command
 from quire_router.redis_client import redis_client
 from redis.asyncio import Connection
 
@@ -29,7 +29,7 @@ def server() -> Iterator[RedisServer]:
 
 @given(st.sampled_from(["GET", "EVALSHA"]), st.lists(words, max_size=6))
 def test_commands_are_packed_as_the_library_packs_them(name: str, arguments: list[str | bytes | int]) -> None:
-    assert pack(name, *arguments) == b"".join(LIBRARY.pack_command(name, *arguments))
+    assert encode_command(name, *arguments) == b"".join(LIBRARY.pack_command(name, *arguments))
 
 
 @given(st.lists(commands, max_size=20))
@@ -38,7 +38,7 @@ def test_answers_are_those_of_the_librarys_pipeline(server: RedisServer, script:
     async def run() -> None:
         async with redis_at(server) as redis:
             await redis.delete("k")
-            mine = await Wire(redis, 5.0).exchange(pack(*command) for command in script)
+            mine = await PipelinedConnection(redis, 5.0).execute(encode_command(*command) for command in script)
             await redis.delete("k")
             pipeline = redis.pipeline(transaction=False)
             for command in script:
@@ -57,16 +57,16 @@ def plain(answer: object) -> str:
 @pytest.mark.parametrize("how", ["in vain", "cancelled"])
 async def test_an_exchange_that_was_given_up_leaves_its_answers_to_nobody(server: RedisServer, how: str) -> None:
     async with redis_at(server) as redis:
-        wire = Wire(redis, 0.1 if how == "in vain" else 60.0)
-        assert await wire.exchange([pack("ECHO", "first")]) == [b"first"]
+        wire = PipelinedConnection(redis, 0.1 if how == "in vain" else 60.0)
+        assert await wire.execute([encode_command("ECHO", "first")]) == [b"first"]
         server.signal(signal.SIGSTOP)
         try:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(20 if how == "in vain" else 0.1):
-                    await wire.exchange([pack("ECHO", "unheard")] * 3)
+                    await wire.execute([encode_command("ECHO", "unheard")] * 3)
         finally:
             server.signal(signal.SIGCONT)
-        assert await Wire(redis, 20.0).exchange([pack("ECHO", "second")]) == [b"second"]
+        assert await PipelinedConnection(redis, 20.0).execute([encode_command("ECHO", "second")]) == [b"second"]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -76,12 +76,12 @@ async def test_one_limit_holds_for_the_whole_exchange_from_the_connection_on(
     """Also where the connection itself is not answered, and its client has no patience of its own."""
     redis = redis_client(server.url, timeout=60.0, limited_by_caller=True)
     if not stopped:
-        await Wire(redis, 60.0).exchange([pack("PING")])
+        await PipelinedConnection(redis, 60.0).execute([encode_command("PING")])
     server.signal(signal.SIGSTOP)
     try:
         async with asyncio.timeout(20):
             with pytest.raises(TimeoutError):
-                await Wire(redis, 0.1).exchange([pack("PING")])
+                await PipelinedConnection(redis, 0.1).execute([encode_command("PING")])
     finally:
         server.signal(signal.SIGCONT)
         await redis.aclose()

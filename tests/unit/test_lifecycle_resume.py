@@ -23,8 +23,8 @@ from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage, prompt_request_id
-from quire_router.journal.base import Journal, Lease, Owners, Record, Tail, Told
-from quire_router.journal.bounds import size
+from quire_router.journal.base import Journal, Lease, LeaseListener, RecordedDelta, RecordUpdate, RequestRecord
+from quire_router.journal.bounds import request_size
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import RequestRunner
 from quire_router.mark import StreamCursor
@@ -84,15 +84,15 @@ class Place:
         return deltas
 
 
-def copied(record: Record, kept: int) -> MemoryJournal:
+def copied(record: RequestRecord, kept: int) -> MemoryJournal:
     """What another router finds, when only so many pieces were written before the first one died."""
     journal = MemoryJournal()
     lease = journal.open(record.generation)
     positions: dict[int, int] = defaultdict(int)
-    for piece in record.pieces[:kept]:
+    for piece in record.deltas[:kept]:
         journal.append(lease, positions[piece.index], piece)
         positions[piece.index] += len(piece.token_ids)
-    if kept >= len(record.pieces) and record.finish_reason is not None:
+    if kept >= len(record.deltas) and record.finish_reason is not None:
         journal.finish(lease, record.finish_reason, record.error, record.usage)
     else:
         journal.release(lease)
@@ -178,7 +178,7 @@ async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_beg
                 await task
             record = await place.journal.read(part.request_id)
             assert record is not None
-            assert (record.held, record.finish_reason) == (False, None)
+            assert (record.leased, record.finish_reason) == (False, None)
         task, _ = await started(place, place.lifecycle.run(streamed(request_id="alone")))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -189,8 +189,8 @@ async def test_a_prompt_of_a_list_can_be_resumed_though_only_another_one_had_beg
 async def test_what_was_cut_short_is_not_told_as_complete() -> None:
     async with house() as place:
         lease = place.journal.open(streamed(params=SamplingParams(seed=7, max_tokens=50, n=2)))
-        place.journal.append(lease, 0, Told(0, tokens("ab"), FinishReason.STOP))
-        place.journal.append(lease, 0, Told(1, tokens("c")))
+        place.journal.append(lease, 0, RecordedDelta(0, tokens("ab"), FinishReason.STOP))
+        place.journal.append(lease, 0, RecordedDelta(1, tokens("c")))
         place.journal.finish(lease, FinishReason.ABORT, usage=Usage(5, 3))
         record = await place.lifecycle.record("r")
         assert record is not None
@@ -229,7 +229,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_can_come_back() -> None
         assert (await place.engine.cancel()).request_id == "r"
         record = await place.lifecycle.record("r")
         assert record is not None
-        assert not record.held
+        assert not record.leased
         again = asyncio.create_task(collect(place.lifecycle.resume(record, StreamCursor.parse("2", 1))))
         submit = await place.engine.submit()
         assert submit.request_id != "r", "the engine may still be busy with the first"
@@ -270,7 +270,7 @@ async def test_a_request_of_one_id_runs_once() -> None:
         await answer.aclose()
         record = await place.lifecycle.record("r")
         assert record is not None
-        assert not record.held, "it was never begun, and must be let go of all the same"
+        assert not record.leased, "it was never begun, and must be let go of all the same"
 
 
 async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_its_router_leaves() -> None:
@@ -282,7 +282,7 @@ async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_it
         await place.lifecycle.drain(0.01)
         record = await place.lifecycle.record("r")
         assert record is not None
-        assert not record.held
+        assert not record.leased
         async with house(journal=place.journal) as other:
             assert await other.lifecycle.adopt() == 1
             assert await other.lifecycle.adopt() == 0
@@ -363,7 +363,7 @@ async def test_a_request_that_another_router_took_is_not_told_any_further() -> N
         task, _ = await started(place, place.lifecycle.run(streamed()))
         place.engine.send(output("r", tokens("ab"), 0))
         await place.delivered("ab")
-        journal.owners.on_taken("r")
+        journal.owners.on_lease_lost("r")
         with pytest.raises(QuireError, match="Another router"):
             await task
         assert place.lifecycle.in_flight == 0
@@ -372,11 +372,11 @@ async def test_a_request_that_another_router_took_is_not_told_any_further() -> N
 class Owned(MemoryJournal):
     """A journal that can be asked whom it tells of its records."""
 
-    owners: Owners
+    owners: LeaseListener
 
-    def report_to(self, owners: Owners) -> None:
+    def report_to(self, owners: LeaseListener) -> None:
         self.owners = owners
-        super().report_to(owners)
+        super().set_listener(owners)
 
 
 @asynccontextmanager
@@ -385,11 +385,11 @@ async def being_told_what_was_written() -> AsyncIterator[tuple[House, AsyncGener
     journal = MemoryJournal()
     async with house(journal=Behind(journal)) as place:
         lease = journal.open(streamed())
-        journal.append(lease, 0, Told(0, tokens("ab")))
-        journal.append(lease, 2, Told(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
+        journal.append(lease, 0, RecordedDelta(0, tokens("ab")))
+        journal.append(lease, 2, RecordedDelta(0, tokens("cd"), logprobs=[TokenLogprobs(-1.0), TokenLogprobs(-1.0)]))
         record = await place.lifecycle.record("r")
         assert record is not None
-        answer = place.lifecycle.resume(replace(record, pieces=[]), StreamCursor(1))
+        answer = place.lifecycle.resume(replace(record, deltas=[]), StreamCursor(1))
         journal.release(lease)
         assert told([await anext(answer)]) == "ab", "it is told from what was claimed"
         yield place, answer
@@ -400,7 +400,7 @@ async def test_a_client_that_leaves_while_it_is_told_what_was_written_leaves_not
         await answer.aclose()
         after = await place.journal.read("r")
         assert after is not None
-        assert not after.held
+        assert not after.leased
         assert place.lifecycle.in_flight == 0
 
 
@@ -421,7 +421,7 @@ async def test_a_drain_ends_a_request_whose_reader_is_told_what_was_written() ->
             await collect(answer)
         after = await place.journal.read("r")
         assert after is not None
-        assert not after.held
+        assert not after.leased
 
 
 class Behind:
@@ -436,8 +436,8 @@ class Behind:
     def follow(self, _request_id: str) -> "Behind":
         return self
 
-    async def look(self) -> Tail:
-        return Tail([], None, "", NO_USAGE, held=False)
+    async def look(self) -> RecordUpdate:
+        return RecordUpdate([], None, "", NO_USAGE, leased=False)
 
 
 async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_to_others() -> None:
@@ -450,7 +450,7 @@ async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_t
         assert (await place.engine.submit()).prompt_token_ids == tokens("hello")
         foreign = await place.journal.read("a")
         assert foreign is not None
-        assert (foreign.held, foreign.epoch, foreign.finish_reason) == (False, 1, None)
+        assert (foreign.leased, foreign.epoch, foreign.finish_reason) == (False, 1, None)
 
 
 class Broken(str):
@@ -471,7 +471,7 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
         await place.engine.submit()
         bad = await place.journal.read("bad")
         assert bad is not None
-        assert (bad.held, bad.finish_reason) == (False, FinishReason.ERROR)
+        assert (bad.leased, bad.finish_reason) == (False, FinishReason.ERROR)
 
 
 async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None:
@@ -534,7 +534,7 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
 
 
 async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * size(streamed()))
+    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * request_size(streamed()))
     async with house() as place:
         for name in "abc":
             place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
@@ -553,7 +553,7 @@ async def test_what_runs_here_is_not_adopted_here() -> None:
         async def orphans(self) -> list[str]:
             return ["r"]
 
-        async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+        async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
             raise AssertionError("it is in flight")
 
     async with house(journal=Forgetful()) as place:
@@ -595,7 +595,7 @@ async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bo
         after = await place.lifecycle.record("r")
         assert after is not None
         assert caught.value.code is ErrorCode.DEADLINE
-        assert (after.held, after.finish_reason, place.lifecycle.in_flight) == (False, None, 0)
+        assert (after.leased, after.finish_reason, place.lifecycle.in_flight) == (False, None, 0)
 
 
 @given(st.integers(0, 3 * PART), st.integers(0, 3 * PART), st.booleans())
@@ -604,7 +604,7 @@ def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: boo
     generation = streamed(params=SamplingParams(seed=7, max_tokens=10_000))
     text = "".join(chr(97 + number % 26) for number in range(first + second))
     reason = FinishReason.STOP if ended else None
-    pieces = [Told(0, tokens(text[:first])), Told(0, tokens(text[first:]), reason)]
+    pieces = [RecordedDelta(0, tokens(text[:first])), RecordedDelta(0, tokens(text[first:]), reason)]
     retold = list(Replayer(generation, TEXT, StreamCursor(1)).follow(pieces, ended=ended))
     assert told(retold) == text
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
@@ -612,14 +612,16 @@ def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: boo
     assert max((len(delta.token_ids) for delta in retold), default=0) <= PART
 
 
-def restored(pieces: list[Told], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> RequestState:
+def restored(pieces: list[RecordedDelta], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> RequestState:
     """A request that goes on from its record, which has these pieces."""
     request = GenerationRequest("r", "m", tokens("hi"), SamplingParams(max_tokens=2**20), stop)
     lease, position = journal.open(request), 0
     for piece in pieces:
         journal.append(lease, position, piece)
         position += len(piece.token_ids)
-    return RequestState(request, TEXT, journal, lease, ResponseConsumer(), record=Record(request, "router", 1, pieces))
+    return RequestState(
+        request, TEXT, journal, lease, ResponseConsumer(), record=RequestRecord(request, "router", 1, pieces)
+    )
 
 
 @given(st.lists(st.text("abé", max_size=3 * PART), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
@@ -630,7 +632,7 @@ def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
     journal = MemoryJournal()
 
     async def reread() -> tuple[RequestState, int]:
-        progress = restored([Told(0, tokens(text)) for text in texts], journal, stop)
+        progress = restored([RecordedDelta(0, tokens(text)) for text in texts], journal, stop)
         before = progress.usage.completion_tokens
         await progress.reread()
         return progress, before
@@ -651,7 +653,7 @@ def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
 
 
 async def test_a_long_record_is_reread_in_turns() -> None:
-    progress, turns = restored([Told(0, tokens("a") * 100 * PART)], MemoryJournal()), 0
+    progress, turns = restored([RecordedDelta(0, tokens("a") * 100 * PART)], MemoryJournal()), 0
 
     async def beat() -> None:
         nonlocal turns

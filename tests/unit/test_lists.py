@@ -43,7 +43,7 @@ def together(place: House) -> Together:
 async def reasons(place: House) -> list[FinishReason | None]:
     """How the record of each prompt has ended; there is none of prompts that were never written down."""
     records = [await place.journal.read(name) for name in IDS]
-    assert not any(record.held for record in records if record is not None)
+    assert not any(record.leased for record in records if record is not None)
     return [record.finish_reason for record in records if record is not None]
 
 

@@ -16,7 +16,7 @@ from quire_router.api.identity import Caller
 from quire_router.api.together import Together
 from quire_router.generation import Delta
 from quire_router.held import OwnedDeltaStream
-from quire_router.journal.base import Record
+from quire_router.journal.base import RequestRecord
 from quire_router.mark import StreamCursor
 
 _ATTEMPTS, _PAUSE = 5, 0.05  # seconds between attempts
@@ -65,7 +65,7 @@ class Answers:
         """
         for _ in range(_ATTEMPTS):
             if await self._runner.start(admitted.first):
-                return Earlier((Record(admitted.first, "", 0, []),)), False
+                return Earlier((RequestRecord(admitted.first, "", 0, []),)), False
             earlier = await self._same(admitted)
             if earlier is not None:
                 return earlier, True

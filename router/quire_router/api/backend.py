@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from quire_router.generation import Delta, GenerationRequest
-from quire_router.journal.base import Record
+from quire_router.journal.base import RequestRecord
 from quire_router.mark import StreamCursor
 from quire_router.siblings import PromptGroup
 
@@ -59,17 +59,17 @@ class Runner(Protocol):
         """
         ...
 
-    async def record(self, request_id: str) -> Record | None:
+    async def record(self, request_id: str) -> RequestRecord | None:
         """What is remembered of a request, running anywhere or ended; None when nothing is. Raises ``QuireError``."""
         ...
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
         """How it is with each of several requests, without prompts and pieces; see ``Journal.statuses``. One that runs
         in the background under no lease is taken over. Raises ``QuireError``.
         """
         ...
 
-    def resume(self, record: Record, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
+    def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, from its first piece on; what is before ``mark`` comes as ``told``. Follows
         a router that is still at it, and takes a request up that nobody is at. Raises ``QuireError``, DEADLINE among
         others at ``deadline``, in seconds since 1970. Closing it, as that error, only ends the request if it was taken

@@ -16,8 +16,8 @@ from quire_router.api.shape import AnswerShape
 from quire_router.api.together import Together, total
 from quire_router.api.validate import unknown_model
 from quire_router.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.journal.base import Record
-from quire_router.journal.failure import read_failure
+from quire_router.journal.base import RequestRecord
+from quire_router.journal.failure import decode_error
 from quire_router.mark import StreamCursor
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
@@ -42,7 +42,7 @@ class RequestStatus(StrEnum):
 class Earlier:
     """A request by the records of its prompts, in order; some of them may not be written yet."""
 
-    records: tuple[Record, ...]
+    records: tuple[RequestRecord, ...]
 
     @property
     def first(self) -> GenerationRequest:
@@ -69,7 +69,7 @@ class Earlier:
     def error(self) -> QuireError | None:
         """What it ended with, if it failed."""
         failed = [record for record in self.records if record.finish_reason is FinishReason.ERROR]
-        return read_failure(failed[0].error) if failed else None
+        return decode_error(failed[0].error) if failed else None
 
     @property
     def usage(self) -> Usage:
@@ -77,11 +77,11 @@ class Earlier:
         return total([_usage(record) for record in self.records])
 
 
-def _usage(record: Record) -> Usage:
+def _usage(record: RequestRecord) -> Usage:
     """What was told, where nobody who ran the request said at its end what it consumed."""
     if record.usage != NO_USAGE:
         return record.usage
-    made = sum(len(piece.token_ids) for piece in record.pieces)
+    made = sum(len(piece.token_ids) for piece in record.deltas)
     return Usage(len(record.generation.prompt_token_ids), made)
 
 
@@ -150,8 +150,8 @@ class Archive:
         generations = tuple(record.generation for record in earlier.records)
         return Admitted(generations, AnswerShape.kept(earlier.first), text, event_ids=True)
 
-    async def _complete(self, record: Record) -> Earlier:
-        parts, others = record.generation.parts[1:], list[Record | None]()
+    async def _complete(self, record: RequestRecord) -> Earlier:
+        parts, others = record.generation.parts[1:], list[RequestRecord | None]()
         for start in range(0, len(parts), _AT_ONCE):
             others += await asyncio.gather(*map(self._runner.record, parts[start : start + _AT_ONCE]))
         return Earlier((record, *(other for other in others if other is not None)))

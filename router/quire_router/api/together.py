@@ -11,7 +11,7 @@ from quire_router.api.backend import Runner
 from quire_router.api.running import Running
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.held import OwnedDeltaStream
-from quire_router.journal.base import Record
+from quire_router.journal.base import RequestRecord
 from quire_router.mark import StreamCursor
 from quire_router.siblings import PromptGroup
 
@@ -58,16 +58,16 @@ class Together:
         """As ``Runner.start``."""
         return await self._runner.start(generation)
 
-    async def record(self, request_id: str) -> Record | None:
+    async def record(self, request_id: str) -> RequestRecord | None:
         """As ``Runner.record``."""
         return await self._runner.record(request_id)
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
+    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
         """As ``Runner.statuses``."""
         return await self._runner.statuses(request_ids, surely=surely)
 
     def resume(
-        self, records: Sequence[Record], mark: StreamCursor, deadline: float | None = None
+        self, records: Sequence[RequestRecord], mark: StreamCursor, deadline: float | None = None
     ) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
         n, siblings = records[0].generation.params.n, PromptGroup()
@@ -79,7 +79,7 @@ class Together:
             return _one(runs, siblings, n, places)
 
     async def replay(
-        self, generations: Sequence[GenerationRequest], records: Sequence[Record], deadline: float | None
+        self, generations: Sequence[GenerationRequest], records: Sequence[RequestRecord], deadline: float | None
     ) -> AsyncGenerator[Delta]:
         """The answer to a request that came before, until ``deadline``: prompts that have a record are resumed, the
         others, which were refused or lost before they were written down, are run. Raises as ``run_once``.
@@ -94,7 +94,7 @@ class Together:
     async def _all_of(
         self,
         generations: Sequence[GenerationRequest],
-        known: Mapping[str, Record],
+        known: Mapping[str, RequestRecord],
         siblings: PromptGroup,
         deadline: float | None,
         undo: AsyncExitStack,
@@ -108,7 +108,7 @@ class Together:
         return runs
 
     async def _resumed_or_run(
-        self, generation: GenerationRequest, record: Record | None, siblings: PromptGroup, deadline: float | None
+        self, generation: GenerationRequest, record: RequestRecord | None, siblings: PromptGroup, deadline: float | None
     ) -> AsyncGenerator[Delta]:
         run = await self._runner.run_once(generation, siblings) if record is None else None
         if run is not None:

@@ -26,9 +26,9 @@ REFUSED_EPOCH = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """One piece of an answer as its client got it, but for the text, which follows from the tokens. Its tokens begin
-    where the last piece of the same choice ended. Fields as in ``Delta``.
+class RecordedDelta:
+    """One delta of an answer as its client got it, but for the text, which follows from the tokens. Its tokens begin
+    where the last delta of the same choice ended. Fields as in ``Delta``.
     """
 
     index: int
@@ -39,12 +39,12 @@ class Told:
     score: float | None = None
 
 
-Piece = Told | Delta
-"""What is written down: of a delta, the fields that a told piece has."""
+AnyDelta = RecordedDelta | Delta
+"""What is written down: of a delta, the fields that a told delta has."""
 
 
 @dataclass(slots=True)
-class Delivered:
+class DeliveredChoice:
     """What the client was given of one choice, which has ended once there is a reason."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -52,10 +52,10 @@ class Delivered:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What is remembered of a request: all that is needed to tell it again, and to go on with it elsewhere.
 
-    ``pieces`` are what the client was told, in order. Of a request whose choices are told together, candidates of
+    ``deltas`` are what the client was told, in order. Of a request whose choices are told together, candidates of
     ``best_of`` or beams, nothing is remembered before that: it is run again, and ends in the same ones. It is ``held``
     while a router has a lease on it. Its ``usage`` is known once it has ended.
     """
@@ -63,45 +63,45 @@ class Record:
     generation: GenerationRequest
     owner: str
     epoch: int
-    pieces: list[Told]
+    deltas: list[RecordedDelta]
     finish_reason: FinishReason | None = None
     error: str = ""
     usage: Usage = NO_USAGE
-    held: bool = False
+    leased: bool = False
 
     @property
-    def choices(self) -> list[Delivered]:
+    def choices(self) -> list[DeliveredChoice]:
         """What was told of each choice that the client gets."""
-        choices = [Delivered() for _ in range(self.generation.params.n)]
-        for piece in self.pieces:
-            choices[piece.index].token_ids += piece.token_ids
-            choices[piece.index].finish_reason = piece.finish_reason
+        choices = [DeliveredChoice() for _ in range(self.generation.params.n)]
+        for delta in self.deltas:
+            choices[delta.index].token_ids += delta.token_ids
+            choices[delta.index].finish_reason = delta.finish_reason
         return choices
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class RecordUpdate:
     """What was told of a request since somebody looked last, and how it is with its record now. Fields as in
     ``Record``. Where there is ``more``, which the next look gives at once, the record counts as held and not ended.
     """
 
-    pieces: list[Told]
+    deltas: list[RecordedDelta]
     finish_reason: FinishReason | None
     error: str
     usage: Usage
-    held: bool
+    leased: bool
     more: bool = False
 
 
-def part_of_more(pieces: list[Told]) -> Tail:
+def partial_update(deltas: list[RecordedDelta]) -> RecordUpdate:
     """A part of what was told that is not its last."""
-    return Tail(pieces, None, "", NO_USAGE, held=True, more=True)
+    return RecordUpdate(deltas, None, "", NO_USAGE, leased=True, more=True)
 
 
 class Follower(Protocol):
     """Looks after one record that another reader of it, or another router, is writing."""
 
-    async def look(self) -> Tail | None:
+    async def poll(self) -> RecordUpdate | None:
         """What is new, from the beginning when it is the first look, but a bounded part of it at a time; None when
         there is no such record, or no longer. Raises ``QuireError`` UNAVAILABLE when it cannot be read, INTERNAL when
         it is damaged.
@@ -109,14 +109,14 @@ class Follower(Protocol):
         ...
 
 
-class Owners(Protocol):
+class LeaseListener(Protocol):
     """Who is told what becomes of records that this router holds."""
 
     def on_cancelled(self, request_id: str) -> None:
         """Somebody asked at another router that the request be ended."""
         ...
 
-    def on_taken(self, request_id: str) -> None:
+    def on_lease_lost(self, request_id: str) -> None:
         """Another router holds the record now, so that nothing which is written here counts any more."""
         ...
 
@@ -131,7 +131,7 @@ class Journal(Protocol):
         """Whether what is written now will survive this process (the memory journal: whether it is kept at all)."""
         ...
 
-    def report_to(self, owners: Owners) -> None:
+    def set_listener(self, listener: LeaseListener) -> None:
         """Who hears of cancelled and taken records."""
         ...
 
@@ -139,14 +139,14 @@ class Journal(Protocol):
         """Begins a record and claims it, with epoch 1. Never waits."""
         ...
 
-    async def open_once(self, generation: GenerationRequest) -> Lease | None:
+    async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
         """As ``open``, but None when there is a record of this id already, here or at any router. When the journal is
         not available, only this router's own are known.
         """
         ...
 
-    def append(self, lease: Lease, position: int, piece: Piece) -> None:
-        """Adds a piece whose tokens begin at ``position`` of its choice's output. Repeating a write changes nothing.
+    def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
+        """Adds a delta whose tokens begin at ``position`` of its choice's output. Repeating a write changes nothing.
         Never waits.
         """
         ...
@@ -161,20 +161,20 @@ class Journal(Protocol):
         """Lets go of a record that has not ended, so that anybody may claim it. Never waits."""
         ...
 
-    async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+    async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """Takes over a record that nobody holds, with the next epoch; None when somebody does, when it has ended or is
         unknown. Raises as ``Follower.look``.
         """
         ...
 
-    async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
-        """The record as it is stored; None when unknown or forgotten. Of a ``brief`` one the pieces are without
+    async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
+        """The record as it is stored; None when unknown or forgotten. Of a ``brief`` one the deltas are without
         log-probabilities and scores. Raises as ``Follower.look``.
         """
         ...
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:
-        """How it is with each of several requests: its record without prompt and pieces, and with the usage so far.
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
+        """How it is with each of several requests: its record without prompt and deltas, and with the usage so far.
         Takes as long for a long answer as for a short one. One that is not there counts as unknown without a second
         look unless it has to be ``surely`` so. Raises as ``Follower.look``.
         """

@@ -12,7 +12,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 
 from quire_router.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.journal.base import Record, Tail
+from quire_router.journal.base import RecordUpdate, RequestRecord
 from quire_router.journal.request import decode_params, decode_request
 
 TOKEN_BYTES = 4
@@ -21,15 +21,15 @@ MAX_LEASE = 10_000  # ms; see ``common.lua``
 STATUS_FIELDS = ("request", "owner", "epoch", "reason", "error", "usage", "lease_expires", "told")
 _PARAMS = tuple(each.name for each in fields(SamplingParams))
 # What reading something else than a record raises; parameters out of range are refused as if a client had sent them.
-_DAMAGE = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
+_DECODE_ERRORS = (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError, QuireError)
 
 
-class DamagedRecordError(ValueError):
+class CorruptRecordError(ValueError):
     """What is stored is not a record."""
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Four bytes for each token, or other value of ``Deliveries``."""
+    """Four bytes for each token, or other value of ``TokenLog``."""
     packed = token_ids if isinstance(token_ids, array) else array("i", token_ids)
     if byteorder == "big":
         packed = packed[:]
@@ -38,9 +38,9 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> "array[int]":
-    """The tokens again. Raises ``DamagedRecordError`` when the last one is cut off."""
+    """The tokens again. Raises ``CorruptRecordError`` when the last one is cut off."""
     if len(packed) % TOKEN_BYTES:
-        raise DamagedRecordError("the tokens end within a token")
+        raise CorruptRecordError("the tokens end within a token")
     token_ids = array("i", packed)
     if byteorder == "big":
         token_ids.byteswap()
@@ -73,69 +73,73 @@ def encode_request(generation: GenerationRequest) -> bytes:
     return json.dumps(stored, separators=(",", ":"), default=asdict).encode()
 
 
-def encode_opening(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
+def encode_request_fields(generation: GenerationRequest) -> tuple[bytes, bytes, int]:
     """What never changes in a record: the request, its prompt and their seal."""
     request, prompt = encode_request(generation), pack_tokens(generation.prompt_token_ids)
-    return request, prompt, seal(request, prompt)
+    return request, prompt, request_checksum(request, prompt)
 
 
-def seal(request: bytes, prompt: bytes) -> int:
+def request_checksum(request: bytes, prompt: bytes) -> int:
     """The checksum of what never changes in a record."""
     return crc32(prompt, crc32(request))
 
 
-def check_sum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
-    """Raises ``DamagedRecordError`` unless a row of so many bytes and this checksum is the record's."""
+def verify_checksum(fields: Mapping[bytes, bytes], length: int, checksum: int) -> None:
+    """Raises ``CorruptRecordError`` unless a row of so many bytes and this checksum is the record's."""
     if fields.get(b"sum", b"" if length else b"0") != b"%d" % checksum:
-        raise DamagedRecordError("the row is not the one that was written")
+        raise CorruptRecordError("the row is not the one that was written")
 
 
-def decode_record(request_id: str, fields: Mapping[bytes, bytes], length: int, checksum: int, now: int = 0) -> Record:
-    """The record without its pieces, from its hash; its row has so many bytes and this checksum, and ``now`` is the
-    database's time in ms. Raises ``DamagedRecordError``.
+def decode_record(
+    request_id: str, fields: Mapping[bytes, bytes], length: int, checksum: int, now: int = 0
+) -> RequestRecord:
+    """The record without its deltas, from its hash; its row has so many bytes and this checksum, and ``now`` is the
+    database's time in ms. Raises ``CorruptRecordError``.
     """
     try:
         request, prompt = fields[b"request"], fields[b"prompt"]
-        if fields[b"seal"] != b"%d" % seal(request, prompt):
-            raise DamagedRecordError("the request is not the one that was written")
-        check_sum(fields, length, checksum)
+        if fields[b"seal"] != b"%d" % request_checksum(request, prompt):
+            raise CorruptRecordError("the request is not the one that was written")
+        verify_checksum(fields, length, checksum)
         generation = decode_request(json.loads(request), unpack_tokens(prompt))
         generation = replace(generation, retention=decode_retention(fields.get(b"retention", b"")))
-        return _record(request_id, generation, fields, now)
-    except _DAMAGE as error:
-        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+        return _to_record(request_id, generation, fields, now)
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
-def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, now: int) -> Record | None:
-    """The record without prompt, which has so many bytes, and pieces, from ``STATUS_FIELDS`` of it. None where they do
-    not say how many tokens it has, as those of an older version. Raises ``DamagedRecordError``.
+def decode_status(request_id: str, fields: Mapping[bytes, bytes], prompt: int, now: int) -> RequestRecord | None:
+    """The record without prompt, which has so many bytes, and deltas, from ``STATUS_FIELDS`` of it. None where they do
+    not say how many tokens it has, as those of an older version. Raises ``CorruptRecordError``.
     """
     try:
         generation = decode_request(json.loads(fields[b"request"]), array("i"))
-        record = _record(request_id, generation, fields, now)
+        record = _to_record(request_id, generation, fields, now)
         if record.usage != NO_USAGE:
             return record
         if b"told" not in fields:
             return None
         return replace(record, usage=Usage(prompt // TOKEN_BYTES, int(fields[b"told"])))
-    except _DAMAGE as error:
-        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
-def _record(request_id: str, generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int) -> Record:
-    """The record without its pieces. Raises what ``_DAMAGE`` names, and ``DamagedRecordError``."""
+def _to_record(
+    request_id: str, generation: GenerationRequest, fields: Mapping[bytes, bytes], now: int
+) -> RequestRecord:
+    """The record without its deltas. Raises what ``_DECODE_ERRORS`` names, and ``CorruptRecordError``."""
     if generation.request_id != request_id:
-        raise DamagedRecordError("the record is another request's")
-    end = decode_end(fields, now)
-    return Record(
+        raise CorruptRecordError("the record is another request's")
+    end = decode_state(fields, now)
+    return RequestRecord(
         generation=generation,
         owner=fields[b"owner"].decode(),
         epoch=decode_epoch(fields[b"epoch"]),
-        pieces=[],
+        deltas=[],
         finish_reason=end.finish_reason,
         error=end.error,
         usage=end.usage,
-        held=end.held,
+        leased=end.leased,
     )
 
 
@@ -151,9 +155,9 @@ def decode_deadline(generation: GenerationRequest, fields: Mapping[bytes, bytes]
 
 
 def decode_epoch(text: bytes) -> int:
-    """The epoch again. Raises ``DamagedRecordError`` for what the scripts do not take for one."""
+    """The epoch again. Raises ``CorruptRecordError`` for what the scripts do not take for one."""
     if not is_epoch(text):
-        raise DamagedRecordError("the epoch is not a number")
+        raise CorruptRecordError("the epoch is not a number")
     return int(text)
 
 
@@ -162,19 +166,19 @@ def is_epoch(text: bytes) -> bool:
     return text.isdigit() and len(text) <= MAX_EPOCH_DIGITS
 
 
-def decode_end(fields: Mapping[bytes, bytes], now: int) -> Tail:
-    """How it is with a record, without pieces. Raises ``DamagedRecordError``."""
+def decode_state(fields: Mapping[bytes, bytes], now: int) -> RecordUpdate:
+    """How it is with a record, without deltas. Raises ``CorruptRecordError``."""
     try:
         remains = int(fields.get(b"lease_expires", now)) - now
-        return Tail(
-            pieces=[],
+        return RecordUpdate(
+            deltas=[],
             finish_reason=FinishReason(fields[b"reason"].decode()) if b"reason" in fields else None,
             error=fields.get(b"error", b"").decode("utf-8", "surrogatepass"),
             usage=decode_usage(fields.get(b"usage", b"")),
-            held=b"reason" not in fields and 0 < remains <= MAX_LEASE,
+            leased=b"reason" not in fields and 0 < remains <= MAX_LEASE,
         )
     except (TypeError, ValueError) as error:
-        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
 
 
 def decode_retention(text: bytes) -> float | None:
@@ -197,9 +201,9 @@ def decode_usage(text: bytes) -> Usage:
     return Usage(*counts) if counts else NO_USAGE
 
 
-def decode_choices(request: bytes) -> int:
-    """How many choices the client of a stored request gets. Raises ``DamagedRecordError``."""
+def decode_num_choices(request: bytes) -> int:
+    """How many choices the client of a stored request gets. Raises ``CorruptRecordError``."""
     try:
         return decode_params(json.loads(request)["params"]).n
-    except _DAMAGE as error:
-        raise DamagedRecordError(f"the record is damaged ({type(error).__name__})") from error
+    except _DECODE_ERRORS as error:
+        raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error

@@ -4,25 +4,25 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from quire_router.journal.base import Tail, part_of_more
+from quire_router.journal.base import RecordUpdate, partial_update
 from quire_router.journal.codec import (
     TOKEN_BYTES,
-    DamagedRecordError,
-    check_sum,
-    decode_choices,
-    decode_end,
+    CorruptRecordError,
     decode_epoch,
+    decode_num_choices,
+    decode_state,
     pack_tokens,
     unpack_tokens,
+    verify_checksum,
 )
-from quire_router.journal.deliveries import RowReader
-from quire_router.journal.reading import checksum, read_part
+from quire_router.journal.deliveries import TokenLogReader
+from quire_router.journal.reading import log_checksum, read_chunk
 
-FIELDS = ("epoch", "reason", "error", "usage", "lease_expires", "sum")
+UPDATE_FIELDS = ("epoch", "reason", "error", "usage", "lease_expires", "sum")
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class RawRecordUpdate:
     """Some fields of a record, how many bytes its row has, the row from some byte on, and the time in ms by Redis'
     clock, all of one moment.
     """
@@ -41,56 +41,58 @@ class RedisFollower:
     from what was read; if not, the record counts as damaged.
     """
 
-    def __init__(self, glance: Callable[[tuple[str, ...], int], Awaitable[Glance]]) -> None:
-        self._glance = glance
-        self._reader: RowReader | None = None
+    def __init__(self, read_update: Callable[[tuple[str, ...], int], Awaitable[RawRecordUpdate]]) -> None:
+        self._read_update = read_update
+        self._reader: TokenLogReader | None = None
         self._offset = 0  # bytes of the row that were read
         self._checksum = 0  # of these
-        self._news: _News | None = None
+        self._unread: _UnreadLog | None = None
 
-    async def look(self) -> Tail | None:
+    async def poll(self) -> RecordUpdate | None:
         """See ``Follower``."""
-        if self._reader is not None and self._news is not None:
-            return await self._read(self._reader, self._news)
-        seen = await self._glance(("request", *FIELDS) if self._reader is None else FIELDS, self._offset)
+        if self._reader is not None and self._unread is not None:
+            return await self._read(self._reader, self._unread)
+        seen = await self._read_update(
+            ("request", *UPDATE_FIELDS) if self._reader is None else UPDATE_FIELDS, self._offset
+        )
         if not seen.fields:
             return None
         decode_epoch(seen.fields.get(b"epoch", b""))
         if self._reader is None:
-            self._reader = RowReader(decode_choices(seen.fields.get(b"request", b"")))
-        end = decode_end(seen.fields, seen.now)
+            self._reader = TokenLogReader(decode_num_choices(seen.fields.get(b"request", b"")))
+        end = decode_state(seen.fields, seen.now)
         if seen.length >= self._offset:
-            total = await checksum(seen.row, self._checksum)
-            check_sum(seen.fields, seen.length, total)
-            self._news = _News(unpack_tokens(seen.row), total, end)
-            return await self._read(self._reader, self._news)
+            total = await log_checksum(seen.row, self._checksum)
+            verify_checksum(seen.fields, seen.length, total)
+            self._unread = _UnreadLog(unpack_tokens(seen.row), total, end)
+            return await self._read(self._reader, self._unread)
         if end.finish_reason is not None:
-            raise DamagedRecordError("a record ended shorter than it was")
+            raise CorruptRecordError("a record ended shorter than it was")
         return end
 
-    async def _read(self, reader: RowReader, news: "_News") -> Tail:
+    async def _read(self, reader: TokenLogReader, unread: "_UnreadLog") -> RecordUpdate:
         try:
-            pieces, taken = await read_part(reader, news.values, news.position)
+            deltas, taken = await read_chunk(reader, unread.values, unread.position)
         except ValueError:
-            raise DamagedRecordError("the row is damaged") from None
-        news.position += taken
-        if reader.has_piece(news.values, news.position):
-            return part_of_more(pieces)
-        self._news = None
-        self._offset += news.position * TOKEN_BYTES
-        complete = news.position == len(news.values)
-        read = b"" if complete else pack_tokens(news.values[: news.position])
-        self._checksum = news.checksum if complete else await checksum(read, self._checksum)
-        return replace(news.end, pieces=pieces)
+            raise CorruptRecordError("the row is damaged") from None
+        unread.position += taken
+        if reader.has_complete_entry(unread.values, unread.position):
+            return partial_update(deltas)
+        self._unread = None
+        self._offset += unread.position * TOKEN_BYTES
+        complete = unread.position == len(unread.values)
+        read = b"" if complete else pack_tokens(unread.values[: unread.position])
+        self._checksum = unread.checksum if complete else await log_checksum(read, self._checksum)
+        return replace(unread.end, deltas=deltas)
 
 
 @dataclass(slots=True)
-class _News:
+class _UnreadLog:
     """What was seen of a row and fits its checksum, of which so much as ``position`` says was told, and how it was with
     the record then.
     """
 
     values: "array[int]"
     checksum: int
-    end: Tail
+    end: RecordUpdate
     position: int = 0

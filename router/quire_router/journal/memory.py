@@ -10,70 +10,79 @@ from quire_proto.sampling import FinishReason
 from quire_router import metrics
 from quire_router.admission.lazy_heap import LazyHeap
 from quire_router.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.journal.base import REFUSED_EPOCH, Lease, Owners, Piece, Record, Tail, Told, part_of_more
-from quire_router.journal.bounds import MAX_ORPHANS, is_bounded, size
-from quire_router.journal.deliveries import Deliveries, RowReader
-from quire_router.journal.pending import End
-from quire_router.journal.reading import read_part, read_row
-from quire_router.journal.settings import SHORTEST_RETENTION
+from quire_router.journal.base import (
+    REFUSED_EPOCH,
+    AnyDelta,
+    Lease,
+    LeaseListener,
+    RecordedDelta,
+    RecordUpdate,
+    RequestRecord,
+    partial_update,
+)
+from quire_router.journal.bounds import MAX_ORPHANS, fits_limits, request_size
+from quire_router.journal.deliveries import TokenLog, TokenLogReader
+from quire_router.journal.pending import RequestEnd
+from quire_router.journal.reading import read_chunk, read_log
+from quire_router.journal.settings import MIN_RETENTION
 
 
 @dataclass(slots=True)
-class _Kept:
+class _MemoryRecord:
     """A record, its tokens packed."""
 
     generation: GenerationRequest
     lease: Lease
-    deliveries: Deliveries = field(init=False)
-    end: End | None = None
-    held: bool = True
+    log: TokenLog = field(init=False)
+    end: RequestEnd | None = None
+    leased: bool = True
     cancelled: bool = False
 
     def __post_init__(self) -> None:
-        self.deliveries = Deliveries(self.generation.params.n)
+        self.log = TokenLog(self.generation.params.n)
 
     @property
-    def tokens(self) -> int:
+    def size(self) -> int:
         """What it takes, in tokens of 4 bytes."""
-        return size(self.generation) + len(self.deliveries.values)
+        return request_size(self.generation) + len(self.log.values)
 
-    async def unpack(self, *, brief: bool) -> Record:
+    async def to_record(self, *, tokens_only: bool) -> RequestRecord:
         """The record as it is now."""
-        state = self.state([])
-        record = Record(
+        state = self.update([])
+        record = RequestRecord(
             generation=self.generation,
             owner=self.lease.owner,
             epoch=self.lease.epoch,
-            pieces=[],
+            deltas=[],
             finish_reason=state.finish_reason,
             error=state.error,
             usage=state.usage,
-            held=state.held,
+            leased=state.leased,
         )
-        reader = RowReader(self.generation.params.n, brief=brief)
-        record.pieces, _ = await read_row(reader, self.deliveries.values)
+        reader = TokenLogReader(self.generation.params.n, tokens_only=tokens_only)
+        record.deltas, _ = await read_log(reader, self.log.values)
         return record
 
-    def status(self) -> Record:
-        """The record without its pieces."""
-        state, generation = self.state([]), self.generation
-        told = Usage(len(generation.prompt_token_ids), self.deliveries.told)
-        return Record(
+    def status(self) -> RequestRecord:
+        """The record without its deltas."""
+        state, generation = self.update([]), self.generation
+        told = Usage(len(generation.prompt_token_ids), self.log.num_tokens)
+        return RequestRecord(
             generation=generation,
             owner=self.lease.owner,
             epoch=self.lease.epoch,
-            pieces=[],
+            deltas=[],
             finish_reason=state.finish_reason,
             error=state.error,
             usage=told if state.usage == NO_USAGE else state.usage,
-            held=state.held,
+            leased=state.leased,
         )
 
-    def state(self, pieces: list[Told]) -> Tail:
+    def update(self, deltas: list[RecordedDelta]) -> RecordUpdate:
         """How it is with it now, and what is new to a reader."""
         if self.end is None:
-            return Tail(pieces, None, "", NO_USAGE, self.held)
-        return Tail(pieces, self.end.reason, self.end.error, self.end.usage, held=False)
+            return RecordUpdate(deltas, None, "", NO_USAGE, self.leased)
+        return RecordUpdate(deltas, self.end.reason, self.end.error, self.end.usage, leased=False)
 
 
 class MemoryJournal:
@@ -94,16 +103,16 @@ class MemoryJournal:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._owner = owner
-        self._owners: Owners | None = None
+        self._listener: LeaseListener | None = None
         self._retention = retention
         self._max_records = max_records
         self._max_tokens = max_tokens
         self._tokens = 0
         self._clock = clock
-        self._records: dict[str, _Kept] = {}
-        self._resting: OrderedDict[str, None] = OrderedDict()  # without a holder, in the order of release
-        self._kept_until: LazyHeap[str] = LazyHeap()  # the same
-        self._named = 0  # orphans, in this round
+        self._records: dict[str, _MemoryRecord] = {}
+        self._unleased: OrderedDict[str, None] = OrderedDict()  # without a holder, in the order of release
+        self._expirations: LazyHeap[str] = LazyHeap()  # the same
+        self._orphan_offset = 0  # orphans, in this round
         metrics.JOURNAL_AVAILABLE.set(1)
 
     @property
@@ -111,61 +120,64 @@ class MemoryJournal:
         """Always: what is written is kept, as long as the process lives."""
         return True
 
-    def report_to(self, owners: Owners) -> None:
+    def set_listener(self, listener: LeaseListener) -> None:
         """See ``Journal``."""
-        self._owners = owners
+        self._listener = listener
 
     def open(self, generation: GenerationRequest) -> Lease:
         """See ``Journal``. A request id that is remembered already is not opened again."""
-        self._forget_old()
+        self._remove_expired()
         if generation.request_id in self._records:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
-        record = _Kept(generation, Lease(generation.request_id, self._owner, 1))
-        if is_bounded(generation) and self._make_room(1, record.tokens):
+        record = _MemoryRecord(generation, Lease(generation.request_id, self._owner, 1))
+        if fits_limits(generation) and self._evict_to_fit(1, record.size):
             self._records[generation.request_id] = record
-            self._tokens += record.tokens
+            self._tokens += record.size
         else:
             metrics.JOURNAL_DROPPED.inc()
         return record.lease
 
-    async def open_once(self, generation: GenerationRequest) -> Lease | None:
+    async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
         """See ``Journal``."""
-        self._forget_old()
+        self._remove_expired()
         return None if generation.request_id in self._records else self.open(generation)
 
-    def append(self, lease: Lease, position: int, piece: Piece) -> None:
+    def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
         """See ``Journal``. Tokens that would leave a hole are not kept."""
-        record = self._writable(lease)
+        record = self._writable_record(lease)
         if record is not None:
-            self._tokens += record.deliveries.add(position, piece)
-            self._make_room(0, 0)
+            self._tokens += record.log.append(position, delta)
+            self._evict_to_fit(0, 0)
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""
-        record = self._writable(lease)
+        record = self._writable_record(lease)
         if record is not None:
-            self._end(record, End(FinishReason.ABORT, "", usage) if record.cancelled else End(reason, error, usage))
+            self._end(
+                record,
+                RequestEnd(FinishReason.ABORT, "", usage) if record.cancelled else RequestEnd(reason, error, usage),
+            )
 
     def release(self, lease: Lease) -> None:
         """See ``Journal``. What somebody asked to end is ended."""
-        record = self._writable(lease)
+        record = self._writable_record(lease)
         if record is not None and record.cancelled:
-            self._end(record, End(FinishReason.ABORT))
+            self._end(record, RequestEnd(FinishReason.ABORT))
         elif record is not None:
-            self._rest(record)
+            self._begin_retention(record)
 
-    async def claim(self, request_id: str) -> tuple[Record, Lease] | None:
+    async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
         """See ``Journal``."""
-        self._forget_old()
+        self._remove_expired()
         record = self._records.get(request_id)
-        if record is None or record.held or record.end is not None:
+        if record is None or record.leased or record.end is not None:
             return None
-        self._wake(request_id)
-        record.held = True
+        self._end_retention(request_id)
+        record.leased = True
         record.lease = Lease(request_id, self._owner, record.lease.epoch + 1)
         try:
-            claimed = await record.unpack(brief=False), record.lease
+            claimed = await record.to_record(tokens_only=False), record.lease
         except BaseException:
             self.release(record.lease)
             raise
@@ -174,12 +186,12 @@ class MemoryJournal:
             return None
         return claimed
 
-    async def read(self, request_id: str, *, brief: bool = False) -> Record | None:
+    async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
         """See ``Journal``."""
         record = self._find(request_id)
-        return None if record is None else await record.unpack(brief=brief)
+        return None if record is None else await record.to_record(tokens_only=tokens_only)
 
-    async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[Record | None]:  # noqa: ARG002 - it is
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:  # noqa: ARG002 - it is
         """See ``Journal``."""
         return [None if each is None else each.status() for each in map(self._find, request_ids)]
 
@@ -192,35 +204,35 @@ class MemoryJournal:
         record = self._find(request_id)
         if record is None or record.end is not None:
             return False
-        if not record.held:
-            self._wake(request_id)
+        if not record.leased:
+            self._end_retention(request_id)
             record.lease = Lease(request_id, "", record.lease.epoch + 1)
-            self._end(record, End(FinishReason.ABORT))
+            self._end(record, RequestEnd(FinishReason.ABORT))
         elif not record.cancelled:
             record.cancelled = True
-            if self._owners is not None:
-                self._owners.on_cancelled(request_id)
+            if self._listener is not None:
+                self._listener.on_cancelled(request_id)
         return True
 
     async def delete(self, request_id: str) -> bool:
         """See ``Journal``."""
         record = self._find(request_id)
-        if record is not None and record.held:
+        if record is not None and record.leased:
             record.generation = replace(record.generation, retention=0)
             await self.cancel(request_id)
         elif record is not None:
-            self._forget(request_id)
+            self._remove(request_id)
         return record is not None
 
     async def orphans(self) -> list[str]:
         """See ``Journal``."""
-        self._forget_old()
-        resting = (self._records[request_id] for request_id in self._resting)
+        self._remove_expired()
+        resting = (self._records[request_id] for request_id in self._unleased)
         orphans = [record for record in resting if record.generation.background and record.end is None]
-        if self._named >= len(orphans):
-            self._named = 0
-        named = orphans[self._named : self._named + MAX_ORPHANS]
-        self._named += len(named)
+        if self._orphan_offset >= len(orphans):
+            self._orphan_offset = 0
+        named = orphans[self._orphan_offset : self._orphan_offset + MAX_ORPHANS]
+        self._orphan_offset += len(named)
         return [record.lease.request_id for record in named]
 
     async def flush(self) -> None:
@@ -229,75 +241,75 @@ class MemoryJournal:
     async def close(self) -> None:
         """Nothing to write, nothing to let go of."""
 
-    def _find(self, request_id: str) -> _Kept | None:
-        self._forget_old()
+    def _find(self, request_id: str) -> _MemoryRecord | None:
+        self._remove_expired()
         return self._records.get(request_id)
 
-    def _writable(self, lease: Lease) -> _Kept | None:
+    def _writable_record(self, lease: Lease) -> _MemoryRecord | None:
         record = self._records.get(lease.request_id)
         if record is None or record.end is not None:
             return None
         if lease is not record.lease and lease != record.lease:  # comparing takes longer than a token may
             metrics.STALE_EPOCHS.inc()
             return None
-        return record if record.held else None
+        return record if record.leased else None
 
-    def _end(self, record: _Kept, end: End) -> None:
+    def _end(self, record: _MemoryRecord, end: RequestEnd) -> None:
         record.end = end
-        self._rest(record)
+        self._begin_retention(record)
 
-    def _rest(self, record: _Kept) -> None:
+    def _begin_retention(self, record: _MemoryRecord) -> None:
         """From now on the record may be forgotten."""
-        record.held = False
+        record.leased = False
         own, request_id = record.generation.retention, record.lease.request_id
-        retention = self._retention if own is None else max(SHORTEST_RETENTION, own)
-        self._resting[request_id] = None
-        self._kept_until.put(request_id, self._clock() + retention)
-        self._make_room(0, 0)
+        retention = self._retention if own is None else max(MIN_RETENTION, own)
+        self._unleased[request_id] = None
+        self._expirations.put(request_id, self._clock() + retention)
+        self._evict_to_fit(0, 0)
 
-    def _wake(self, request_id: str) -> None:
+    def _end_retention(self, request_id: str) -> None:
         """The record is held again, or it is forgotten."""
-        del self._resting[request_id]
-        self._kept_until.discard(request_id)
+        del self._unleased[request_id]
+        self._expirations.discard(request_id)
 
-    def _make_room(self, records: int, tokens: int) -> bool:
+    def _evict_to_fit(self, records: int, tokens: int) -> bool:
         """Forgets records that nobody holds until so many more have room; False when too much is running."""
-        while self._is_full(records, tokens) and self._resting:
-            self._forget(next(iter(self._resting)))
+        while self._is_full(records, tokens) and self._unleased:
+            self._remove(next(iter(self._unleased)))
         return not self._is_full(records, tokens)
 
     def _is_full(self, records: int, tokens: int) -> bool:
         return len(self._records) + records > self._max_records or self._tokens + tokens > self._max_tokens
 
-    def _forget_old(self) -> None:
-        while self._kept_until and self._kept_until.key(oldest := self._kept_until.first()) <= self._clock():
-            self._forget(oldest)
+    def _remove_expired(self) -> None:
+        while self._expirations and self._expirations.key(oldest := self._expirations.first()) <= self._clock():
+            self._remove(oldest)
 
-    def _forget(self, request_id: str) -> None:
-        self._wake(request_id)
-        self._tokens -= self._records.pop(request_id).tokens
+    def _remove(self, request_id: str) -> None:
+        self._end_retention(request_id)
+        self._tokens -= self._records.pop(request_id).size
 
 
 class MemoryFollower:
     """A look after one record of a ``MemoryJournal``."""
 
-    def __init__(self, request_id: str, find: Callable[[str], _Kept | None]) -> None:
+    def __init__(self, request_id: str, find: Callable[[str], _MemoryRecord | None]) -> None:
         self._request_id = request_id
         self._find = find
-        self._record: _Kept | None = None
-        self._reader = RowReader(0)
+        self._record: _MemoryRecord | None = None
+        self._reader = TokenLogReader(0)
         self._position = 0
 
-    async def look(self) -> Tail | None:
+    async def poll(self) -> RecordUpdate | None:
         """See ``Follower``."""
         record = self._find(self._request_id)
         if self._record is None and record is not None:
-            self._record, self._reader = record, RowReader(record.generation.params.n)
+            self._record, self._reader = record, TokenLogReader(record.generation.params.n)
         if record is None or record is not self._record:
             return None
-        values = record.deliveries.values
-        pieces, taken = (
-            await read_part(self._reader, values, self._position) if self._position < len(values) else ([], 0)
+        values = record.log.values
+        deltas, taken = (
+            await read_chunk(self._reader, values, self._position) if self._position < len(values) else ([], 0)
         )
         self._position += taken
-        return part_of_more(pieces) if self._position < len(values) else record.state(pieces)
+        return partial_update(deltas) if self._position < len(values) else record.update(deltas)

@@ -7,12 +7,12 @@ from redis.asyncio import Redis
 from quire_router.journal.bounds import MAX_ORPHANS
 from quire_router.journal.codec import MAX_LEASE, is_epoch
 from quire_router.journal.keys import BACKGROUND, keys
-from quire_router.journal.server import milliseconds
+from quire_router.journal.server import to_milliseconds
 
-MAX_LOOKED_AT = 4 * MAX_ORPHANS
+MAX_EXAMINED = 4 * MAX_ORPHANS
 
 
-class Orphans:
+class OrphanFinder:
     """Each search begins where the last one ended, and at the end with the first again: those that nobody takes up, as
     their models run elsewhere or they fail again and again, hold up the others for a round at most.
     """
@@ -23,8 +23,8 @@ class Orphans:
 
     async def find(self) -> list[str]:
         """At most 16 of them. Takes from the index what has ended. Raises what the client raises."""
-        now = milliseconds(await self._client.time())
-        await self._bring_forward(now)
+        now = to_milliseconds(await self._client.time())
+        await self._correct_future_leases(now)
         names = await self._next_names(now)
         states = await self._states(names)
         free = [name for name in names if _is_free(states[name], now)][:MAX_ORPHANS]
@@ -36,12 +36,12 @@ class Orphans:
         self._start += len(names) - len(ended)
         return [name.decode() for name in free]
 
-    async def _bring_forward(self, now: int) -> None:
+    async def _correct_future_leases(self, now: int) -> None:
         """Sets entries to ``now`` (ms) whose lease ends later than any lease can: they were written before Redis' clock
         went back. The holder, if it lives, writes the right time with its next heartbeat.
         """
         beyond = f"({now + MAX_LEASE}"
-        ahead: Any = await self._client.zrangebyscore(BACKGROUND, beyond, "+inf", start=0, num=MAX_LOOKED_AT)
+        ahead: Any = await self._client.zrangebyscore(BACKGROUND, beyond, "+inf", start=0, num=MAX_EXAMINED)
         if ahead:
             await self._client.zadd(BACKGROUND, dict.fromkeys(ahead, now), xx=True)
 
@@ -50,7 +50,7 @@ class Orphans:
         count = await self._client.zcount(BACKGROUND, "-inf", now)
         if self._start >= count:
             self._start = 0
-        last = min(count, self._start + MAX_LOOKED_AT) - 1
+        last = min(count, self._start + MAX_EXAMINED) - 1
         names: Any = await self._client.zrange(BACKGROUND, self._start, last) if count else []
         return list(names)
 

@@ -18,12 +18,12 @@ def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRe
     """
     if min(prompt, default=0) < 0:
         raise ValueError("the prompt is not made of tokens")
-    plain = {name: read(fields.pop(name)) for name, read in _FIELDS.items() if name in fields}
+    plain = {name: read(fields.pop(name)) for name, read in _FIELD_DECODERS.items() if name in fields}
     return GenerationRequest(
         prompt_token_ids=prompt,
         params=decode_params(fields.pop("params")),
-        stop=tuple(map(_text, fields.pop("stop"))),
-        parts=tuple(map(_text, fields.pop("parts", ()))),
+        stop=tuple(map(_as_str, fields.pop("stop"))),
+        parts=tuple(map(_as_str, fields.pop("parts", ()))),
         cache_salt=bytes.fromhex(fields.pop("cache_salt")),
         **plain,
         **fields,
@@ -32,75 +32,75 @@ def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRe
 
 def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
     """The request's parameters. Raises as ``decode_request``."""
-    read = {name: _read_param(name, value) for name, value in fields.items() if name != "structured"}
+    read = {name: _decode_param(name, value) for name, value in fields.items() if name != "structured"}
     structured = fields.get("structured")
     if structured is not None:
-        structured = Structured(StructuredKind(structured["kind"]), _text(structured["text"]))
+        structured = Structured(StructuredKind(structured["kind"]), _as_str(structured["text"]))
     return SamplingParams(**read, structured=structured)
 
 
-def _read_param(name: str, value: Any) -> Any:
+def _decode_param(name: str, value: Any) -> Any:
     """A parameter that has the type of its default; the ranges are the parameters' own to check."""
-    default = _DEFAULTS[name]
+    default = _PARAM_DEFAULTS[name]
     if isinstance(default, tuple):
-        return tuple(map(_numbers, value))
+        return tuple(map(_as_int_or_tuple, value))
     if name == "early_stopping":
-        return value if value == "never" else _truth(value)
+        return value if value == "never" else _as_bool(value)
     if isinstance(default, bool):
-        return _truth(value)
+        return _as_bool(value)
     if default is None:
-        return None if value is None else _whole(value)
-    return _whole(value) if isinstance(default, int) else _number(value)
+        return None if value is None else _as_int(value)
+    return _as_int(value) if isinstance(default, int) else _as_float(value)
 
 
-def _numbers(value: Any) -> Any:
+def _as_int_or_tuple(value: Any) -> Any:
     """A number, or several of them; JSON knows no tuples, and parameters know no lists."""
-    return tuple(map(_number, value)) if isinstance(value, list) else _whole(value)
+    return tuple(map(_as_float, value)) if isinstance(value, list) else _as_int(value)
 
 
-def _text(value: Any) -> str:
+def _as_str(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError("this is no text")
     return value
 
 
-def _truth(value: Any) -> bool:
+def _as_bool(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError("this is neither true nor false")
     return value
 
 
-def _whole(value: Any) -> int:
+def _as_int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError("this is no whole number")
     return value
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
         raise TypeError("this is no number")
     return value
 
 
-def _moment(value: Any) -> float | None:
-    return None if value is None else _number(value)
+def _as_optional_float(value: Any) -> float | None:
+    return None if value is None else _as_float(value)
 
 
-_DEFAULTS = {each.name: each.default for each in fields_of(SamplingParams)}
-_FIELDS: dict[str, Callable[[Any], Any]] = {
-    "request_id": _text,
-    "model": _text,
-    "include_stop": _truth,
-    "skip_special_tokens": _truth,
-    "echo": _truth,
-    "priority": _whole,
-    "operation": _text,
-    "tenant": _text,
-    "stream": _truth,
-    "created": _number,
-    "shape": _text,
-    "digest": _text,
-    "background": _truth,
-    "session": _text,
-    "deadline": _moment,
+_PARAM_DEFAULTS = {each.name: each.default for each in fields_of(SamplingParams)}
+_FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "request_id": _as_str,
+    "model": _as_str,
+    "include_stop": _as_bool,
+    "skip_special_tokens": _as_bool,
+    "echo": _as_bool,
+    "priority": _as_int,
+    "operation": _as_str,
+    "tenant": _as_str,
+    "stream": _as_bool,
+    "created": _as_float,
+    "shape": _as_str,
+    "digest": _as_str,
+    "background": _as_bool,
+    "session": _as_str,
+    "deadline": _as_optional_float,
 }

@@ -6,7 +6,7 @@ from hashlib import sha1
 from importlib.resources import files
 
 
-class Answer(IntEnum):
+class ScriptReply(IntEnum):
     """What a script that writes returns; ``common.lua`` says when."""
 
     CANCELLED = 2
@@ -16,7 +16,7 @@ class Answer(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Script:
+class LuaScript:
     """One script; ``sha`` is the name that EVALSHA takes."""
 
     source: str
@@ -27,17 +27,17 @@ def _read(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _load(*names: str) -> Script:
+def _load_script(*names: str) -> LuaScript:
     source = "".join(map(_read, names))
-    return Script(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
+    return LuaScript(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-OPEN = _load("common.lua", "open.lua")
-APPEND = _load("common.lua", "append.lua")
-FINISH = _load("common.lua", "finish.lua")
-RELEASE = _load("common.lua", "release.lua")
-CLAIM = _load("common.lua", "claim.lua")
-CANCEL = _load("common.lua", "cancel.lua")
-DELETE = _load("common.lua", "delete.lua")
-INDEX = _load("index.lua")
+OPEN = _load_script("common.lua", "open.lua")
+APPEND = _load_script("common.lua", "append.lua")
+FINISH = _load_script("common.lua", "finish.lua")
+RELEASE = _load_script("common.lua", "release.lua")
+CLAIM = _load_script("common.lua", "claim.lua")
+CANCEL = _load_script("common.lua", "cancel.lua")
+DELETE = _load_script("common.lua", "delete.lua")
+INDEX = _load_script("index.lua")
 ALL = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from quire_router.generation import GenerationRequest
 from quire_router.journal.codec import MAX_LEASE
 
-SHORTEST_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
-SHORTEST_RUNNING = 60  # seconds in which a client may come back to what a router that died was at
+MIN_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
+MIN_RUNNING_TTL = 60  # seconds in which a client may come back to what a router that died was at
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class JournalSettings:
         """Seconds for which the record of this request is kept after its end, or after it was released."""
         if generation.retention is None:
             return self.retention_s
-        return max(SHORTEST_RETENTION, round(generation.retention))
+        return max(MIN_RETENTION, round(generation.retention))
 
-    def running_of(self, generation: GenerationRequest) -> int:
+    def running_ttl_of(self, generation: GenerationRequest) -> int:
         """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
         for long where its router dies either, unless another one is going to end it.
         """
         if generation.retention is None or generation.background:
-            return self.running_s
-        return min(self.running_s, max(SHORTEST_RUNNING, self.retention_of(generation)))
+            return self.running_ttl_s
+        return min(self.running_ttl_s, max(MIN_RUNNING_TTL, self.retention_of(generation)))
 
     @property
-    def running_s(self) -> int:
+    def running_ttl_s(self) -> int:
         """As Redis takes it."""
         return max(1, round(self.running_ttl))

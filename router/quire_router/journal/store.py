@@ -13,74 +13,74 @@ from redis.exceptions import NoScriptError, RedisError
 from quire_router.generation import GenerationRequest
 from quire_router.journal import scripts
 from quire_router.journal.base import Lease
-from quire_router.journal.codec import STATUS_FIELDS, DamagedRecordError
-from quire_router.journal.commands import opening
-from quire_router.journal.failure import write_failure
-from quire_router.journal.follower import Glance
+from quire_router.journal.codec import STATUS_FIELDS, CorruptRecordError
+from quire_router.journal.commands import open_arguments
+from quire_router.journal.failure import encode_error
+from quire_router.journal.follower import RawRecordUpdate
 from quire_router.journal.keys import BACKGROUND, keys
-from quire_router.journal.scripts import Answer
-from quire_router.journal.server import milliseconds
-from quire_router.journal.settings import SHORTEST_RETENTION, JournalSettings
-from quire_router.journal.troubles import damaged, is_damage, unavailable
+from quire_router.journal.scripts import ScriptReply
+from quire_router.journal.server import to_milliseconds
+from quire_router.journal.settings import MIN_RETENTION, JournalSettings
+from quire_router.journal.troubles import corrupt_record_error, is_corruption, unavailable_error
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Stored = tuple[dict[bytes, bytes], bytes, int]
+StoredRecord = tuple[dict[bytes, bytes], bytes, int]
 """A record's fields, its row, and Redis' time in ms."""
 
 
 class RedisStore:
     """Each call is one exchange, and repeated once when its connection turns out to be dead: all of them may be run
-    twice. They raise what the client raises, or ``DamagedRecordError``; ``ask`` makes a ``QuireError`` of that.
+    twice. They raise what the client raises, or ``CorruptRecordError``; ``call`` makes a ``QuireError`` of that.
     """
 
     def __init__(self, client: Redis, settings: JournalSettings) -> None:
         self._client = client
         self._settings = settings
 
-    async def ask(self, request_id: str, call: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, request_id: str, operation: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` returns. Raises ``QuireError``: UNAVAILABLE without Redis, INTERNAL for what is no record."""
         try:
-            return await self.surely(call)
-        except DamagedRecordError:
-            raise damaged(request_id) from None
+            return await self.call_with_retry(operation)
+        except CorruptRecordError:
+            raise corrupt_record_error(request_id) from None
         except (RedisError, OSError, TimeoutError) as error:
-            raise (damaged(request_id) if is_damage(error) else unavailable()) from None
+            raise (corrupt_record_error(request_id) if is_corruption(error) else unavailable_error()) from None
 
-    async def surely(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def call_with_retry(self, operation: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` returns, at its second try if need be."""
         try:
-            return await call()
+            return await operation()
         except RedisConnectionError:
             # The pool may hold connections that died with a former Redis; a fresh one tells whether it is there.
             await self._client.connection_pool.disconnect(inuse_connections=False)
-            return await call()
+            return await operation()
 
     async def open(self, generation: GenerationRequest, lease: Lease) -> bool:
         """Whether the record has begun with this lease: not when there is one of another request or owner. A background
         request is in the index before: whatever becomes of this router then, others find it.
         """
-        terms = lease.owner, lease.epoch, *opening(generation, self._settings)
+        terms = lease.owner, lease.epoch, *open_arguments(generation, self._settings)
         if generation.background:
             await self._index(lease.request_id)
         answer = await self._run(scripts.OPEN, lease.request_id, *terms)
-        return bool(answer == Answer.DONE)
+        return bool(answer == ScriptReply.DONE)
 
-    async def claim(self, request_id: str, owner: str, name: str) -> Stored | None:
+    async def claim(self, request_id: str, owner: str, name: str) -> StoredRecord | None:
         """Takes over a record that nobody holds. ``name`` is the claim's own: repeating it changes nothing."""
-        terms = self._settings.lease_ms, self._settings.running_s, self._settings.retention_s
+        terms = self._settings.lease_ms, self._settings.running_ttl_s, self._settings.retention_s
         answer = await self._run(scripts.CLAIM, request_id, owner, name, *terms)
         if answer is None:
             return None
         pairs = iter(answer[0])
         return dict(zip(pairs, pairs, strict=True)), answer[1], int(answer[2])
 
-    async def condemn(self, lease: Lease) -> None:
+    async def fail_corrupt(self, lease: Lease) -> None:
         """Ends a record that cannot be read."""
         log.error("the record of request %s is damaged", lease.request_id)
         terms = lease.owner, lease.epoch, self._settings.retention_s
         await self._run(
-            scripts.FINISH, lease.request_id, *terms, FinishReason.ERROR.value, write_failure(internal()), 0, -1
+            scripts.FINISH, lease.request_id, *terms, FinishReason.ERROR.value, encode_error(internal()), 0, -1
         )
 
     async def cancel(self, request_id: str) -> bool:
@@ -89,9 +89,9 @@ class RedisStore:
 
     async def delete(self, request_id: str) -> bool:
         """Deletes the record, at once or soon after the end that it asks for; False when there is none."""
-        return bool(await self._run(scripts.DELETE, request_id, SHORTEST_RETENTION))
+        return bool(await self._run(scripts.DELETE, request_id, MIN_RETENTION))
 
-    async def read(self, request_id: str) -> Stored | None:
+    async def read(self, request_id: str) -> StoredRecord | None:
         """The record as it is; None when there is none."""
         record, tokens = keys(request_id)
         pipeline = self._client.pipeline(transaction=True)
@@ -99,7 +99,7 @@ class RedisStore:
         pipeline.get(tokens)
         pipeline.time()
         fields, row, time = await pipeline.execute()
-        return (fields, row or b"", milliseconds(time)) if fields else None
+        return (fields, row or b"", to_milliseconds(time)) if fields else None
 
     async def statuses(self, request_ids: Sequence[str]) -> list[tuple[dict[bytes, bytes], int, int]]:
         """Of each record the fields that say how it is with it, the bytes of its prompt, and Redis' time in ms."""
@@ -109,11 +109,11 @@ class RedisStore:
             pipeline.hmget(record, STATUS_FIELDS)
             pipeline.hstrlen(record, "prompt")
         time, *answers = await pipeline.execute()
-        now = milliseconds(time)
-        found = [_named(STATUS_FIELDS, values) for values in answers[::2]]
+        now = to_milliseconds(time)
+        found = [_present_fields(STATUS_FIELDS, values) for values in answers[::2]]
         return [(fields, length, now) for fields, length in zip(found, answers[1::2], strict=True)]
 
-    async def glance(self, request_id: str, names: tuple[str, ...], offset: int) -> Glance:
+    async def read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
         """What is new in the record."""
         record, tokens = keys(request_id)
         pipeline = self._client.pipeline(transaction=True)
@@ -122,22 +122,22 @@ class RedisStore:
         pipeline.getrange(tokens, offset, -1)
         pipeline.time()
         values, length, row, time = await pipeline.execute()
-        return Glance(_named(names, values), length, row, milliseconds(time))
+        return RawRecordUpdate(_present_fields(names, values), length, row, to_milliseconds(time))
 
     async def _index(self, request_id: str) -> None:
-        terms = self._settings.lease_ms, self._settings.running_s
+        terms = self._settings.lease_ms, self._settings.running_ttl_s
         await self._evaluate(scripts.INDEX, 1, BACKGROUND, request_id, *terms)
 
-    async def _run(self, script: scripts.Script, request_id: str, *arguments: str | int | bytes) -> Any:
+    async def _run(self, script: scripts.LuaScript, request_id: str, *arguments: str | int | bytes) -> Any:
         return await self._evaluate(script, 2, *keys(request_id), *arguments)
 
-    async def _evaluate(self, script: scripts.Script, number_of_keys: int, *arguments: str | int | bytes) -> Any:
+    async def _evaluate(self, script: scripts.LuaScript, number_of_keys: int, *arguments: str | int | bytes) -> Any:
         try:
             return await self._client.evalsha(script.sha, number_of_keys, *arguments)
         except NoScriptError:
             return await self._client.eval(script.source, number_of_keys, *arguments)
 
 
-def _named(names: Sequence[str], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+def _present_fields(names: Sequence[str], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
     """The fields that are there."""
     return {name.encode(): value for name, value in zip(names, values, strict=True) if value is not None}

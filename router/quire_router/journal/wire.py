@@ -9,13 +9,13 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 
-def pack(*command: str | int | bytes) -> bytes:
+def encode_command(*command: str | int | bytes) -> bytes:
     """A command as ``Wire`` sends it."""
     packed: bytes = pack_command(command)  # type: ignore[arg-type]  # the library's type says that it takes one word
     return packed
 
 
-class Wire:
+class PipelinedConnection:
     """Exchanges commands over one of ``client``'s connections, which need no answer timeout of their own.
 
     The library's own pipeline encodes each word in Python and arms a timer for each answer, which takes five times as
@@ -27,18 +27,18 @@ class Wire:
         self._client = client
         self._timeout = timeout
 
-    async def exchange(self, commands: Iterable[bytes]) -> list[Any]:
+    async def execute(self, commands: Iterable[bytes]) -> list[Any]:
         """The answer to each command in order, errors that Redis answers among them. Raises what the client raises."""
         pool: Any = self._client.connection_pool
         async with asyncio.timeout(self._timeout):
             connection = await pool.get_connection()
             try:
-                return await _exchange(connection, list(commands))
+                return await _execute(connection, list(commands))
             finally:
                 await pool.release(connection)
 
 
-async def _exchange(connection: Any, commands: list[bytes]) -> list[Any]:
+async def _execute(connection: Any, commands: list[bytes]) -> list[Any]:
     await connection.send_packed_command(commands)
     answers: list[Any] = []
     for _ in commands:

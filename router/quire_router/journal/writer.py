@@ -12,21 +12,21 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router import metrics
 from quire_router.journal import scripts
-from quire_router.journal.base import Owners
-from quire_router.journal.commands import Commands, is_listed, is_unlisted, unlist
-from quire_router.journal.pending import Entry, Pending, Write
-from quire_router.journal.scripts import Answer
-from quire_router.journal.server import RedisServer
+from quire_router.journal.base import LeaseListener
+from quire_router.journal.commands import CommandBuilder, enters_index, index_removal, leaves_index
+from quire_router.journal.pending import BufferedRequest, BufferedWrite, WriteBuffer
+from quire_router.journal.scripts import ScriptReply
+from quire_router.journal.server import RedisHealth
 from quire_router.journal.settings import JournalSettings
-from quire_router.journal.troubles import is_damage
-from quire_router.journal.wire import Wire
+from quire_router.journal.troubles import is_corruption
+from quire_router.journal.wire import PipelinedConnection
 
 log = logging.getLogger(__name__)
 
-MAX_WRITES = 128  # a flush of so many holds the loop for a millisecond or so
-PAUSE_A_WRITE = 0.0004  # seconds; a write takes about the thirtieth part of that here
+MAX_WRITES_PER_FLUSH = 128  # a flush of so many holds the loop for a millisecond or so
+PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about the thirtieth part of that here
 FIRST_DELAY, LAST_DELAY = 0.05, 1.0
-BEATS_A_LEASE = 4
+HEARTBEATS_PER_LEASE = 4
 
 
 class RedisWriter:
@@ -37,174 +37,181 @@ class RedisWriter:
     """
 
     def __init__(
-        self, client: Redis, wire: Wire, server: RedisServer, pending: Pending, settings: JournalSettings
+        self,
+        client: Redis,
+        wire: PipelinedConnection,
+        server: RedisHealth,
+        pending: WriteBuffer,
+        settings: JournalSettings,
     ) -> None:
         self.available = False
         self._client = client
-        self._wire = wire
-        self._server = server
-        self._pending = pending
+        self._connection = wire
+        self._health = server
+        self._buffer = pending
         self._settings = settings
-        self._commands = Commands(settings)
-        self._owners: Owners | None = None
-        self._loaded = False
+        self._commands = CommandBuilder(settings)
+        self._listener: LeaseListener | None = None
+        self._scripts_loaded = False
         self._refusing = False
         self._outage_logged = False
         self._delay = FIRST_DELAY
-        self._next_beat = 0.0
+        self._next_heartbeat = 0.0
         self._flushed = asyncio.Event()
         metrics.JOURNAL_AVAILABLE.set(0)
 
-    def report_to(self, owners: Owners) -> None:
+    def set_listener(self, listener: LeaseListener) -> None:
         """Who hears of cancelled and taken records."""
-        self._owners = owners
+        self._listener = listener
 
     async def run(self) -> None:
         """Never returns."""
         while True:
             try:
-                await self._turn()
+                await self._run_once()
             except NoScriptError:
                 # Redis was restarted, or told to forget its scripts, maybe again before they could be loaded and used.
-                self._commands.by_source = True
+                self._commands.send_source = True
                 await asyncio.sleep(self._settings.pause)
             except ResponseError as error:  # read only, out of memory, not allowed: it is there and knows the scripts
-                await self._failed(error)
+                await self._on_failure(error)
             except (RedisError, OSError, TimeoutError) as error:
-                self._loaded = False
-                await self._failed(error)
+                self._scripts_loaded = False
+                await self._on_failure(error)
             except Exception as error:
                 log.exception("the journal's writer failed")
-                await self._failed(error)
+                await self._on_failure(error)
 
     async def flush(self) -> None:
         """Waits until nothing is dirty."""
-        while self._pending:
+        while self._buffer:
             self._flushed.clear()
             await self._flushed.wait()
 
-    async def written(self, entry: Entry) -> None:
-        """Waits until an entry that was finished or released is written, or given up."""
-        while self._pending.has(entry):
+    async def wait_written(self, request: BufferedRequest) -> None:
+        """Waits until an request that was finished or released is written, or given up."""
+        while self._buffer.contains(request):
             self._flushed.clear()
             await self._flushed.wait()
 
-    async def _turn(self) -> None:
-        if not self._loaded:
-            await self._load()
-        if asyncio.get_running_loop().time() >= self._next_beat:
-            await self._beat()
+    async def _run_once(self) -> None:
+        if not self._scripts_loaded:
+            await self._load_scripts()
+        if asyncio.get_running_loop().time() >= self._next_heartbeat:
+            await self._heartbeat()
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(self._next_beat):
-                await self._pending.wait()
-        writes = self._pending.next_writes(MAX_WRITES)
+            async with asyncio.timeout_at(self._next_heartbeat):
+                await self._buffer.wait_dirty()
+        writes = self._buffer.next_writes(MAX_WRITES_PER_FLUSH)
         await self._write(writes)
-        metrics.JOURNAL_PENDING.set(len(self._pending))
+        metrics.JOURNAL_PENDING.set(len(self._buffer))
         self._flushed.set()
-        await asyncio.sleep(max(self._settings.pause, PAUSE_A_WRITE * len(writes)))
+        await asyncio.sleep(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
 
-    async def _load(self) -> None:
+    async def _load_scripts(self) -> None:
         for script in scripts.ALL:
             await self._client.script_load(script.source)
-        self._loaded = True
+        self._scripts_loaded = True
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         """Renews every lease, and finds out that Redis is gone, or refuses writes, also when there is nothing to
         write.
         """
-        with self._server.exchange(writes=True):
-            refusal = await self._server.look()
+        with self._health.track_exchange(writes=True):
+            refusal = await self._health.check()
         if refusal is not None:
             raise refusal
-        if not self._refusing or not self._pending:  # what it refused may be more than what was tried here
-            self._succeeded()
-        now, interval = asyncio.get_running_loop().time(), self._settings.lease / BEATS_A_LEASE
-        self._pending.touch_older(now - interval / 2)
-        self._next_beat = now + interval
+        if not self._refusing or not self._buffer:  # what it refused may be more than what was tried here
+            self._on_success()
+        now, interval = asyncio.get_running_loop().time(), self._settings.lease / HEARTBEATS_PER_LEASE
+        self._buffer.mark_unrenewed_dirty(now - interval / 2)
+        self._next_heartbeat = now + interval
 
-    def _succeeded(self) -> None:
+    def _on_success(self) -> None:
         if not self.available:
             log.info("the journal is written to Redis")
         self.available, self._refusing, self._delay, self._outage_logged = True, False, FIRST_DELAY, False
         metrics.JOURNAL_AVAILABLE.set(1)
 
-    def note_failure(self, error: Exception) -> None:
+    def record_failure(self, error: Exception) -> None:
         """Redis did not take a write, of whatever task: it counts as away until it takes one."""
         if not self._outage_logged:
             # The type says enough; a message might repeat a part of what was written.
             log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
         self.available, self._outage_logged = False, True
         self._refusing = self._refusing or isinstance(error, ResponseError)
-        self._server.was_away()
+        self._health.mark_unavailable()
         metrics.JOURNAL_AVAILABLE.set(0)
-        metrics.JOURNAL_PENDING.set(len(self._pending))
+        metrics.JOURNAL_PENDING.set(len(self._buffer))
 
-    async def _failed(self, error: Exception) -> None:
-        self.note_failure(error)
+    async def _on_failure(self, error: Exception) -> None:
+        self.record_failure(error)
         await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
         self._delay = min(2 * self._delay, LAST_DELAY)
 
     # One flush
 
-    async def _write(self, writes: list[Write]) -> None:
+    async def _write(self, writes: list[BufferedWrite]) -> None:
         if not writes:
             return
-        commands = [self._commands.of(write) for write in writes]
-        with self._server.exchange(writes=True):
-            answers = iter(await self._wire.exchange(chain.from_iterable(commands)))
+        commands = [self._commands.build(write) for write in writes]
+        with self._health.track_exchange(writes=True):
+            answers = iter(await self._connection.execute(chain.from_iterable(commands)))
         now = asyncio.get_running_loop().time()
         problems, lasts = [], []
         for write, made in zip(writes, commands, strict=True):
             *_, last = own = list(islice(answers, len(made)))
-            problems.append(self._settle(write, own, now))
+            problems.append(self._apply_replies(write, own, now))
             lasts.append(last)
-        self._commands.by_source = False  # whatever was wanted is known by its hash again
-        ended = [write for write, last in zip(writes, lasts, strict=True) if is_unlisted(write) and last == Answer.DONE]
+        self._commands.send_source = False  # whatever was wanted is known by its hash again
+        ended = [
+            write for write, last in zip(writes, lasts, strict=True) if leaves_index(write) and last == ScriptReply.DONE
+        ]
         if ended:
-            await self._wire.exchange([unlist(ended)])
+            await self._connection.execute([index_removal(ended)])
         for problem in filter(None, problems):
             raise problem
-        self._succeeded()
+        self._on_success()
 
-    def _settle(self, write: Write, answers: list[Any], now: float) -> Exception | None:
+    def _apply_replies(self, write: BufferedWrite, answers: list[Any], now: float) -> Exception | None:
         """Takes note of what became of a write; returns what makes it worth trying again later."""
-        if answers == [Answer.DONE]:  # as nearly all are
-            self._pending.stored(write, now)
+        if answers == [ScriptReply.DONE]:  # as nearly all are
+            self._buffer.mark_stored(write, now)
             return None
         errors = [answer for answer in answers if isinstance(answer, Exception)]
-        problem = next((error for error in errors if not is_damage(error)), None)
+        problem = next((error for error in errors if not is_corruption(error)), None)
         if problem is None:
-            self._take_note(write, answers[1:] if is_listed(write) else answers, now)
+            self._apply_written(write, answers[1:] if enters_index(write) else answers, now)
         return problem
 
-    def _take_note(self, write: Write, answers: list[Any], now: float) -> None:
+    def _apply_written(self, write: BufferedWrite, answers: list[Any], now: float) -> None:
         if any(isinstance(answer, Exception) for answer in answers):
-            self._give_up(write.entry)
-        elif Answer.STALE in answers:
-            self._lose(write.entry)
-        elif Answer.LOST in answers:
-            self._pending.lost(write.entry)
+            self._drop_corrupt(write.request)
+        elif ScriptReply.STALE in answers:
+            self._on_lease_lost(write.request)
+        elif ScriptReply.LOST in answers:
+            self._buffer.mark_lost(write.request)
         else:
-            self._pending.stored(write, now)
-            if Answer.CANCELLED in answers:
-                self._cancel(write.entry)
+            self._buffer.mark_stored(write, now)
+            if ScriptReply.CANCELLED in answers:
+                self._on_cancelled(write.request)
 
-    def _give_up(self, entry: Entry) -> None:
+    def _drop_corrupt(self, request: BufferedRequest) -> None:
         """The keys are damaged or something else's: it would fail for ever."""
-        if self._pending.has(entry):
-            log.error("the record of request %s is damaged and is not written any more", entry.lease.request_id)
+        if self._buffer.contains(request):
+            log.error("the record of request %s is damaged and is not written any more", request.lease.request_id)
             metrics.JOURNAL_DROPPED.inc()
-            self._pending.drop(entry)
+            self._buffer.remove(request)
 
-    def _lose(self, entry: Entry) -> None:
+    def _on_lease_lost(self, request: BufferedRequest) -> None:
         metrics.STALE_EPOCHS.inc()
-        told = entry.live and self._pending.has(entry)
-        self._pending.drop(entry)
-        if told and self._owners is not None:
-            self._owners.on_taken(entry.lease.request_id)
+        told = request.is_writable and self._buffer.contains(request)
+        self._buffer.remove(request)
+        if told and self._listener is not None:
+            self._listener.on_lease_lost(request.lease.request_id)
 
-    def _cancel(self, entry: Entry) -> None:
-        told = entry.live and self._pending.has(entry) and not entry.cancelled
-        entry.cancelled = True
-        if told and self._owners is not None:
-            self._owners.on_cancelled(entry.lease.request_id)
+    def _on_cancelled(self, request: BufferedRequest) -> None:
+        told = request.is_writable and self._buffer.contains(request) and not request.cancelled
+        request.cancelled = True
+        if told and self._listener is not None:
+            self._listener.on_cancelled(request.lease.request_id)
