@@ -40,13 +40,13 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
     """A scheduler for this executor, with empty pools."""
     limits = SchedulerConfig.of(
         config,
-        max_model_len=_servable_length(executor.max_model_len, executor.capacity),
+        max_model_len=_servable_length(executor.max_model_len, executor.kv_cache_config),
         eos_token_ids=frozenset(executor.config.eos_token_ids),
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
     )
     memory = KVCacheManager(
-        executor.capacity, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
+        executor.kv_cache_config, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
     )
     return Scheduler(limits, memory, rates=executor.rates)
 

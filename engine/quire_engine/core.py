@@ -161,14 +161,14 @@ class EngineCore:
         if not launched or len(self._flights) == self._executor.depth:
             self._land()
         if self._flights:
-            self._flights[0].draw()
+            self._flights[0].sample_tokens()
         while self._flights and self._flights[0].has_failed:
             self._land()
 
     def _launch(self) -> bool:
         """Whether there is anything to carry out. An empty plan is one to commit only when none is under way."""
         started, begin = time_ns(), perf_counter()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         schedule = perf_counter() - begin
         if not (plan.is_empty and self._flights):
             self._flights.append(InFlightStep(self._executor, plan, started, begin, schedule))
@@ -184,10 +184,10 @@ class EngineCore:
         result, plan = self._take(flight), flight.plan
         ran = perf_counter()
         request_ids = self.scheduler.request_ids(plan)
-        outputs = self._refused + self.scheduler.commit(plan, result)
+        outputs = self._refused + self.scheduler.update_from_output(plan, result)
         self._refused = []
         looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
-        waste = self.scheduler.waste() if looks else None
+        waste = self.scheduler.get_fragmentation() if looks else None
         ended = perf_counter()
         trace = StepTrace(
             step=plan.step,
@@ -206,12 +206,14 @@ class EngineCore:
             num_draws=sum(len(chunk.draws) for chunk in plan.chunks),
         )
         self._publish(
-            EngineCoreOutputs(outputs, self.scheduler.load(), self.scheduler.memory.drain_events(), trace, waste)
+            EngineCoreOutputs(
+                outputs, self.scheduler.get_load(), self.scheduler.kv_cache_manager.take_events(), trace, waste
+            )
         )
 
     def _take(self, flight: InFlightStep) -> ModelOutput:
         try:
-            return flight.result()
+            return flight.get_output()
         except ExecutorError:
             raise
         except Exception:
@@ -224,9 +226,9 @@ class EngineCore:
     def _run_apart(self, plan: SchedulerOutput) -> ModelOutput:
         """Finds out whose fault it was: only a sequence that fails alone ends with an error."""
         merged = ModelOutput()
-        for part in self.scheduler.retry(plan):
+        for part in self.scheduler.split_for_retry(plan):
             try:
-                result = self._executor.run(part)
+                result = self._executor.execute_model(part)
             except ExecutorError:
                 raise
             except Exception:
@@ -250,16 +252,16 @@ class EngineCore:
             case Add(request):
                 self._add(request)
             case Abort(request_id, indexes):
-                self.scheduler.abort(request_id, indexes)
+                self.scheduler.abort_request(request_id, indexes)
             case Inspect(reply):
                 self._land_all()  # what is under way has changed the prefix cache already
-                reply(self.scheduler.load(), self.scheduler.memory.stored())
+                reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
             case Stop():
                 self._stopped = True
 
     def _add(self, request: Request) -> None:
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except QuireError as error:
             refusal = EngineCoreOutput(
                 request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True

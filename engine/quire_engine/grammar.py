@@ -13,14 +13,14 @@ class GrammarError(Exception):
     """
 
 
-class Matcher(Protocol):
+class GrammarMatcher(Protocol):
     """One output's place in a grammar. Made and used by one thread, which is not that of the steps."""
 
-    def accept(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
         """Takes in tokens that the output got. Raises ``GrammarError``."""
         ...
 
-    def fill(self, mask: memoryview) -> None:
+    def fill_bitmask(self, mask: memoryview) -> None:
         """Writes which tokens may come next into ``mask``: contiguous int32 words, as many as the model's vocabulary
         needs and all 0 before, where bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares
         them). Words that it leaves alone allow nothing. May be called again for the same place. Raises
@@ -32,6 +32,6 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread."""
 
-    def matcher(self) -> Matcher:
+    def new_matcher(self) -> GrammarMatcher:
         """The place before the first token of an output."""
         ...

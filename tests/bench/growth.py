@@ -53,7 +53,7 @@ def queue(policy: Policy, waiting: int) -> Scheduler:
     config = SchedulerConfig(max_num_seqs=1, max_model_len=1024, max_waiting=1 << 20, scheduling_policy=policy)
     scheduler = Scheduler(config, KVCacheManager(KVCacheConfig(16, 10_000, 0)))
     for number in range(waiting):
-        scheduler.add(request(number))
+        scheduler.add_request(request(number))
     return scheduler
 
 
@@ -65,8 +65,8 @@ def abort(policy: Policy, waiting: int) -> float:
     scheduler = queue(policy, waiting)
 
     def come_and_go(number: int) -> None:
-        scheduler.add(request(number))
-        scheduler.abort(str(number))
+        scheduler.add_request(request(number))
+        scheduler.abort_request(str(number))
 
     return median(come_and_go, range(waiting, waiting + REPEATS))
 
@@ -76,9 +76,11 @@ def admission(policy: Policy, waiting: int) -> float:
     scheduler = queue(policy, waiting)
 
     def step(number: int) -> None:
-        plan = scheduler.plan()
-        scheduler.commit(plan, ModelOutput({draw.sequence_id: 5 for chunk in plan.chunks for draw in chunk.draws}))
-        scheduler.add(request(number))
+        plan = scheduler.schedule()
+        scheduler.update_from_output(
+            plan, ModelOutput({draw.sequence_id: 5 for chunk in plan.chunks for draw in chunk.draws})
+        )
+        scheduler.add_request(request(number))
 
     return median(step, range(waiting, waiting + REPEATS))
 
@@ -89,9 +91,11 @@ def eviction(blocks: int) -> float:
 
     def fill(number: int) -> None:
         table, tokens = BlockTable(b""), [number] * 64
-        memory.grow(table, memory.admit(table, memory.match(table, tokens)), len(tokens))
-        memory.name_full_blocks(table, tokens, len(tokens))
-        memory.release(table)
+        memory.allocate_slots(
+            table, memory.attach_cached_blocks(table, memory.get_cached_blocks(table, tokens)), len(tokens)
+        )
+        memory.cache_full_blocks(table, tokens, len(tokens))
+        memory.free(table)
 
     for number in range(blocks // 4 + 1):
         fill(number)

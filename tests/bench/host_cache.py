@@ -23,14 +23,14 @@ class KeepsEveryBlock(KVCacheManager):
     """As it would be without a choice."""
 
     def _keep_on_host(self, block_id: int, name: bytes) -> None:
-        found = self.host.find(name)
+        found = self.host_pool.get_cached_block(name)
         if found is not None:
-            self.host.touch(found)
-        elif self.host.num_free:
-            target = self.host.allocate()
-            self.host.name(target, name)
-            self.host.release(target)
-            self._copies.out.append(BlockCopy(block_id, target))
+            self.host_pool.move_to_back(found)
+        elif self.host_pool.num_free:
+            target = self.host_pool.allocate()
+            self.host_pool.cache_block(target, name)
+            self.host_pool.decref(target)
+            self._pending_copies.blocks_to_swap_out.append(BlockCopy(block_id, target))
 
 
 def main() -> None:
@@ -55,13 +55,13 @@ def run(kv: KVCacheManager, workload: Workload) -> tuple[int, int, int, int]:
     copied = back = found = total = 0
     for tokens in workload(random.Random(0)):
         table = BlockTable(b"")
-        cached = kv.admit(table, kv.match(table, tokens))
-        kv.grow(table, cached, len(tokens))
-        kv.name_full_blocks(table, tokens, len(tokens))
-        copies = kv.take_copies()
-        kv.release(table)
-        kv.drain_events()
-        copied, back = copied + len(copies.out), back + len(copies.into)
+        cached = kv.attach_cached_blocks(table, kv.get_cached_blocks(table, tokens))
+        kv.allocate_slots(table, cached, len(tokens))
+        kv.cache_full_blocks(table, tokens, len(tokens))
+        copies = kv.take_pending_copies()
+        kv.free(table)
+        kv.take_events()
+        copied, back = copied + len(copies.blocks_to_swap_out), back + len(copies.blocks_to_swap_in)
         found, total = found + cached // BLOCK, total + len(tokens) // BLOCK
     return copied, back, found, total
 

@@ -39,13 +39,13 @@ KINDS: dict[str, tuple[str, dict[str, object]]] = {
 class EvenTokens:
     """A grammar, and its own matcher, that costs next to nothing to ask: every second token is allowed."""
 
-    def matcher(self) -> "EvenTokens":
+    def new_matcher(self) -> "EvenTokens":
         return self
 
-    def accept(self, token_ids: object) -> None:
+    def accept_tokens(self, token_ids: object) -> None:
         del token_ids
 
-    def fill(self, mask: memoryview) -> None:
+    def fill_bitmask(self, mask: memoryview) -> None:
         np.frombuffer(mask, np.int32)[:] = 0x55555555
 
 

@@ -1,8 +1,8 @@
 """What scheduling costs a step, without a model: `make bench`.
 
 The real scheduler and the real pools, with an executor that only answers. Every step about one sequence ends, one is
-admitted and one arrives, so that each policy has its work to do. Measured are ``plan`` and ``commit``, as the step loop
-itself reports them.
+admitted and one arrives, so that each policy has its work to do. Measured are ``schedule`` and ``update_from_output``,
+as the step loop itself reports them.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Bench:
         self._core = EngineCore(scheduler, executor, self._receive)
 
     def measure(self, steps: int) -> list[float]:
-        """Milliseconds of ``plan`` and ``commit`` in each of so many steps, once the batch is full."""
+        """Milliseconds of ``schedule`` and ``update_from_output`` in each of so many steps, once the batch is full."""
         while len(self._core.scheduler.running) < self._running:
             self._step()
         for _ in range(steps):
@@ -73,7 +73,7 @@ class Bench:
     def _arrive(self) -> None:
         prompt = [self._arrived % 1000 + 1] * self._random.randint(50, 350)
         params = SamplingParams(max_tokens=self._random.randint(100, 400), temperature=0, ignore_eos=True)
-        self._core.scheduler.add(Request(str(self._arrived), prompt, params, priority=self._arrived % 3))
+        self._core.scheduler.add_request(Request(str(self._arrived), prompt, params, priority=self._arrived % 3))
         self._arrived += 1
 
     def _receive(self, step: EngineCoreOutputs) -> None:

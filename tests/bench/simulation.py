@@ -25,7 +25,7 @@ STRIDE, RESOLUTION = 1.25, 1.02
 def main() -> None:
     options = parse_options()
     config = SimulationConfig(trace=options.trace, preset=options.preset, limit=options.rows)
-    print(f"  {len(read(config, 1.0))} requests of {config.trace.name}; {config.latency}; {config.capacity};")
+    print(f"  {len(read(config, 1.0))} requests of {config.trace.name}; {config.latency}; {config.kv_cache_config};")
     print(f"  {config.limits('fcfs')}")
     grows = Growth(config)
     stable = largest(lambda rate: not grows(rate), saturation(config))
@@ -47,7 +47,7 @@ def read(config: SimulationConfig, rate: float) -> list[Arrival]:
 
 
 def run(config: SimulationConfig, policy: Policy, rate: float) -> Recorder:
-    return Simulation(config.limits(policy), config.capacity, config.latency).run(read(config, rate))
+    return Simulation(config.limits(policy), config.kv_cache_config, config.latency).run(read(config, rate))
 
 
 def saturation(config: SimulationConfig) -> float:

@@ -131,7 +131,9 @@ def run(
     config = SchedulerConfig(
         max_num_seqs=len(prompts), max_model_len=executor.max_model_len, eos_token_ids=frozenset([EOS])
     )
-    core = EngineCore(Scheduler(config, KVCacheManager(executor.capacity, prefix_caching=False)), executor, receive)
+    core = EngineCore(
+        Scheduler(config, KVCacheManager(executor.kv_cache_config, prefix_caching=False)), executor, receive
+    )
     for index, prompt in enumerate(prompts):
         params = SamplingParams(
             seed=index,
@@ -139,7 +141,7 @@ def run(
             ignore_eos=grammar is None,
             structured=None if grammar is None else STRUCTURED,
         )
-        core.scheduler.add(Request(str(index), prompt, params, grammar=grammar))
+        core.scheduler.add_request(Request(str(index), prompt, params, grammar=grammar))
     while core.scheduler.has_work:
         core.step()
     assert made == len(prompts) * output

@@ -60,8 +60,8 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
     first = SchedulerOutput(
         0, [ScheduledChunk(id, draws[id].token_ids[:], 0, [id + 1], (draws[id],)) for id in range(4)]
     )
-    last = executor.launch(first)
-    last.draw()
+    last = executor.execute_model_async(first)
+    last.sample_tokens()
     for step in range(1, 8):
         plan = SchedulerOutput(
             step, [ScheduledChunk(id, [PLACEHOLDER_TOKEN_ID], 2 + step, [id + 1], (draws[id],)) for id in range(4)]
@@ -69,16 +69,16 @@ def test_nothing_waits_between_the_launch_of_a_step_and_its_result(
         # The first of these steps learns shapes and compiles; what comes after it is what a step is.
         torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
         try:
-            launched = executor.launch(plan)
+            launched = executor.execute_model_async(plan)
             torch.cuda.set_sync_debug_mode("default")
-            for id, token_id in last.result().token_ids.items():
+            for id, token_id in last.get_output().token_ids.items():
                 draws[id].token_ids.append(token_id)
             torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-            launched.draw()
+            launched.sample_tokens()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         last = launched
-    assert len(last.result().token_ids) == 4
+    assert len(last.get_output().token_ids) == 4
     executor.close()
 
 
@@ -92,11 +92,13 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
     # A large model's first step may still load kernels: a part of a percent.
     assert total - free <= 0.51 * total
     assert total - free >= 0.4 * total
-    capacity = executor.capacity
+    capacity = executor.kv_cache_config
     assert capacity.host_blocks == 64 * MIB // capacity.block_bytes
     tokens = [3 + place % 200 for place in range(200)]
     draw = make_draw(0, tokens)
-    assert executor.run(SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (draw,))])).token_ids
+    assert executor.execute_model(
+        SchedulerOutput(0, [ScheduledChunk(0, tokens, 0, list(range(1, 14)), (draw,))])
+    ).token_ids
     executor.close()
     del executor
     torch.cuda.empty_cache()
@@ -106,8 +108,8 @@ def test_an_engine_that_sizes_itself_stays_within_its_part_and_gives_it_back(mod
 def test_a_token_outside_of_the_vocabulary_ends_its_step_and_not_the_gpu(model_folders: dict[str, Path]) -> None:
     executor = load(model_folders["llama3"], 20, 0, "bfloat16", device="cuda")
     with pytest.raises(IndexError):
-        executor.run(SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
-    assert executor.run(SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
+        executor.execute_model(SchedulerOutput(0, [ScheduledChunk(0, [1 << 20], 0, [1], (make_draw(0, [1 << 20]),))]))
+    assert executor.execute_model(SchedulerOutput(1, [ScheduledChunk(1, [5], 0, [1], (make_draw(1, [5]),))])).token_ids
     executor.close()
 
 

@@ -41,7 +41,7 @@ class Driver:
         self._random = random.Random(seed)
         self._max_chunk = max_chunk
         self._swapping = swapping
-        capacity = executor.capacity
+        capacity = executor.kv_cache_config
         self._free = self._random.sample(range(1, capacity.device_blocks), capacity.device_blocks - 1)
         self._host_free = self._random.sample(range(capacity.host_blocks), capacity.host_blocks)
         self._steps = 0
@@ -49,7 +49,7 @@ class Driver:
     def run(self, sequences: list[Sequence]) -> list[list[int]]:
         """The outputs, in the order of the sequences."""
         while alive := [one for one in sequences if not one.done]:
-            self._apply(sequences, self._executor.run(self._plan(alive)))
+            self._apply(sequences, self._executor.execute_model(self._plan(alive)))
             self._release(sequences)
         return [one.output for one in sequences]
 
@@ -67,7 +67,7 @@ class Driver:
         return plan
 
     def _chunk(self, one: Sequence) -> list[ScheduledChunk]:
-        size = self._executor.capacity.block_size
+        size = self._executor.kv_cache_config.block_size
         end = min(len(one.tokens), one.computed + self._random.randint(1, self._max_chunk))
         missing = max(0, -(-end // size) - len(one.blocks))
         if missing > len(self._free):

@@ -63,7 +63,10 @@ def load(folder: Path, device_blocks: int, host_blocks: int, dtype: str = "float
         swap_bytes=host_blocks * block_bytes,
         **settings,
     )
-    assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (device_blocks, host_blocks)
+    assert (executor.kv_cache_config.device_blocks, executor.kv_cache_config.host_blocks) == (
+        device_blocks,
+        host_blocks,
+    )
     return executor
 
 
@@ -108,17 +111,17 @@ def run(
         vocab_size=executor.config.vocab_size,
         model_revision=executor.config.model_revision,
     )
-    memory = KVCacheManager(executor.capacity, prefix_caching=prefix_caching, host_caching=host_caching)
+    memory = KVCacheManager(executor.kv_cache_config, prefix_caching=prefix_caching, host_caching=host_caching)
     core = EngineCore(Scheduler(config, memory, rates=rates), executor, receive)
     for index, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
         grammar = grammars[index] if grammars else None
-        core.scheduler.add(Request(str(index), prompt, wanted, grammar=grammar))
+        core.scheduler.add_request(Request(str(index), prompt, wanted, grammar=grammar))
     for _ in range(MAX_STEPS):
         if not core.scheduler.has_work:
             break
         core.step()
     assert not core.scheduler.has_work, "the engine made no progress"
-    memory.check()
-    assert memory.device.num_free == memory.device.num_blocks
-    assert memory.host.num_free == memory.host.num_blocks
-    return Run(choices, told, core.scheduler.statistics)
+    memory.check_integrity()
+    assert memory.device_pool.num_free == memory.device_pool.num_blocks
+    assert memory.host_pool.num_free == memory.host_pool.num_blocks
+    return Run(choices, told, core.scheduler.stats)

@@ -68,18 +68,18 @@ class Loop:
     def run(self) -> None:
         """Step by step."""
         while plan := self._plan():
-            self._commit(self._executor.run(plan))
+            self._commit(self._executor.execute_model(plan))
 
     def run_overlapped(self) -> None:
         """Each step is launched before the result of the last one is taken."""
         last: TorchStep | None = None
         while True:
             plan = self._plan()
-            launched = self._executor.launch(plan) if plan else None
+            launched = self._executor.execute_model_async(plan) if plan else None
             if last is not None:
-                self._commit(last.result(), launched=plan)
+                self._commit(last.get_output(), launched=plan)
             if launched is not None:
-                launched.draw()
+                launched.sample_tokens()
             elif last is None:
                 return
             last = launched
@@ -135,16 +135,16 @@ def some_sequences(prompts: list[list[int]]) -> list[Sequence]:
 class Numbered(ModuloGrammar):
     """Fails once an output has six tokens."""
 
-    def matcher(self) -> "object":
-        matcher = super().matcher()
-        accept = matcher.accept
+    def new_matcher(self) -> "object":
+        matcher = super().new_matcher()
+        accept = matcher.accept_tokens
 
         def counted(token_ids: list[int]) -> None:
             accept(token_ids)
             if len(matcher.output) >= 6:
                 raise self.failure
 
-        matcher.accept = counted
+        matcher.accept_tokens = counted
         return matcher
 
 

@@ -81,11 +81,11 @@ def blocks_at_first_token(requests: list[Request]) -> int:
     config = SchedulerConfig(max_num_batched_tokens=1 << 20, max_model_len=1 << 16, vocab_size=VOCAB_SIZE)
     core = EngineCore(Scheduler(config, memory), PagedExecutor(capacity), ignore)
     for request in requests:
-        core.scheduler.add(request)
+        core.scheduler.add_request(request)
     for _ in range(2):
         core.step()
     assert len(core.scheduler.running) == 8
-    return memory.device.num_blocks - memory.device.num_free
+    return memory.device_pool.num_blocks - memory.device_pool.num_free
 
 
 def ignore(step: EngineCoreOutputs) -> None:

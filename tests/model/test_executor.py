@@ -35,24 +35,31 @@ def draws(tokens: list[int], id: int = 0) -> tuple[SampleRequest, ...]:
 
 
 def test_a_step_with_nothing_in_it_makes_nothing(executor: TorchExecutor) -> None:
-    result = executor.run(SchedulerOutput(0))
+    result = executor.execute_model(SchedulerOutput(0))
     assert (result.token_ids, result.errors) == ({}, {})
 
 
 def test_a_chunk_without_tokens_is_an_error_of_that_request_alone(executor: TorchExecutor) -> None:
-    result = executor.run(SchedulerOutput(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)]))
+    result = executor.execute_model(
+        SchedulerOutput(0, [chunk([], [], id=1), chunk([5], [1], id=2), chunk([], [], 3, None)])
+    )
     assert set(result.errors) == {1}
     assert set(result.token_ids) == {2}
 
 
 def test_a_step_that_samples_nothing_still_stores_its_keys(executor: TorchExecutor) -> None:
-    whole = executor.run(SchedulerOutput(0, [chunk([9, 8, 7, 6], [1])])).token_ids
-    assert executor.run(SchedulerOutput(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
-    assert executor.run(SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids == whole
+    whole = executor.execute_model(SchedulerOutput(0, [chunk([9, 8, 7, 6], [1])])).token_ids
+    assert executor.execute_model(SchedulerOutput(1, [chunk([9, 8, 7], [2], sampling=None)])).token_ids == {}
+    assert (
+        executor.execute_model(SchedulerOutput(2, [ScheduledChunk(0, [6], 3, [2], draws([9, 8, 7, 6]))])).token_ids
+        == whole
+    )
 
 
 def test_every_part_of_a_step_is_timed(executor: TorchExecutor) -> None:
-    timings = executor.run(SchedulerOutput(0, [chunk([5], [1])], blocks_to_swap_out=[BlockCopy(2, 0)])).timings
+    timings = executor.execute_model(
+        SchedulerOutput(0, [chunk([5], [1])], blocks_to_swap_out=[BlockCopy(2, 0)])
+    ).timings
     assert min(timings.swap, timings.forward, timings.sample) > 0
 
 
@@ -62,29 +69,29 @@ def test_a_copy_of_a_block_that_does_not_exist_ends_the_engine(
     executor: TorchExecutor, copy: BlockCopy, direction: str
 ) -> None:
     with pytest.raises(CopyError):
-        executor.run(SchedulerOutput(0, **{direction: [copy]}))
+        executor.execute_model(SchedulerOutput(0, **{direction: [copy]}))
 
 
 def test_blocks_come_back_from_the_host_as_they_went(executor: TorchExecutor) -> None:
     tokens = list(range(3, 40))
-    expected = executor.run(SchedulerOutput(0, [chunk(tokens, [1, 2, 3])])).token_ids
-    executor.run(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
-    executor.run(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
-    executor.run(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
+    expected = executor.execute_model(SchedulerOutput(0, [chunk(tokens, [1, 2, 3])])).token_ids
+    executor.execute_model(SchedulerOutput(1, [chunk(tokens[:-1], [4, 5, 6], sampling=None)]))
+    executor.execute_model(SchedulerOutput(2, blocks_to_swap_out=[BlockCopy(4, 9), BlockCopy(5, 0), BlockCopy(6, 4)]))
+    executor.execute_model(SchedulerOutput(3, [chunk([50] * 48, [4, 5, 6])]))
     last = ScheduledChunk(0, tokens[-1:], len(tokens) - 1, [5, 6, 4], draws(tokens))
     plan = SchedulerOutput(4, [last], blocks_to_swap_in=[BlockCopy(9, 5), BlockCopy(0, 6), BlockCopy(4, 4)])
-    assert executor.run(plan).token_ids == expected
+    assert executor.execute_model(plan).token_ids == expected
 
 
 def test_a_failed_step_can_be_run_again_chunk_by_chunk(executor: TorchExecutor) -> None:
     good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-    expected = executor.run(SchedulerOutput(0, [good])).token_ids
+    expected = executor.execute_model(SchedulerOutput(0, [good])).token_ids
     with pytest.raises(IndexError):
-        executor.run(SchedulerOutput(1, [good, bad]))
+        executor.execute_model(SchedulerOutput(1, [good, bad]))
     first, second = SchedulerOutput(1, [good, bad]).split()
-    assert executor.run(first).token_ids == expected
+    assert executor.execute_model(first).token_ids == expected
     with pytest.raises(IndexError):
-        executor.run(second)
+        executor.execute_model(second)
 
 
 def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> None:
@@ -93,12 +100,12 @@ def test_a_request_whose_numbers_are_not_finite_ends_alone(tmp_path: Path) -> No
     weights["model.embed_tokens.weight"][7] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load_executor(folder, kv_cache_memory=POOL, swap_bytes=0)
-    alone = executor.run(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
-    result = executor.run(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
+    alone = executor.execute_model(SchedulerOutput(0, [chunk([5, 6], [1])])).token_ids[0]
+    result = executor.execute_model(SchedulerOutput(1, [chunk([5, 7], [2], id=1), chunk([5, 6], [3], id=2)]))
     assert result.token_ids == {2: alone}
     assert result.errors[1].code == ErrorCode.INTERNAL
     # The blocks that hold its keys are used again by others, who see only what they wrote themselves.
-    assert executor.run(SchedulerOutput(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
+    assert executor.execute_model(SchedulerOutput(2, [chunk([5, 6], [2])])).token_ids == {0: alone}
 
 
 def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallModels) -> None:
@@ -126,4 +133,4 @@ def test_sampled_output_is_the_same_alone_and_among_others(small_models: SmallMo
 def test_nothing_can_be_run_after_close(executor: TorchExecutor) -> None:
     executor.close()
     with pytest.raises(IndexError):
-        executor.run(SchedulerOutput(0, [chunk([5], [1])]))
+        executor.execute_model(SchedulerOutput(0, [chunk([5], [1])]))

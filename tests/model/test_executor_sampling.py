@@ -42,8 +42,10 @@ def test_all_draws_of_a_chunk_are_made_from_its_last_logits(executor: TorchExecu
     draws = [make_draw(id, tokens, seed=id, **styles[id % 3]) for id in range(12)]
     apart = ModelOutput()
     for draw in draws:
-        apart.add(executor.run(SchedulerOutput(0, [whole(tokens, [draw], draw.sequence_id)])))
-    together = executor.run(SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, draws, 11)]))
+        apart.add(executor.execute_model(SchedulerOutput(0, [whole(tokens, [draw], draw.sequence_id)])))
+    together = executor.execute_model(
+        SchedulerOutput(1, [whole(small_models.prompts[5], []), whole(tokens, draws, 11)])
+    )
     assert together.token_ids == apart.token_ids
     assert len(set(together.token_ids.values())) > 3
 
@@ -56,8 +58,8 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
         plans.append(ScheduledChunk(10 * index, prompt, 0, [index + 1], tuple(draws)))
     apart = ModelOutput()
     for one in plans:
-        apart.add(executor.run(SchedulerOutput(0, [one])))
-    assert executor.run(SchedulerOutput(1, plans)).token_ids == apart.token_ids
+        apart.add(executor.execute_model(SchedulerOutput(0, [one])))
+    assert executor.execute_model(SchedulerOutput(1, plans)).token_ids == apart.token_ids
     assert list(apart.token_ids) == [0, 1, 20, 30, 31, 32]
 
 
@@ -67,7 +69,7 @@ def test_chunks_with_none_one_and_many_draws_share_a_step(executor: TorchExecuto
 def test_output_logprobs_are_those_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[6]
     draw = make_draw(0, tokens, seed=3, temperature=2.0, logprobs=5, presence_penalty=1.0)
-    made = executor.run(SchedulerOutput(0, [whole(tokens, [draw])]))
+    made = executor.execute_model(SchedulerOutput(0, [whole(tokens, [draw])]))
     expected = oracle_logprobs(small_models, tokens)[-1]
     assert made.logprobs[0].logprob == pytest.approx(expected[made.token_ids[0]].item(), abs=1e-4)
     assert [token_id for token_id, _ in made.logprobs[0].top] == expected.topk(5).indices.tolist()
@@ -86,7 +88,7 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
         draws = (make_draw(1, tokens),) if start + size >= len(tokens) else ()
         beside = ScheduledChunk(9, other[:20], 0, [11, 12], targets=other[1:4])
         mine = ScheduledChunk(1, part, start, BLOCKS, draws, targets=targets, num_top=3)
-        result = executor.run(SchedulerOutput(start, [beside, mine]))
+        result = executor.execute_model(SchedulerOutput(start, [beside, mine]))
         made += result.prompt_logprobs.get(1, [])
         assert len(result.prompt_logprobs[9]) == 3
         assert set(result.token_ids) == {draw.sequence_id for draw in draws}
@@ -102,7 +104,9 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
 
 def test_candidates_are_the_most_probable_of_transformers(executor: TorchExecutor, small_models: SmallModels) -> None:
     tokens = small_models.prompts[7]
-    made = executor.run(SchedulerOutput(0, [whole(tokens, [make_draw(0, tokens, num_candidates=8)])])).candidates[0]
+    made = executor.execute_model(
+        SchedulerOutput(0, [whole(tokens, [make_draw(0, tokens, num_candidates=8)])])
+    ).candidates[0]
     expected = oracle_logprobs(small_models, tokens)[-1].topk(8)
     assert made.token_ids == expected.indices.tolist()
     assert made.logprobs == pytest.approx(expected.values.tolist(), abs=1e-4)
@@ -115,13 +119,13 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
     computing, filled = threading.Event(), threading.Event()
 
     class Waiting(ModuloMatcher):
-        def fill(self, mask: memoryview) -> None:
+        def fill_bitmask(self, mask: memoryview) -> None:
             assert computing.wait(timeout=30)
-            super().fill(mask)
+            super().fill_bitmask(mask)
             filled.set()
 
     class Grammar(ModuloGrammar):
-        def matcher(self) -> ModuloMatcher:
+        def new_matcher(self) -> ModuloMatcher:
             return Waiting(self)
 
     forward = executor._runner._model.forward
@@ -133,7 +137,7 @@ def test_masks_are_filled_while_the_model_computes(executor: TorchExecutor, monk
 
     monkeypatch.setattr(executor._runner._model, "forward", watched)
     draw = make_draw(0, [5, 6], grammar=Grammar(2, VOCAB_SIZE))
-    assert executor.run(SchedulerOutput(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
+    assert executor.execute_model(SchedulerOutput(0, [whole([5, 6], [draw])])).token_ids[0] % 2 == 1
 
 
 def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecutor) -> None:
@@ -141,30 +145,34 @@ def test_a_step_that_failed_is_run_again_with_its_grammars(executor: TorchExecut
     held, broken = make_draw(0, [5, 6], [9], grammar=grammar), make_draw(1, [999], grammar=grammar)
     good, bad = ScheduledChunk(0, [5, 6, 9], 0, [1], (held,)), ScheduledChunk(1, [999], 0, [2], (broken,))
     with pytest.raises(IndexError):
-        executor.run(SchedulerOutput(0, [good, bad]))
-    first = executor.run(SchedulerOutput(0, [good])).token_ids[0]
+        executor.execute_model(SchedulerOutput(0, [good, bad]))
+    first = executor.execute_model(SchedulerOutput(0, [good])).token_ids[0]
     assert grammar.allows([9], first)
     held.token_ids.append(first)
     with pytest.raises(IndexError):
-        executor.run(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,)), bad]))
-    second = executor.run(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,))])).token_ids[0]
+        executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,)), bad]))
+    second = executor.execute_model(SchedulerOutput(1, [ScheduledChunk(0, [first], 3, [1], (held,))])).token_ids[0]
     known = [5, 6, 9, first]
     anew = make_draw(2, known[:2], known[2:], grammar=grammar)
-    assert executor.run(SchedulerOutput(2, [ScheduledChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
+    assert (
+        executor.execute_model(SchedulerOutput(2, [ScheduledChunk(2, known, 0, [3], (anew,))])).token_ids[2] == second
+    )
 
 
 def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor) -> None:
     draws = [make_draw(id, [5], frequency_penalty=1.0) for id in range(3)]
-    executor.run(SchedulerOutput(0, [ScheduledChunk(id, [5], 0, [id + 1], (draw,)) for id, draw in enumerate(draws)]))
+    executor.execute_model(
+        SchedulerOutput(0, [ScheduledChunk(id, [5], 0, [id + 1], (draw,)) for id, draw in enumerate(draws)])
+    )
     kept = executor._sampler._states
     assert len(kept) == 3
-    executor.run(SchedulerOutput(1, ended=[0, 2, 99]))
+    executor.execute_model(SchedulerOutput(1, ended=[0, 2, 99]))
     assert len(kept) == 1
 
 
 def test_a_grammar_without_a_way_out_ends_its_sequence_and_no_other(executor: TorchExecutor) -> None:
     stuck, free = make_draw(0, [5], grammar=ModuloGrammar(1, VOCAB_SIZE)), make_draw(1, [5])
-    made = executor.run(
+    made = executor.execute_model(
         SchedulerOutput(0, [ScheduledChunk(0, [5], 0, [1], (stuck,)), ScheduledChunk(1, [5], 0, [2], (free,))])
     )
     assert made.errors[0].code is ErrorCode.INVALID

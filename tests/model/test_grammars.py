@@ -56,14 +56,14 @@ def compiled(index: int) -> Grammar | None:
 def expected(index: int, prompt: tuple[int, ...]) -> list[int]:
     """Greedy, from transformers' logits with what the grammar forbids left out."""
     model, grammar = oracle_model(Path(MODEL)), compiled(index)
-    matcher = None if grammar is None else grammar.matcher()
+    matcher = None if grammar is None else grammar.new_matcher()
     ids, kept, output = torch.tensor([prompt]), None, []
     while len(output) < TOKENS:
         made = model(input_ids=ids, past_key_values=kept, use_cache=True)
         kept, logits = made.past_key_values, made.logits[0, -1]
         if matcher is not None:
             words = np.zeros(-(-VOCAB_SIZE // 32), np.int32)
-            matcher.fill(memoryview(words))
+            matcher.fill_bitmask(memoryview(words))
             allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: len(logits)].astype(bool)
             logits = logits.masked_fill(~torch.from_numpy(allowed), -torch.inf)
         token_id = int(logits.argmax())
@@ -71,7 +71,7 @@ def expected(index: int, prompt: tuple[int, ...]) -> list[int]:
             break
         output.append(token_id)
         if matcher is not None:
-            matcher.accept([token_id])
+            matcher.accept_tokens([token_id])
         ids = torch.tensor([[token_id]])
     return output
 

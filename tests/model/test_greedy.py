@@ -52,8 +52,8 @@ def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     from quire_engine.executor.torch.batch import pack
     from quire_engine.scheduling.plan import ScheduledChunk
 
-    blocks = list(range(1, executor.capacity.device_blocks))
-    batch = pack([ScheduledChunk(0, tokens, 0, blocks)], executor.capacity.block_size).forward
+    blocks = list(range(1, executor.kv_cache_config.device_blocks))
+    batch = pack([ScheduledChunk(0, tokens, 0, blocks)], executor.kv_cache_config.block_size).forward
     with torch.inference_mode():
         hidden = executor._runner.forward(batch)
         return executor._runner.logits(hidden, torch.arange(len(tokens)))

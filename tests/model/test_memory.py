@@ -36,7 +36,7 @@ def test_a_containers_limit_is_filled_with_pools_and_kept(
 ) -> None:
     memory = confined(monkeypatch, tmp_path, 1 * GIB)
     executor = load_executor(folder, swap_bytes=64 * MIB, gpu_memory_utilization=utilization)
-    capacity = executor.capacity
+    capacity = executor.kv_cache_config
     pools = (capacity.device_blocks + capacity.host_blocks) * capacity.block_bytes
     usable = memory.limit * (utilization or 0.9)
     assert capacity.host_blocks * capacity.block_bytes == pytest.approx(64 * MIB, rel=0.01)
@@ -47,8 +47,10 @@ def test_a_containers_limit_is_filled_with_pools_and_kept(
 def test_both_pools_share_a_small_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
     memory = confined(monkeypatch, tmp_path, 300 * MIB)
     executor = load_executor(folder, swap_bytes=512 * MIB, gpu_memory_utilization=1.0)
-    assert 0 < executor.capacity.host_blocks <= executor.capacity.device_blocks
-    pools = (executor.capacity.device_blocks + executor.capacity.host_blocks) * executor.capacity.block_bytes
+    assert 0 < executor.kv_cache_config.host_blocks <= executor.kv_cache_config.device_blocks
+    pools = (
+        executor.kv_cache_config.device_blocks + executor.kv_cache_config.host_blocks
+    ) * executor.kv_cache_config.block_bytes
     assert memory.used() + pools < memory.limit
 
 
@@ -64,7 +66,7 @@ def test_a_given_size_beyond_the_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
     confined(monkeypatch, tmp_path, 300 * MIB)
-    assert load_executor(folder, kv_cache_memory=100 * MIB, swap_bytes=0).capacity.device_blocks > 0
+    assert load_executor(folder, kv_cache_memory=100 * MIB, swap_bytes=0).kv_cache_config.device_blocks > 0
     with pytest.raises(ModelError, match="no memory for a KV pool"):
         load_executor(folder, kv_cache_memory=GIB, swap_bytes=0)
 
@@ -74,7 +76,7 @@ def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
 ) -> None:
     memory = CpuMemory(container(tmp_path, None, total=64 * GIB, available=4 * GIB))
     monkeypatch.setattr(gauge, "memory_of", lambda device: memory)
-    capacity = load_executor(folder, swap_bytes=0).capacity
+    capacity = load_executor(folder, swap_bytes=0).kv_cache_config
     assert capacity.device_blocks * capacity.block_bytes == pytest.approx(GIB, rel=0.1)
 
 
@@ -82,17 +84,17 @@ def test_the_largest_step_is_as_large_as_it_may_be(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
     ran: list[SchedulerOutput] = []
-    run_step = TorchExecutor.run
+    run_step = TorchExecutor.execute_model
 
     def watched(self: TorchExecutor, plan: SchedulerOutput) -> object:
         ran.append(plan)
         return run_step(self, plan)
 
-    monkeypatch.setattr(TorchExecutor, "run", watched)
+    monkeypatch.setattr(TorchExecutor, "execute_model", watched)
     settings = {"swap_bytes": 0, "max_num_batched_tokens": 700, "max_num_seqs": 9}
     executor = load_executor(folder, **settings)
     assert (ran[0].num_tokens, len(ran[0].chunks)) == (700, 9)
-    assert executor.run(ran[0]).errors == {}, "what was tried can be run"
+    assert executor.execute_model(ran[0]).errors == {}, "what was tried can be run"
     ran.clear()
     load_executor(folder, kv_cache_memory=MIB, **settings)
     assert all(not chunk.draws for plan in ran for chunk in plan.chunks), "a given size needs no such step"
@@ -102,7 +104,7 @@ def test_a_step_that_cannot_be_run_is_refused(monkeypatch: pytest.MonkeyPatch, f
     def fail(self: TorchExecutor, plan: SchedulerOutput) -> None:
         raise RuntimeError("out of memory: tried to allocate 80 GiB.\nmore")
 
-    monkeypatch.setattr(TorchExecutor, "run", fail)
+    monkeypatch.setattr(TorchExecutor, "execute_model", fail)
     with pytest.raises(ModelError, match=r"tried to allocate 80 GiB; lower --max-num-batched-tokens"):
         load_executor(folder, swap_bytes=0)
 
@@ -117,7 +119,7 @@ def test_what_was_decided_is_logged_in_one_table(
     assert len(records) == 1
     rows = ["limit", "process", "weights", "activations", "kept free", "KV pool", "host pool", "longest request"]
     assert [line[2:18].strip() for line in records[0].splitlines()[1:]] == rows
-    capacity = executor.capacity
+    capacity = executor.kv_cache_config
     assert f"{capacity.device_blocks} blocks, {capacity.usable_tokens} tokens" in records[0]
     assert "256 tokens" in records[0]
 

@@ -79,16 +79,16 @@ def test_a_launch_that_fails_leaves_the_step_before_it_as_it_was(executor: Torch
     """And that one can still be gone on from: its tokens are found by the next launch that works."""
     one, oracle = Sequence(make_draw(0, [5, 6, 7]), wanted=3), Sequence(make_draw(0, [5, 6, 7]), wanted=3)
     Loop(executor, [oracle], seed=0).run()
-    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
-    first.draw()
+    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
+    first.sample_tokens()
     one.pending = True
     good = one.chunk(40)
     with pytest.raises(IndexError):
-        executor.launch(SchedulerOutput(1, [good, ScheduledChunk(1, [VOCAB_SIZE], 0, [30], ())]))
-    second = executor.launch(SchedulerOutput(1, [good]))
-    one.draw.token_ids.append(first.result().token_ids[0])
-    second.draw()
-    assert [*one.output, second.result().token_ids[0]] == oracle.output[:2]
+        executor.execute_model_async(SchedulerOutput(1, [good, ScheduledChunk(1, [VOCAB_SIZE], 0, [30], ())]))
+    second = executor.execute_model_async(SchedulerOutput(1, [good]))
+    one.draw.token_ids.append(first.get_output().token_ids[0])
+    second.sample_tokens()
+    assert [*one.output, second.get_output().token_ids[0]] == oracle.output[:2]
 
 
 def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
@@ -98,16 +98,16 @@ def test_what_goes_wrong_in_the_draws_is_said_with_the_result(
         raise ValueError("no draw")
 
     one = Sequence(make_draw(0, [5, 6, 7]), wanted=3)
-    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
+    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
     with monkeypatch.context() as patch:
         patch.setattr(executor._sampler, "sample", fail)
-        first.draw()
+        first.sample_tokens()
     one.pending = True
-    second = executor.launch(SchedulerOutput(1, [one.chunk(40)]))
+    second = executor.execute_model_async(SchedulerOutput(1, [one.chunk(40)]))
     with pytest.raises(ValueError, match="no draw"):
-        first.result()
-    second.draw()
-    assert set(second.result().token_ids) == {0}
+        first.get_output()
+    second.sample_tokens()
+    assert set(second.get_output().token_ids) == {0}
 
 
 @pytest.mark.parametrize("when", ["launch", "draw", "result"])
@@ -125,7 +125,7 @@ def test_a_device_that_fails_ends_the_engine(
     }
     monkeypatch.setattr(*target[when], fail)
     with pytest.raises(ExecutorError, match=r"^The device failed: CUDA error"):
-        executor.run(plan)
+        executor.execute_model(plan)
 
 
 def test_copies_wait_for_a_forward_pass_that_failed_too(
@@ -140,7 +140,7 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
 
     monkeypatch.setattr(executor._runner._model, "forward", fail)
     with pytest.raises(ValueError, match="no memory"):
-        executor.run(SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)]))
+        executor.execute_model(SchedulerOutput(0, [Sequence(make_draw(0, [5, 6]), wanted=3).chunk(40)]))
     assert said == ["half of it", "computed"]
 
 
@@ -158,16 +158,16 @@ def test_masks_of_known_tokens_are_filled_while_the_model_computes_and_others_wh
     grammar = ModuloGrammar(3, VOCAB_SIZE)
     draws = [make_draw(0, [5, 6], grammar=grammar), make_draw(1, [7, 8], grammar=grammar), make_draw(2, [9])]
     one, two, three = (Sequence(draw, wanted=9) for draw in draws)
-    first = executor.launch(SchedulerOutput(0, [one.chunk(40)]))
+    first = executor.execute_model_async(SchedulerOutput(0, [one.chunk(40)]))
     assert begun == [[0]]
-    first.draw()
+    first.sample_tokens()
     one.pending = True
-    second = executor.launch(SchedulerOutput(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
+    second = executor.execute_model_async(SchedulerOutput(1, [one.chunk(40), two.chunk(40), three.chunk(40)]))
     assert begun == [[0], [1]]
-    draws[0].token_ids.append(first.result().token_ids[0])
-    second.draw()
+    draws[0].token_ids.append(first.get_output().token_ids[0])
+    second.sample_tokens()
     assert begun == [[0], [1], [0, 2]]
-    made = second.result().token_ids
+    made = second.get_output().token_ids
     assert set(made) == {0, 1, 2}
     assert grammar.allows(one.output, made[0])
     assert grammar.allows([], made[1])
@@ -238,4 +238,4 @@ def test_the_engine_makes_the_same_of_any_parameters_with_overlap_and_without(
 
 def test_a_token_that_nothing_drew_is_not_computed_with(executor: TorchExecutor) -> None:
     with pytest.raises(IndexError, match="vocabulary"):
-        executor.run(SchedulerOutput(0, [ScheduledChunk(0, [PLACEHOLDER_TOKEN_ID - 1], 0, [1], ())]))
+        executor.execute_model(SchedulerOutput(0, [ScheduledChunk(0, [PLACEHOLDER_TOKEN_ID - 1], 0, [1], ())]))

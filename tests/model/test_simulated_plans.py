@@ -43,12 +43,12 @@ class Noting:
     def __init__(self, executor: Executor) -> None:
         self.plans: list[Any] = []
         self._executor = executor
-        self.capacity = executor.capacity
+        self.kv_cache_config = executor.kv_cache_config
         self.rates = executor.rates
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         self.plans.append(normal(plan))
-        return self._executor.run(plan)
+        return self._executor.execute_model(plan)
 
     def close(self) -> None:
         pass
@@ -151,9 +151,9 @@ def plans(executor: Executor, scenario: Scenario) -> list[Any]:
 
 def send(scheduler: Scheduler, event: Request | str) -> None:
     if isinstance(event, str):
-        scheduler.abort(event)
+        scheduler.abort_request(event)
     else:
-        scheduler.add(event)
+        scheduler.add_request(event)
 
 
 @pytest.fixture(scope="module")

@@ -60,8 +60,8 @@ def load(folder: Path, size: int, blocks: int = 100, host_blocks: int = 0, **set
     settings = {"dtype": "float32", **pools, **settings}
     executor = load_executor(folder, tensor_parallel_size=size, **settings)
     if settings["dtype"] == "float32":
-        assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (blocks, host_blocks)
-        assert executor.capacity.block_bytes == block_bytes // size, "each rank holds its heads alone"
+        assert (executor.kv_cache_config.device_blocks, executor.kv_cache_config.host_blocks) == (blocks, host_blocks)
+        assert executor.kv_cache_config.block_bytes == block_bytes // size, "each rank holds its heads alone"
     return executor
 
 
@@ -134,7 +134,7 @@ def test_pools_are_measured_and_equal_on_all_ranks(threads: None, small_models: 
     folder = small_models.folder("llama3")
     settings = {"swap_bytes": 1 << 20, "max_num_batched_tokens": 64, "max_num_seqs": 5, "dtype": "float32"}
     with closing(load_executor(folder, tensor_parallel_size=2, **settings)) as shared:
-        assert shared.capacity.device_blocks > 1000
+        assert shared.kv_cache_config.device_blocks > 1000
         assert generate(shared, small_models).outputs == expected(small_models, "llama3")
 
 
@@ -227,18 +227,18 @@ def chunk(tokens: list[int], blocks: list[int], id: int = 0) -> ScheduledChunk:
 def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small_models: SmallModels) -> None:
     with closing(load(small_models.folder("llama3"), 2)) as shared:
         good, bad = chunk([5, 6], [1], id=1), chunk([999], [2], id=2)
-        wanted = shared.run(SchedulerOutput(0, [good])).token_ids
+        wanted = shared.execute_model(SchedulerOutput(0, [good])).token_ids
         for _ in range(3):
             with pytest.raises(IndexError):
-                shared.run(SchedulerOutput(1, [good, bad]))
-            assert shared.run(SchedulerOutput(1, [good])).token_ids == wanted
+                shared.execute_model(SchedulerOutput(1, [good, bad]))
+            assert shared.execute_model(SchedulerOutput(1, [good])).token_ids == wanted
 
 
 def test_a_copy_that_no_rank_can_make_ends_the_engine_as_ever(threads: None, small_models: SmallModels) -> None:
     from quire_engine.executor.base import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
-        shared.run(SchedulerOutput(0, blocks_to_copy=[BlockCopy(1, 1 << 20)]))
+        shared.execute_model(SchedulerOutput(0, blocks_to_copy=[BlockCopy(1, 1 << 20)]))
 
 
 @pytest.mark.parametrize("size", [3, 64])
@@ -285,7 +285,7 @@ class Watched:
         (self.other,) = children()
 
     def run(self) -> dict[int, int]:
-        return self.executor.run(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
+        return self.executor.execute_model(SchedulerOutput(0, [chunk([5, 6, 7], [1])])).token_ids
 
     def loss(self) -> str:
         """What is told within the time that it may take."""

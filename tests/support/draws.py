@@ -25,7 +25,7 @@ class ModuloGrammar:
     poison: int | None = None
     failure: BaseException = field(default_factory=lambda: GrammarError("it is poisoned"))
 
-    def matcher(self) -> "ModuloMatcher":
+    def new_matcher(self) -> "ModuloMatcher":
         return ModuloMatcher(self)
 
     def allows(self, output: Sequence[int], token_id: int) -> bool:
@@ -37,12 +37,12 @@ class ModuloMatcher:
         self.grammar = grammar
         self.output: list[int] = []
 
-    def accept(self, token_ids: Sequence[int]) -> None:
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
         self.output += token_ids
         if self.grammar.poison in token_ids:
             raise self.grammar.failure
 
-    def fill(self, mask: memoryview) -> None:
+    def fill_bitmask(self, mask: memoryview) -> None:
         words = np.frombuffer(mask, np.int32)
         assert not words.any()
         bits = np.zeros(32 * len(words), dtype=np.uint8)

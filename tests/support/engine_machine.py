@@ -54,9 +54,9 @@ class CheckedExecutor(PagedExecutor):
         super().__init__(capacity)
         self._check = check
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         self._check(plan)
-        return super().run(plan)
+        return super().execute_model(plan)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.ran_before: set[int] = set()
         self.drawn: set[int] = set()
         self.told: set[int] = set()
-        self.limit = min(MAX_MODEL_LEN, self.memory.device.num_blocks * block_size)
+        self.limit = min(MAX_MODEL_LEN, self.memory.device_pool.num_blocks * block_size)
 
     def make_executor(self, capacity: KVCacheConfig) -> PagedExecutor:
         return CheckedExecutor(capacity, self.check_plan)
@@ -212,17 +212,17 @@ class EngineMachine(RuleBasedStateMachine):
     def every_block_is_in_one_place(self):
         if not hasattr(self, "memory"):
             return
-        self.memory.check()
+        self.memory.check_integrity()
         held = [b for queue in self.queues() for s in queue for b in s.table.block_ids]
-        assert all((count := held.count(b)) == self.memory.device._references[b] for b in set(held)), count
-        in_use = self.memory.device.num_blocks - self.memory.device.num_free
+        assert all((count := held.count(b)) == self.memory.device_pool._ref_counts[b] for b in set(held)), count
+        in_use = self.memory.device_pool.num_blocks - self.memory.device_pool.num_free
         assert in_use == len(set(held)), "a block is held by nobody"
         on_host = [b for queue in self.queues() for s in queue for b in s.table.host_block_ids]
-        assert self.memory.host.num_blocks - self.memory.host.num_free == len(set(on_host))
+        assert self.memory.host_pool.num_blocks - self.memory.host_pool.num_free == len(set(on_host))
         known = set(self.cached)
         for event in self.memory._events:
             (known.add if isinstance(event, BlockStored) else known.remove)(BlockStored(event.block_hash, event.tier))
-        assert set(self.memory.stored()) == known, "routers are told something else than what is cached"
+        assert set(self.memory.stored_blocks()) == known, "routers are told something else than what is cached"
 
     def queues(self):
         scheduler = self.scheduler
@@ -253,10 +253,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_work, "the engine made no progress"
         for client in self.clients.values():
             self.check_client(client)
-        self.memory.check()
-        assert self.memory.device.num_free == self.memory.device.num_blocks
-        assert self.memory.host.num_free == self.memory.host.num_blocks
-        self.check_ended(self.scheduler.plan())
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
+        assert self.memory.host_pool.num_free == self.memory.host_pool.num_blocks
+        self.check_ended(self.scheduler.schedule())
         assert self.drawn <= self.told, "an executor keeps what it drew for an output that is gone"
 
     def check_client(self, client: Client) -> None:
@@ -275,8 +275,8 @@ class EngineMachine(RuleBasedStateMachine):
         delivered = max((len(each.token_ids) for each in request.history), default=0)
         fits = 0 < prompt <= self.limit - params.max_tokens and delivered < params.max_tokens
         if params.beam_width:
-            own = self.memory.blocks_for(params.max_tokens) + 2
-            room = prompt // self.memory.block_size + params.beam_width * own <= self.memory.device.num_blocks
+            own = self.memory.num_blocks_for(params.max_tokens) + 2
+            room = prompt // self.memory.block_size + params.beam_width * own <= self.memory.device_pool.num_blocks
             return fits and room and params.beam_width <= self.scheduler.config.max_num_seqs
         return fits and params.n <= self.scheduler.config.max_num_seqs
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from quire_engine.grammar import Grammar, Matcher
+from quire_engine.grammar import Grammar, GrammarMatcher
 from quire_engine.structured.definition import define
 from quire_engine.structured.guidance import CompiledGrammar, Guidance
 from quire_proto.structured import Structured
@@ -47,10 +47,10 @@ def decode(token_ids: Sequence[int]) -> str:
     return tokenizer().decode(token_ids, skip_special_tokens=False)
 
 
-def allowed(matcher: Matcher, vocab_size: int = VOCAB_SIZE) -> list[int]:
+def allowed(matcher: GrammarMatcher, vocab_size: int = VOCAB_SIZE) -> list[int]:
     """The token ids that may come next."""
     mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
-    matcher.fill(mask.data)
+    matcher.fill_bitmask(mask.data)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -64,7 +64,7 @@ def draw(grammar: Grammar, seed: int, budget: int = 24, max_tokens: int = MAX_TO
     """An output of the grammar, without its end: each token any of those allowed. After ``budget`` of them rather one
     that ends something, so that the output ends too. Raises ``NoEndError``.
     """
-    random, matcher, output = Random(seed), grammar.matcher(), list[int]()
+    random, matcher, output = Random(seed), grammar.new_matcher(), list[int]()
     while len(output) < max_tokens:
         choices = allowed(matcher)
         assert choices, "nothing is allowed, not even the end"
@@ -77,7 +77,7 @@ def draw(grammar: Grammar, seed: int, budget: int = 24, max_tokens: int = MAX_TO
         late = len(output) >= budget and random.random() < 0.8
         ending = sorted(closers().intersection(choices)) if late else []
         output.append(random.choice(ending or choices))
-        matcher.accept(output[-1:])
+        matcher.accept_tokens(output[-1:])
     raise NoEndError(f"no end after {max_tokens} tokens: {decode(output[-50:])!r}")
 
 

@@ -40,10 +40,10 @@ class OfflineExecutor(PagedExecutor):
         self.plans = 0
         self.closed = False
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         self.before(plan)
         self.plans += 1
-        return super().run(plan)
+        return super().execute_model(plan)
 
     def close(self) -> None:
         self.closed = True
@@ -61,9 +61,9 @@ class Offline:
 
     @property
     def memory(self) -> KVCacheManager:
-        return self.scheduler.memory
+        return self.scheduler.kv_cache_manager
 
     def assert_idle(self) -> None:
         assert not self.scheduler.has_work
-        self.memory.check()
-        assert self.memory.device.num_free == self.memory.device.num_blocks
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks

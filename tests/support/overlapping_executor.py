@@ -71,7 +71,7 @@ class OverlappingPagedExecutor(PagedExecutor):
         self.drawn: tuple[PagedStep | None, dict[int, int]] = None, {}
         self._stream: deque[Callable[[], None]] = deque()
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         require(not self.under_way, "run while a step is under way")
         require(all(PLACEHOLDER_TOKEN_ID not in chunk.token_ids for chunk in plan.chunks), "run with a pending token")
         self.events.append(("run", plan.step))
@@ -79,9 +79,9 @@ class OverlappingPagedExecutor(PagedExecutor):
         self._forget(plan)
         self.check("run", plan)
         with misuse():
-            return super().run(plan)
+            return super().execute_model(plan)
 
-    def launch(self, plan: SchedulerOutput) -> "PagedStep":
+    def execute_model_async(self, plan: SchedulerOutput) -> "PagedStep":
         require(len(self.under_way) < self.depth, "too many steps are under way")
         require(all(step.is_drawn for step in self.under_way), "launched before the draws of the step before")
         require(not plan.is_empty, "there is nothing to launch")
@@ -145,7 +145,7 @@ class PagedStep:
         self._prefixes: dict[int, bytes] = {}
         self._failure: Exception | None = None
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         require(not self.is_drawn, "drawn twice")
         require(self._executor.under_way[0] is self, "drawn before the result of the step before was taken")
         self.is_drawn = True
@@ -158,7 +158,7 @@ class PagedStep:
         self._executor.queue(partial(self.sample, known))
         self._executor.check("draw", self.plan)
 
-    def result(self) -> ModelOutput:
+    def get_output(self) -> ModelOutput:
         require(self._executor.under_way[0] is self, "steps are taken out of order, or twice")
         self._executor.finish(self)
         self._executor.under_way.popleft()

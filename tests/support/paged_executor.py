@@ -78,13 +78,13 @@ class PagedExecutor:
     rates = Rates(tokens_per_second=1e3, bytes_per_second=1e6)
 
     def __init__(self, capacity: KVCacheConfig) -> None:
-        self.capacity = capacity
+        self.kv_cache_config = capacity
         self.parents: dict[bytes, bytes] = {}
         size = capacity.block_size
         self.device: list[list[bytes]] = [[b""] * size for _ in range(capacity.device_blocks)]
         self.host: list[list[bytes]] = [[b""] * size for _ in range(capacity.host_blocks)]
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         self.copy(plan)
         result = ModelOutput()
         for chunk in plan.chunks:
@@ -133,7 +133,7 @@ class PagedExecutor:
 
     def _read(self, block_ids: list[int], length: int) -> bytes:
         """The prefix of ``length`` tokens, after every slot of it was held against the tokens that led there."""
-        size = self.capacity.block_size
+        size = self.kv_cache_config.block_size
         previous = b""
         for position in range(length):
             slot = self.device[block_ids[position // size]][position % size]
@@ -142,7 +142,7 @@ class PagedExecutor:
         return previous
 
     def _write(self, block_ids: list[int], position: int, prefix: bytes) -> None:
-        size = self.capacity.block_size
+        size = self.kv_cache_config.block_size
         block_id = block_ids[position // size]
         assert block_id != 0, "the null page was written"
         self.device[block_id][position % size] = prefix

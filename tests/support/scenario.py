@@ -152,8 +152,10 @@ class Run:
             self.core.step()
         assert not self.core._has_work, "the engine made no progress"
         assert all(answer.ended for answer in self.answers.values()), "a request never ended"
-        memory.check()
-        assert all(pool.num_free == pool.num_blocks for pool in (memory.device, memory.host)), "a block was lost"
+        memory.check_integrity()
+        assert all(pool.num_free == pool.num_blocks for pool in (memory.device_pool, memory.host_pool)), (
+            "a block was lost"
+        )
 
     def _add(self, request: Request) -> None:
         history = {one.index: [*one.token_ids] for one in request.history}

@@ -3,7 +3,7 @@
 from collections import Counter
 from threading import Event, Lock
 
-from quire_engine.grammar import Matcher
+from quire_engine.grammar import GrammarMatcher
 from quire_engine.structured.compiler import GrammarCompiler, Outcome
 from quire_proto.errors import invalid
 from quire_proto.structured import Structured, StructuredKind
@@ -18,7 +18,7 @@ class EmptyGrammar:
         self.structured = structured
         self.num_bytes = num_bytes
 
-    def matcher(self) -> Matcher:
+    def new_matcher(self) -> GrammarMatcher:
         raise NotImplementedError
 
 

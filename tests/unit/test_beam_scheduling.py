@@ -49,7 +49,7 @@ class Engine:
     def run(self, requests: list[Request]) -> None:
         for request in requests:
             try:
-                self.scheduler.add(request)
+                self.scheduler.add_request(request)
             except QuireError as refusal:
                 assert refusal.code is ErrorCode.INVALID  # noqa: PT017 - it does not fit, and is left out
         for _ in range(3000):
@@ -57,8 +57,8 @@ class Engine:
                 break
             self.core.step()
         assert not self.scheduler.has_work, "the engine made no progress"
-        self.memory.check()
-        assert self.memory.device.num_free == self.memory.device.num_blocks
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
 
     def result(self, request: Request) -> list[tuple[list[int], float | None]] | ErrorCode:
         outputs = self.outputs[request.request_id]
@@ -118,7 +118,7 @@ def test_the_beams_of_a_search_give_way_together() -> None:
     requests = [Request("old", [1] * 26, SamplingParams(max_tokens=26, ignore_eos=True))]
     requests += [Request("search", [2, 3, 4], search(3, 12))]
     for request in requests:
-        engine.scheduler.add(request)
+        engine.scheduler.add_request(request)
     scheduler = engine.scheduler
     for _ in range(100):
         if scheduler.swapped or scheduler.preempted:
@@ -134,8 +134,8 @@ def test_the_beams_of_a_search_give_way_together() -> None:
 class Forbidding(PagedExecutor):
     """Leaves a beam one token to go on with, and none after three."""
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
-        result = super().run(plan)
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        result = super().execute_model(plan)
         for chunk in plan.chunks:
             allowed = 1 if chunk.end < 8 else 0
             for found in (result.candidates[draw.sequence_id] for draw in chunk.draws):
@@ -159,5 +159,5 @@ def test_a_search_that_is_alone_and_does_not_fit_ends_with_a_typed_error_and_oth
     requests += [Request("search", [2] * 22, search(3, 8)), Request("late", [4] * 5, SamplingParams(ignore_eos=True))]
     engine.run(requests)
     assert engine.result(requests[1]) is ErrorCode.OVERLOADED
-    assert engine.scheduler.statistics.out_of_memory == 1
+    assert engine.scheduler.stats.out_of_memory == 1
     assert [engine.result(requests[i]) for i in (0, 2)] == [expected(requests[i]) for i in (0, 2)]

@@ -27,10 +27,10 @@ class PoisonedExecutor(PagedExecutor):
 
     poison = 13
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         if any(self.poison in chunk.token_ids for chunk in plan.chunks):
             raise RuntimeError("the kernel cannot do this")
-        return super().run(plan)
+        return super().execute_model(plan)
 
 
 class Engine:
@@ -58,8 +58,8 @@ class Engine:
         for step in self.steps:
             for output in step.outputs:
                 outputs.setdefault(output.request_id, []).append(output)
-        self.memory.check()
-        assert self.memory.device.num_free == self.memory.device.num_blocks
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         return outputs
 
 
@@ -94,7 +94,7 @@ def test_a_request_that_makes_the_step_fail_ends_alone() -> None:
 
 def test_a_failed_copy_ends_the_engine() -> None:
     class BrokenCopies(PagedExecutor):
-        def run(self, plan: SchedulerOutput) -> ModelOutput:
+        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
             raise CopyError("no such memory")
 
     engine = Engine(BrokenCopies(CAPACITY))
@@ -108,9 +108,9 @@ def test_an_abort_frees_everything_by_the_next_step() -> None:
     engine.core._carry_out(Add(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
     for _ in range(5):
         engine.core.step()
-    assert engine.memory.device.num_free < engine.memory.device.num_blocks
+    assert engine.memory.device_pool.num_free < engine.memory.device_pool.num_blocks
     engine.core._carry_out(Abort("a"))
-    assert engine.memory.device.num_free == engine.memory.device.num_blocks
+    assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     engine.core.step()
     (end,) = engine.steps[-1].outputs
     assert end.finish_reason is FinishReason.ABORT
@@ -133,7 +133,7 @@ def test_a_snapshot_is_taken_between_two_steps() -> None:
     engine.run()
     engine.core._carry_out(Inspect(lambda load, stored: seen.append((load.running, set(stored)))))
     assert seen[0] == (1, set())
-    assert seen[1] == (0, set(engine.memory.stored()))
+    assert seen[1] == (0, set(engine.memory.stored_blocks()))
     assert len(seen[1][1]) == 6
 
 
@@ -141,10 +141,10 @@ def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
     entered, released = Event(), Event()
 
     class HangingExecutor(PagedExecutor):
-        def run(self, plan: SchedulerOutput) -> ModelOutput:
+        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
             entered.set()
             assert released.wait(30)
-            return super().run(plan)
+            return super().execute_model(plan)
 
     engine = Engine(HangingExecutor(CAPACITY))
     thread = Thread(target=engine.core.run)

@@ -565,7 +565,7 @@ def is_closed(engine: Engine, session: Session) -> None:
 
 
 def is_replaced(engine: Engine, session: Session) -> None:
-    engine.hub._register("s", engine.core.scheduler.load(), [], asyncio.get_running_loop().create_future())
+    engine.hub._register("s", engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future())
 
 
 @pytest.mark.parametrize("lost", [is_closed, is_replaced])

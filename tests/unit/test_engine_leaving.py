@@ -34,10 +34,10 @@ class Executor(PagedExecutor):
 
     broken = False
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         if self.broken:
             raise ExecutorError("a block copy failed")
-        return super().run(plan)
+        return super().execute_model(plan)
 
 
 class Served:

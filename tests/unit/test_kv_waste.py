@@ -7,7 +7,7 @@ from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.kv.table import BlockTable
-from quire_engine.kv.waste import KVCacheFragmentation, device_waste, unreachable_blocks
+from quire_engine.kv.waste import KVCacheFragmentation, count_leaked_blocks, measure_fragmentation
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
@@ -50,32 +50,32 @@ def test_waste_is_what_a_count_of_all_slots_says_and_no_block_is_unreachable(
     core = EngineCore(scheduler, executor, lambda _: None)
     for index, (num_prompt, max_tokens, n) in enumerate(lengths):
         params = SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True)
-        scheduler.add(Request(str(index), list(range(num_prompt)), params))
+        scheduler.add_request(Request(str(index), list(range(num_prompt)), params))
     for _ in range(3000):
         if not scheduler.has_work:
             break
         core.step()
-        assert device_waste(memory, tables(scheduler)) == counted(scheduler)
-        assert unreachable_blocks(memory, (table for table, _ in tables(scheduler))) == 0
+        assert measure_fragmentation(memory, tables(scheduler)) == counted(scheduler)
+        assert count_leaked_blocks(memory, (table for table, _ in tables(scheduler))) == 0
     assert not scheduler.has_work
 
 
 def test_a_block_that_nobody_holds_is_unreachable_in_either_pool() -> None:
     memory = KVCacheManager(KVCacheConfig(SIZE, 10, 10))
     table = BlockTable(b"")
-    table.block_ids += [memory.device.allocate(), memory.device.allocate()]
-    assert unreachable_blocks(memory, [table]) == 0
-    memory.device.allocate()
-    memory.host.allocate()
-    assert unreachable_blocks(memory, [table]) == 2
+    table.block_ids += [memory.device_pool.allocate(), memory.device_pool.allocate()]
+    assert count_leaked_blocks(memory, [table]) == 0
+    memory.device_pool.allocate()
+    memory.host_pool.allocate()
+    assert count_leaked_blocks(memory, [table]) == 2
 
 
 def test_a_block_that_tables_share_is_as_full_as_the_fullest_has_it() -> None:
     memory = KVCacheManager(KVCacheConfig(SIZE, 10, 0))
     one, two = BlockTable(b""), BlockTable(b"")
-    block_id = memory.device.allocate()
-    memory.device.acquire(block_id)
+    block_id = memory.device_pool.allocate()
+    memory.device_pool.incref(block_id)
     one.block_ids.append(block_id)
     two.block_ids.append(block_id)
-    assert device_waste(memory, [(one, 1), (two, 3)]) == KVCacheFragmentation(1, SIZE)
-    assert KVCacheFragmentation(0, 0).part == 0
+    assert measure_fragmentation(memory, [(one, 1), (two, 3)]) == KVCacheFragmentation(1, SIZE)
+    assert KVCacheFragmentation(0, 0).ratio == 0

@@ -566,7 +566,7 @@ def test_more_waiting_than_the_engine_allows_is_never_handed_to_it(tmp_path):
         assert [each.token_ids for each in result.outputs] == [
             expected_output(prompt, choice_seed(1, index), 30) for index in range(3)
         ]
-    assert offline.scheduler.statistics.preemptions_by_recompute > 0
+    assert offline.scheduler.stats.preemptions_by_recompute > 0
     offline.assert_idle()
 
 

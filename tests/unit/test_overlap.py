@@ -37,7 +37,7 @@ class Engine:
         self.steps: list[EngineCoreOutputs] = []
         self.core = EngineCore(self.scheduler, self.executor, self.steps.append)
         self.plans: list[SchedulerOutput] = []
-        make, self.scheduler.plan = self.scheduler.plan, self.plan
+        make, self.scheduler.schedule = self.scheduler.schedule, self.plan
         self._make: Callable[[], SchedulerOutput] = make
 
     def plan(self) -> SchedulerOutput:
@@ -61,8 +61,8 @@ class Engine:
                 break
             self.core.step()
         assert not self.core._has_work
-        self.memory.check()
-        assert self.memory.device.num_free == self.memory.device.num_blocks
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
         outputs: dict[str, list[EngineCoreOutput]] = {}
         for step in self.steps:
             for output in step.outputs:
@@ -125,7 +125,7 @@ def test_an_output_that_ends_by_its_token_costs_one_chunk_that_nobody_hears_of()
         (outputs,) = engine.run().values()
         assert tokens(outputs) == expected
         assert outputs[-1].finish_reason is FinishReason.STOP
-        counts.append((engine.scheduler.statistics.computed_tokens, engine.scheduler.statistics.generated_tokens))
+        counts.append((engine.scheduler.stats.computed_tokens, engine.scheduler.stats.generated_tokens))
         if executor.depth > 1:
             assert executor.wasted == 1
     assert counts[0] == counts[1], "what was computed in vain is counted as used"
@@ -166,7 +166,7 @@ def test_an_abort_frees_everything_at_once_and_its_step_is_thrown_away() -> None
     engine.add("a", [1] * 20, max_tokens=50)
     engine.step(5)
     engine.core._carry_out(Abort("a"))
-    assert engine.memory.device.num_free == engine.memory.device.num_blocks
+    assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     assert engine.scheduler.has_work, "a step under way is to be taken"
     engine.add("b", [2] * 20, max_tokens=6)
     outputs = engine.run()
@@ -182,7 +182,9 @@ def test_a_prompt_is_read_in_chunks_one_after_the_other_without_waiting() -> Non
     assert [[(chunk.start, len(chunk.token_ids)) for chunk in chunks] for chunks in engine.chunks] == [
         [(0, 4)], [(4, 4)], [(8, 2)], [(10, 1)]
     ]  # fmt: skip
-    assert engine.memory.device.find(engine.scheduler.running.first().table.names[1]) is not None
+    assert (
+        engine.memory.device_pool.get_cached_block(engine.scheduler.running.first().table.block_hashes[1]) is not None
+    )
     engine.run()
 
 
@@ -191,7 +193,7 @@ def test_slots_that_are_being_written_are_not_wasted() -> None:
     engine.add("a", [1] * 18, max_tokens=3)
     engine.step()
     assert engine.executor.under_way
-    assert engine.scheduler.waste().empty_slots == 2
+    assert engine.scheduler.get_fragmentation().empty_slots == 2
     engine.run()
 
 
@@ -199,10 +201,10 @@ def test_a_block_is_found_only_when_its_step_is_done() -> None:
     engine = Engine()
     engine.add("a", list(range(9)), max_tokens=3)
     engine.step()
-    assert engine.memory.stored() == []
+    assert engine.memory.stored_blocks() == []
     engine.add("b", list(range(9)), max_tokens=3)
     engine.step()
-    assert len(engine.memory.stored()) == 2
+    assert len(engine.memory.stored_blocks()) == 2
     assert engine.plans[-1].chunks[-1].start == 0, "what is only being computed was taken for cached"
     engine.add("c", list(range(9)), max_tokens=3)
     engine.step()
@@ -276,8 +278,8 @@ def test_what_a_step_under_way_computes_is_swapped_out_with_the_rest() -> None:
     for number in range(2):
         engine.add(str(number), [number] * 6, max_tokens=12)
     outputs = engine.run()
-    assert engine.scheduler.statistics.preemptions_by_swap > 0
-    assert engine.scheduler.statistics.computed_tokens == 2 * (6 + 11), "something was computed twice"
+    assert engine.scheduler.stats.preemptions_by_swap > 0
+    assert engine.scheduler.stats.computed_tokens == 2 * (6 + 11), "something was computed twice"
     for number in range(2):
         assert tokens(outputs[str(number)]) == expected_output([number] * 6, choice_seed(0, 0), 12)
 
@@ -447,7 +449,7 @@ def test_who_gave_way_while_its_step_failed_is_computed_again(host_blocks: int) 
         for request_id, prompt in prompts.items():
             engine.add(request_id, prompt, max_tokens=12)
         outputs = engine.run()
-        assert sum(engine.scheduler.statistics.preemptions.values()) > 0
+        assert sum(engine.scheduler.stats.preemptions.values()) > 0
         for request_id, prompt in prompts.items():
             assert tokens(outputs[request_id]) == expected_output(prompt, choice_seed(0, 0), 12)
 
@@ -459,8 +461,8 @@ class BrokenCopies(OverlappingPagedExecutor):
         super().__init__(CAPACITY)
         self.where = where
 
-    def launch(self, plan: SchedulerOutput) -> PagedStep:
-        step = super().launch(plan)
+    def execute_model_async(self, plan: SchedulerOutput) -> PagedStep:
+        step = super().execute_model_async(plan)
         step.copy_fails = plan.step == 2 and self.where == "result"
         return step
 
@@ -481,8 +483,8 @@ def test_a_failed_copy_ends_the_engine(where: str) -> None:
 
 def test_a_failed_copy_of_a_step_that_is_given_up_ends_the_engine_too() -> None:
     class Both(FailingOnce):
-        def launch(self, plan: SchedulerOutput) -> PagedStep:
-            step = super().launch(plan)
+        def execute_model_async(self, plan: SchedulerOutput) -> PagedStep:
+            step = super().execute_model_async(plan)
             step.copy_fails = plan.step == 2
             return step
 
@@ -523,7 +525,7 @@ def test_a_depth_that_plans_cannot_be_made_for_is_refused() -> None:
 def test_a_plan_may_be_one_ahead_and_no_more() -> None:
     engine = Engine()
     engine.add("a", max_tokens=9)
-    engine.scheduler.plan()
-    engine.scheduler.plan()
+    engine.scheduler.schedule()
+    engine.scheduler.schedule()
     with pytest.raises(AssertionError, match="ahead"):
-        engine.scheduler.plan()
+        engine.scheduler.schedule()

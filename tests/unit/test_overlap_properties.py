@@ -49,9 +49,9 @@ class OverlapMachine(EngineMachine):
         self.failing: str | None = None
         self.blames = False
         self.blamed: set[str] = set()
-        fork, admit = self.memory.fork, self.memory.admit
+        fork, admit = self.memory.fork, self.memory.attach_cached_blocks
         self.memory.fork = lambda table: self.check_still(table.block_ids) or fork(table)
-        self.memory.admit = lambda table, hits: self.check_hits(hits) or admit(table, hits)
+        self.memory.attach_cached_blocks = lambda table, hits: self.check_hits(hits) or admit(table, hits)
         return self.executor
 
     def check_hits(self, hits: Sequence[CachedBlock]) -> None:
@@ -111,7 +111,7 @@ class OverlapMachine(EngineMachine):
     def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
         assert not self.executor.under_way
         assert set(stored) == self.cached, "a snapshot holds what was not told, or will be told again"
-        assert load == self.scheduler.load()
+        assert load == self.scheduler.get_load()
 
     def step_once(self) -> None:
         with no_misuse():

@@ -33,7 +33,7 @@ def steps(latency: Latency, count: int, seed: int) -> Iterator[Step]:
         if source.random() < 0.15 or not core.scheduler.has_work:
             prompt = [source.randrange(1000) for _ in range(source.randrange(20, 900))]
             params = SamplingParams(max_tokens=source.randrange(5, 60), ignore_eos=True)
-            core.scheduler.add(Request(str(number), prompt, params))
+            core.scheduler.add_request(Request(str(number), prompt, params))
         core.step()
         yield taken(made.pop(), latency)
 

@@ -59,12 +59,12 @@ class Bench:
     def add(self, request_id: str, prompt: int | list[int], max_tokens: int = 1, **fields: object) -> None:
         tokens = [len(self.order) + 1] * prompt if isinstance(prompt, int) else prompt
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add(Request(request_id, tokens, params, **fields))
+        self.scheduler.add_request(Request(request_id, tokens, params, **fields))
 
     def step(self) -> SchedulerOutput:
-        plan = self.scheduler.plan()
+        plan = self.scheduler.schedule()
         self.order += [name for name in self.scheduler.request_ids(plan) if name not in self.order]
-        self.scheduler.commit(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        self.scheduler.update_from_output(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
         return plan
 
     def drain(self) -> list[str]:
@@ -106,7 +106,7 @@ def test_a_long_job_that_has_waited_goes_before_a_short_one_that_comes_late() ->
     for index in range(150):
         bench.add(f"other {index}", 60)
         bench.step()
-    assert bench.scheduler.statistics.computed_tokens > 100 / AGING
+    assert bench.scheduler.stats.computed_tokens > 100 / AGING
     bench.add("late", 1)
     order = bench.drain()
     assert order.index("long") < order.index("late")
@@ -193,4 +193,4 @@ def test_a_victim_goes_the_way_that_costs_least_and_says_why(
     assert (victim.request.request_id, victim.status) == ("two", status)
     assert [moment.reason for moment in victim.timeline.moments] == [reason]
     way = PreemptionMode.SWAP if status is SequenceStatus.SWAPPED else PreemptionMode.RECOMPUTE
-    assert bench.scheduler.statistics.preemptions == {(way, reason): 1}
+    assert bench.scheduler.stats.preemptions == {(way, reason): 1}

@@ -36,7 +36,7 @@ class Machine:
     depth = 1
 
     def __init__(self, capacity: KVCacheConfig, noise: list[float], token: float = 1e-5, byte: float = 1e-9) -> None:
-        self.capacity = capacity
+        self.kv_cache_config = capacity
         self.now = 0.0
         self.runs: list[SchedulerOutput] = []
         self._noise, self._token, self._byte = noise, token, byte
@@ -44,11 +44,11 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         for chunk in plan.chunks:
-            assert all(1 <= block < self.capacity.device_blocks for block in chunk.block_ids)
-        assert all(copy.target < self.capacity.host_blocks for copy in plan.blocks_to_swap_out)
-        seconds = plan.num_tokens * self._token + plan.num_copies * self.capacity.block_bytes * self._byte
+            assert all(1 <= block < self.kv_cache_config.device_blocks for block in chunk.block_ids)
+        assert all(copy.target < self.kv_cache_config.host_blocks for copy in plan.blocks_to_swap_out)
+        seconds = plan.num_tokens * self._token + plan.num_copies * self.kv_cache_config.block_bytes * self._byte
         self.now += seconds + self._noise[len(self.runs) % len(self._noise)]
         self.runs.append(plan)
         return ModelOutput()

@@ -259,13 +259,13 @@ def test_masks_are_filled_while_the_step_goes_on() -> None:
     may_fill, sampler = threading.Event(), Sampler(VOCAB)
 
     class Slow(ModuloMatcher):
-        def fill(self, mask: memoryview) -> None:
+        def fill_bitmask(self, mask: memoryview) -> None:
             assert may_fill.wait(timeout=30)
             assert threading.current_thread() is not threading.main_thread()
-            super().fill(mask)
+            super().fill_bitmask(mask)
 
     class Grammar(ModuloGrammar):
-        def matcher(self) -> ModuloMatcher:
+        def new_matcher(self) -> ModuloMatcher:
             return Slow(self)
 
     pending, result = sampler.prepare([make_draw(0, [1], grammar=Grammar(2))]), ModelOutput()
@@ -289,12 +289,12 @@ def test_a_matcher_takes_an_output_in_order_however_long_a_step_before_took() ->
     may_accept, sampler = threading.Event(), Sampler(VOCAB)
 
     class Slow(ModuloMatcher):
-        def accept(self, token_ids: Sequence[int]) -> None:
+        def accept_tokens(self, token_ids: Sequence[int]) -> None:
             assert may_accept.wait(timeout=30)
-            super().accept(token_ids)
+            super().accept_tokens(token_ids)
 
     class Grammar(ModuloGrammar):
-        def matcher(self) -> ModuloMatcher:
+        def new_matcher(self) -> ModuloMatcher:
             return Slow(self)
 
     draw, logits = make_draw(0, [1], [2, 3], grammar=Grammar(5)), some_logits(1, VOCAB)

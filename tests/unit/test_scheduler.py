@@ -22,7 +22,7 @@ class Bench:
 
     def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        self.scheduler.add(Request(request_id, [1] * prompt, params))
+        self.scheduler.add_request(Request(request_id, [1] * prompt, params))
         return self.sequences(request_id)[0]
 
     def sequences(self, request_id: str) -> list[Sequence]:
@@ -30,8 +30,8 @@ class Bench:
         return list(group.sequences.values()) if group else []
 
     def step(self) -> SchedulerOutput:
-        plan = self.scheduler.plan()
-        self.scheduler.commit(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        plan = self.scheduler.schedule()
+        self.scheduler.update_from_output(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
         return plan
 
     def step_until(self, condition: Callable[[SchedulerOutput], object]) -> SchedulerOutput:

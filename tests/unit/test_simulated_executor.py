@@ -81,7 +81,7 @@ def plans(draw: st.DrawFn) -> SchedulerOutput:
 
 @given(plans())
 def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: SchedulerOutput) -> None:
-    result = executor()[0].run(plan)
+    result = executor()[0].execute_model(plan)
     asked = [draw for chunk in plan.chunks for draw in chunk.draws]
     assert set(result.token_ids) == {draw.sequence_id for draw in asked if not draw.num_candidates}
     assert set(result.candidates) == {draw.sequence_id for draw in asked if draw.num_candidates}
@@ -94,7 +94,7 @@ def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: Schedu
 
 @given(plans())
 def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(plan: SchedulerOutput) -> None:
-    result = executor()[0].run(plan)
+    result = executor()[0].execute_model(plan)
     rankings = [list(zip(c.token_ids, c.logprobs, strict=True)) for c in result.candidates.values()]
     rankings += [list(score.top) for score in result.logprobs.values()]
     rankings += [list(score.top) for scores in result.prompt_logprobs.values() for score in scores]
@@ -108,7 +108,7 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(pla
 
 @given(plans())
 def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: SchedulerOutput) -> None:
-    result = executor()[0].run(plan)
+    result = executor()[0].execute_model(plan)
     for chunk in plan.chunks:
         assert all(len(score.top) == chunk.num_top for score in result.prompt_logprobs.get(chunk.sequence_id, []))
         for draw in chunk.draws:
@@ -122,7 +122,7 @@ def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: Scheduler
 
 @given(plans())
 def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: SchedulerOutput) -> None:
-    result = executor()[0].run(plan)
+    result = executor()[0].execute_model(plan)
     for draw in (draw for chunk in plan.chunks for draw in chunk.draws):
         drawn = result.candidates[draw.sequence_id].token_ids if draw.num_candidates else []
         drawn = drawn or [result.token_ids[draw.sequence_id]]
@@ -132,18 +132,18 @@ def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: Scheduler
 
 @given(plans())
 def test_an_answer_depends_on_nothing_else_in_the_step(plan: SchedulerOutput) -> None:
-    whole = executor()[0].run(plan)
+    whole = executor()[0].execute_model(plan)
     apart = ModelOutput()
     for part in reversed(plan.split()):
         part.step += 1
-        apart.add(executor()[0].run(part))
+        apart.add(executor()[0].execute_model(part))
     for name in ("token_ids", "logprobs", "candidates", "prompt_logprobs"):
         assert getattr(apart, name) == getattr(whole, name)
 
 
 def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() -> None:
     def drawn(seed: int, draw_seed: int, temperature: float) -> list[int]:
-        run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).run
+        run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).execute_model
         tokens = []
         for position in range(1, 9):
             draw = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
@@ -161,7 +161,7 @@ def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() 
 @settings(max_examples=50)
 def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
     run, slept = executor()
-    timings = run.run(plan).timings
+    timings = run.execute_model(plan).timings
     forward = 0.0
     if plan.chunks:
         forward = max(0.01, sum(len(chunk.token_ids) for chunk in plan.chunks) / 1000)
@@ -182,7 +182,7 @@ def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
     def seconds(seed: int, latency: Latency) -> list[float]:
         run, slept = executor(seed, latency)
         for one in plan:
-            run.run(one)
+            run.execute_model(one)
         return slept
 
     (always,) = set(seconds(0, exact))

@@ -12,7 +12,7 @@ from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
-from quire_engine.kv.waste import unreachable_blocks
+from quire_engine.kv.waste import count_leaked_blocks
 from quire_engine.request import Request, ResumedOutput
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import EngineCoreOutput
@@ -131,7 +131,7 @@ class Soak:
         request = self.make_request(f"r{len(self.clients)}")
         client = self.clients[request.request_id] = Client(request)
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except QuireError as error:
             client.error, client.refused, client.ended = error, True, True
             self.check_refusal(error)
@@ -197,7 +197,7 @@ class Soak:
         if client is not None:
             client.aborted = True
         choices = self.random.choice(((), (), (0,), (1, 2), (0, 63)))
-        self.scheduler.abort(request_id, choices)
+        self.scheduler.abort_request(request_id, choices)
 
     def receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:
@@ -210,14 +210,14 @@ class Soak:
         """Nothing runs: every block is free, and both pools are whole."""
         self.idles += 1
         assert not self.live, "a request was forgotten"
-        self.memory.check()
-        for pool in (self.memory.device, self.memory.host):
+        self.memory.check_integrity()
+        for pool in (self.memory.device_pool, self.memory.host_pool):
             assert pool.num_free == pool.num_blocks, "a block was lost"
 
     def check_busy(self) -> None:
         """Something runs: every block that is in use has somebody who uses it."""
         queues = (self.scheduler.running, self.scheduler.swapped)
-        assert unreachable_blocks(self.memory, (s.table for queue in queues for s in queue)) == 0
+        assert count_leaked_blocks(self.memory, (s.table for queue in queues for s in queue)) == 0
 
 
 class Interrupted(SimulatedExecutor):
@@ -250,7 +250,7 @@ def test_whatever_is_aborted_when_all_requests_end_once_and_all_memory_comes_bac
     engines = soak(requests, depth)
     assert sum(len(engine.clients) for engine in engines) == requests
     assert sum(engine.idles for engine in engines) > requests / 100, "the engines were hardly ever idle"
-    statistics = [engine.scheduler.statistics for engine in engines]
+    statistics = [engine.scheduler.stats for engine in engines]
     assert sum(one.preemptions_by_swap for one in statistics) > 0
     assert sum(one.preemptions_by_recompute for one in statistics) > 0
     ends = [client for engine in engines for client in engine.clients.values()]

@@ -95,9 +95,9 @@ def test_all_tokens_are_counted_and_no_block_is_lost_under_pressure() -> None:
     assert report.output_tokens == sum(one.num_output for one in requests)
     assert report.output_tokens_per_second == pytest.approx(report.output_tokens / report.seconds)
     assert report.unreachable_blocks == 0
-    memory = recorder.scheduler.memory
-    memory.check()
-    assert memory.device.num_free == memory.device.num_blocks
+    memory = recorder.scheduler.kv_cache_manager
+    memory.check_integrity()
+    assert memory.device_pool.num_free == memory.device_pool.num_blocks
 
 
 def test_requests_that_cannot_run_are_counted_by_their_error_and_the_others_run() -> None:
@@ -181,18 +181,20 @@ def test_settings_of_the_latency_replace_those_of_the_preset_one_by_one(tmp_path
 def test_pools_are_sized_in_blocks_or_bytes(tmp_path: Path) -> None:
     config = SimulationConfig(trace=tmp_path, kv_cache_memory=1 << 30, swap_space=0.5, block_size=32)
     block_bytes = 32 * 131_072
-    assert config.capacity == KVCacheConfig(32, 1 + (1 << 30) // block_bytes, (1 << 29) // block_bytes, block_bytes)
+    assert config.kv_cache_config == KVCacheConfig(
+        32, 1 + (1 << 30) // block_bytes, (1 << 29) // block_bytes, block_bytes
+    )
     override = SimulationConfig(trace=tmp_path, kv_cache_memory=1 << 30, num_gpu_blocks_override=7)
-    assert override.capacity.device_blocks == 8
+    assert override.kv_cache_config.device_blocks == 8
     assert override.limits("fcfs").max_model_len == 7 * 16
 
 
 def test_less_than_4_percent_of_the_memory_is_wasted_on_azure_lengths() -> None:
     requests = read_trace(public_trace("azure-conv-2023.csv"), limit=600)
     config = SimulationConfig(trace=Path("unused"))
-    report = make_report(run(requests, config.limits("fcfs"), config.capacity, config.latency))
+    report = make_report(run(requests, config.limits("fcfs"), config.kv_cache_config, config.latency))
     assert 0 < report.waste < 0.04
     assert report.unreachable_blocks == 0
     # Half a block a sequence is what paging cannot avoid.
-    per_sequence = report.waste * report.kv_usage.mean * config.capacity.usable_tokens / report.running.mean
+    per_sequence = report.waste * report.kv_usage.mean * config.kv_cache_config.usable_tokens / report.running.mean
     assert 0.3 < per_sequence / 16 < 0.8

@@ -135,8 +135,8 @@ def test_a_choice_is_one_of_its_options_and_can_be_each(options: list[str], seed
     grammar = grammar_of(choice(options))
     assert decode(draw(grammar, seed)) in options
     for option in options:
-        matcher = grammar.matcher()
-        matcher.accept(encode_bytes(option))
+        matcher = grammar.new_matcher()
+        matcher.accept_tokens(encode_bytes(option))
         assert EOS in allowed(matcher)
 
 
@@ -186,9 +186,9 @@ def test_a_grammar_in_ebnf_means_what_it_means_elsewhere(
     model: ModelGrammars, rules: str, texts: list[str], others: list[str]
 ) -> None:
     def is_complete(text: str) -> bool:
-        matcher = model.compile(lark(rules)).matcher()
+        matcher = model.compile(lark(rules)).new_matcher()
         try:
-            matcher.accept(encode_bytes(text))
+            matcher.accept_tokens(encode_bytes(text))
         except GrammarError:
             return False
         return EOS in allowed(matcher)
@@ -211,12 +211,12 @@ def test_a_grammar_in_larks_notation_is_not_taken_for_ebnf(rules: str) -> None:
 def test_accepting_in_pieces_is_accepting_all_at_once(structured: Structured, seed: int, random: Random) -> None:
     grammar = grammar_of(structured)
     output = draw(grammar, seed, budget=80)
-    whole, pieces = grammar.matcher(), grammar.matcher()
-    whole.accept(output)
+    whole, pieces = grammar.new_matcher(), grammar.new_matcher()
+    whole.accept_tokens(output)
     start = 0
     while start < len(output):
         end = random.randint(start + 1, len(output))
-        pieces.accept(output[start:end])
+        pieces.accept_tokens(output[start:end])
         if random.random() < 0.5:
             allowed(pieces)
         start = end
@@ -230,13 +230,13 @@ def test_outputs_of_one_grammar_do_not_disturb_each_other(
 ) -> None:
     grammar = grammar_of(structured)
     outputs = [draw(grammar, seed) for seed in (one, two)]
-    alone = [masks(grammar.matcher(), output) for output in outputs]
-    matchers = [grammar.matcher(), grammar.matcher()]
+    alone = [masks(grammar.new_matcher(), output) for output in outputs]
+    matchers = [grammar.new_matcher(), grammar.new_matcher()]
     together: list[list[list[int]]] = [[allowed(matcher)] for matcher in matchers]
     order = [which for which in (0, 1) for _ in outputs[which]]
     random.shuffle(order)
     for which in order:
-        matchers[which].accept([outputs[which][len(together[which]) - 1]])
+        matchers[which].accept_tokens([outputs[which][len(together[which]) - 1]])
         together[which].append(allowed(matchers[which]))
     assert together == alone
 
@@ -245,7 +245,7 @@ def masks(matcher: GuidanceMatcher, output: list[int]) -> list[list[int]]:
     """What is allowed before each token, and at the end."""
     seen = [allowed(matcher)]
     for token_id in output:
-        matcher.accept([token_id])
+        matcher.accept_tokens([token_id])
         seen.append(allowed(matcher))
     return seen
 
@@ -254,7 +254,7 @@ def masks(matcher: GuidanceMatcher, output: list[int]) -> list[list[int]]:
 def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, monkeypatch: pytest.MonkeyPatch) -> None:
     grammar = grammar_of(structured)
     output = draw(grammar, 5, budget=60)
-    lasting = masks(grammar.matcher(), output)
+    lasting = masks(grammar.new_matcher(), output)
     renewed = 0
     renew = GuidanceMatcher._renew
 
@@ -266,61 +266,61 @@ def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, mo
 
     monkeypatch.setattr(guidances, "WEAR", -1.0)
     monkeypatch.setattr(GuidanceMatcher, "_renew", count)
-    assert masks(grammar.matcher(), output) == lasting
+    assert masks(grammar.new_matcher(), output) == lasting
     assert renewed == len(lasting)
 
 
 def test_a_mask_can_be_filled_again_for_the_same_place() -> None:
-    matcher = grammar_of(JSON_OBJECT).matcher()
+    matcher = grammar_of(JSON_OBJECT).new_matcher()
     assert allowed(matcher) == allowed(matcher)
 
 
 def test_only_the_end_is_allowed_where_a_grammar_is_complete() -> None:
-    matcher = grammar_of(choice(["yes"])).matcher()
+    matcher = grammar_of(choice(["yes"])).new_matcher()
     assert EOS not in allowed(matcher)
-    matcher.accept(encode("yes"))
+    matcher.accept_tokens(encode("yes"))
     assert allowed(matcher) == [EOS]
-    matcher.accept([EOS])
+    matcher.accept_tokens([EOS])
     assert allowed(matcher) == [EOS]
 
 
 def test_each_of_several_end_tokens_ends_an_output_and_no_other_special_token_comes() -> None:
     several = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE, [0, EOS])
     grammar = several.compile(define(regex("ab*")))
-    matcher = grammar.matcher()
+    matcher = grammar.new_matcher()
     assert not SPECIAL & set(allowed(matcher))
-    matcher.accept(encode("ab"))
+    matcher.accept_tokens(encode("ab"))
     assert SPECIAL & set(allowed(matcher)) == {0, EOS}
     for end in (0, EOS):
-        ended = grammar.matcher()
-        ended.accept([*encode("ab"), end])
+        ended = grammar.new_matcher()
+        ended.accept_tokens([*encode("ab"), end])
         assert allowed(ended) == [0, EOS]
 
 
 def test_tokens_that_only_the_model_has_are_never_allowed() -> None:
     padded = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE + 77, [EOS])
-    matcher = padded.compile(define(regex("(.|\n)+"))).matcher()
+    matcher = padded.compile(define(regex("(.|\n)+"))).new_matcher()
     assert max(allowed(matcher, VOCAB_SIZE + 77)) < VOCAB_SIZE
 
 
 def test_a_mask_is_cut_where_the_model_has_fewer_tokens_than_its_tokenizer() -> None:
     smaller = Guidance.load(MODEL / "tokenizer.json", 1000, [EOS])
     words = np.zeros(32, dtype=np.int32)
-    smaller.compile(define(regex("(.|\n)+"))).matcher().fill(words.data)
+    smaller.compile(define(regex("(.|\n)+"))).new_matcher().fill_bitmask(words.data)
     assert words.any()
 
 
 @pytest.mark.parametrize("token_id", [-1, 5, EOS, VOCAB_SIZE, 2**31, 2**40])
 def test_a_token_that_does_not_match_ends_the_output_with_one_sentence(token_id: int) -> None:
-    matcher = grammar_of(regex("[a-z]{3}")).matcher()
+    matcher = grammar_of(regex("[a-z]{3}")).new_matcher()
     with pytest.raises(GrammarError) as error:
-        matcher.accept([*encode("a"), token_id])
+        matcher.accept_tokens([*encode("a"), token_id])
     assert re.fullmatch(r"[^\n<]{10,210}\.", str(error.value))
 
 
 def test_a_grammar_without_an_end_dies_where_nothing_can_follow() -> None:
-    matcher = grammar_of(lark('start: "abcdefgh" x\nx: x "c"')).matcher()
-    matcher.accept(encode_bytes("abcdefgh"))
+    matcher = grammar_of(lark('start: "abcdefgh" x\nx: x "c"')).new_matcher()
+    matcher.accept_tokens(encode_bytes("abcdefgh"))
     with pytest.raises(GrammarError):
         allowed(matcher)
     with pytest.raises(GrammarError):
@@ -338,12 +338,12 @@ def test_an_output_may_use_so_much_time_and_no_more(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(guidances, "thread_time", clock)
     monkeypatch.setattr(guidances, "CREDIT", 0.1025)
     monkeypatch.setattr(guidances, "CREDIT_PER_TOKEN", 0.015)
-    matcher = grammar_of(regex("a+")).matcher()
+    matcher = grammar_of(regex("a+")).new_matcher()
     a = encode("a")
     for _ in range(20):
-        matcher.accept(a)
+        matcher.accept_tokens(a)
     with pytest.raises(GrammarError, match="too long"):
-        matcher.accept(a)  # 5 ms more for each token than it is given
+        matcher.accept_tokens(a)  # 5 ms more for each token than it is given
 
 
 def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,9 +360,9 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
     grammar = grammar_of(regex("a+"))
     a = encode("a")
     for _ in range(20):
-        grammar.matcher().accept(a)
+        grammar.new_matcher().accept_tokens(a)
     with pytest.raises(GrammarError, match="too long"):
-        grammar.matcher().accept(a)
+        grammar.new_matcher().accept_tokens(a)
 
 
 # What is refused
@@ -451,8 +451,8 @@ def test_what_is_no_usable_grammar_is_refused_by_name(model: ModelGrammars, stru
     ],
 )  # fmt: skip
 def test_what_only_looks_like_something_unsupported_is_accepted(model: ModelGrammars, asked: object, text: str) -> None:
-    matcher = model.compile(schema(asked)).matcher()
-    matcher.accept(encode(text))
+    matcher = model.compile(schema(asked)).new_matcher()
+    matcher.accept_tokens(encode(text))
     assert EOS in allowed(matcher)
 
 
@@ -486,8 +486,8 @@ SAYING_NOTHING = [
 def test_words_that_constrain_nothing_are_no_reason_to_refuse(
     model: ModelGrammars, asked: dict[str, object], text: str
 ) -> None:
-    matcher = model.compile(schema(asked)).matcher()
-    matcher.accept(encode(text))
+    matcher = model.compile(schema(asked)).new_matcher()
+    matcher.accept_tokens(encode(text))
     assert EOS in allowed(matcher)
 
 
@@ -504,9 +504,9 @@ def test_a_format_that_the_library_knows_goes_on_constraining(name: str) -> None
     grammar_of(schema({"type": "string", "format": name}))
     assert simplify({"format": name}) == {"format": name}
     if name != "unknown":
-        matcher = grammar_of(schema({"type": "string", "format": name})).matcher()
+        matcher = grammar_of(schema({"type": "string", "format": name})).new_matcher()
         with pytest.raises(GrammarError):
-            matcher.accept(encode('" "'))
+            matcher.accept_tokens(encode('" "'))
 
 
 @pytest.mark.parametrize("word", ["$ref", "properties"])
@@ -538,7 +538,7 @@ def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
     with pytest.raises(QuireError, match="too much time or memory") as refused:
         model.compile(structured)
     assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, structured.param)
-    assert model.compile(JSON_OBJECT).matcher()
+    assert model.compile(JSON_OBJECT).new_matcher()
 
 
 def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +550,7 @@ def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, m
     assert late.value.code is ErrorCode.OVERLOADED, "nobody knows whether it is the grammar's fault"
     monkeypatch.undo()
     assert any(process.poll() is not None for process in processes)
-    assert model.compile(JSON_OBJECT).matcher()
+    assert model.compile(JSON_OBJECT).new_matcher()
 
 
 def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: ModelGrammars) -> None:
@@ -560,7 +560,7 @@ def test_a_grammar_is_not_blamed_for_a_trial_that_something_else_ended(model: Mo
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
-    assert model.compile(JSON_OBJECT).matcher()
+    assert model.compile(JSON_OBJECT).new_matcher()
 
 
 def test_a_short_text_that_makes_a_large_grammar_is_refused_and_others_are_measured(model: ModelGrammars) -> None:
@@ -579,7 +579,7 @@ def test_any_text_is_a_grammar_or_refused(model: ModelGrammars, kind: Structured
         grammar = model.compile(Structured(kind, text))
     except QuireError as error:
         refused = error.code
-    assert refused is ErrorCode.INVALID or (grammar is not None and allowed(grammar.matcher()))
+    assert refused is ErrorCode.INVALID or (grammar is not None and allowed(grammar.new_matcher()))
 
 
 @pytest.mark.parametrize("text", [None, "", "demo", "[]", "{}", '{"version": "1.0"}'])
@@ -601,7 +601,7 @@ def test_a_tokenizer_that_cannot_be_read_now_is_read_when_it_can(monkeypatch: py
                 model.compile(JSON_OBJECT)
         assert refused.value.code is ErrorCode.OVERLOADED
         assert refused.value.retry_after
-        assert model.compile(JSON_OBJECT).matcher()
+        assert model.compile(JSON_OBJECT).new_matcher()
     finally:
         model.close()
 

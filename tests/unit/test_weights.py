@@ -374,8 +374,8 @@ def test_settings_that_cannot_work_are_refused_with_their_numbers(
 
 def test_pools_are_as_large_as_the_bytes_given_allow(folder: Path) -> None:
     executor = load(folder, kv_cache_memory=10_000, swap_bytes=6_143)
-    assert (executor.capacity.device_blocks, executor.capacity.host_blocks) == (4, 2)
-    assert load(folder, kv_cache_memory=4096, swap_bytes=2047).capacity.host_blocks == 0
+    assert (executor.kv_cache_config.device_blocks, executor.kv_cache_config.host_blocks) == (4, 2)
+    assert load(folder, kv_cache_memory=4096, swap_bytes=2047).kv_cache_config.host_blocks == 0
 
 
 def test_a_pool_takes_no_memory_before_it_is_used(folder: Path) -> None:

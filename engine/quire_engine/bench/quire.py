@@ -65,7 +65,7 @@ class Quire:
         ]
         begin = time.perf_counter()
         for request in requests:
-            core.scheduler.add(request)
+            core.scheduler.add_request(request)
         while core.scheduler.has_work:
             core.step()
         seconds = time.perf_counter() - begin

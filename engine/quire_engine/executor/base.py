@@ -21,7 +21,7 @@ class Executor(Protocol):
     """Carries out plans, one after the other, on one device."""
 
     @property
-    def capacity(self) -> KVCacheConfig:
+    def kv_cache_config(self) -> KVCacheConfig:
         """What the scheduler's pools are made from. Constant."""
         ...
 
@@ -37,7 +37,7 @@ class Executor(Protocol):
         """
         ...
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
         """Copies, computes and samples.
 
         Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
@@ -52,7 +52,7 @@ class Executor(Protocol):
 
 
 class AsyncModelOutput(Protocol):
-    """A plan that is under way. ``draw`` is called once, then ``result`` once.
+    """A plan that is under way. ``sample_tokens`` is called once, then ``get_output`` once.
 
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
     computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
@@ -60,15 +60,15 @@ class AsyncModelOutput(Protocol):
     ``ExecutorError``), and its chunks are run again. In both cases the draw's list may lack the pending token.
     """
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         """Has the tokens drawn. By now the lists of the plan's draws hold every token before the one to be drawn, those
         that were pending at the launch included: grammars, penalties and whatever else looks at them is done here.
         Returns without waiting for the device, as far as that can be.
         """
         ...
 
-    def result(self) -> ModelOutput:
-        """Waits until the step is done. Raises as ``Executor.run``."""
+    def get_output(self) -> ModelOutput:
+        """Waits until the step is done. Raises as ``Executor.execute_model``."""
         ...
 
 
@@ -78,14 +78,14 @@ class AsyncExecutor(Executor, Protocol):
     overwrite. The scheduler relies on it: blocks are given to others while a step under way still uses them.
 
     With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
-    have this step's tokens drawn. So when a step is launched, the one before it has had its ``draw`` but not its
-    ``result``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``. What the
-    plan holds is to be read in ``launch``, but for the token lists of its draws: block tables change afterwards.
-    ``run`` may be called when nothing is under way.
+    have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but not
+    its ``get_output``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
+    What the plan holds is to be read in ``execute_model_async``, but for the token lists of its draws: block tables
+    change afterwards. ``execute_model`` may be called when nothing is under way.
     """
 
-    def launch(self, plan: SchedulerOutput) -> AsyncModelOutput:
-        """Begins with the copies and the forward pass. Raises as ``Executor.run``; then nothing of the plan but its
-        copies is under way.
+    def execute_model_async(self, plan: SchedulerOutput) -> AsyncModelOutput:
+        """Begins with the copies and the forward pass. Raises as ``Executor.execute_model``; then nothing of the plan
+        but its copies is under way.
         """
         ...

@@ -10,8 +10,9 @@ log = logging.getLogger(__name__)
 
 
 class InFlightStep:
-    """Launches ``plan``. Whatever goes wrong, and whenever, is raised by ``result``, so that it is dealt with in the
-    order of the steps. Only an ``ExecutorError`` of a step that is given up is raised at once: nothing can follow it.
+    """Launches ``plan``. Whatever goes wrong, and whenever, is raised by ``get_output``, so that it is dealt with in
+    the order of the steps. Only an ``ExecutorError`` of a step that is given up is raised at once: nothing can follow
+    it.
 
     An executor that runs step by step begins when the result is asked for. ``started`` (nanoseconds since 1970) and
     ``begun`` (on ``perf_counter``) are the moment when the planning began, and ``schedule`` the seconds that it took.
@@ -26,41 +27,41 @@ class InFlightStep:
         self._step: AsyncModelOutput = _NotBegun(executor, plan)
         if executor.depth > 1 and not plan.is_empty:
             try:
-                self._step = cast("AsyncExecutor", executor).launch(plan)
-            except Exception as failure:  # noqa: BLE001 - ``result`` raises it
+                self._step = cast("AsyncExecutor", executor).execute_model_async(plan)
+            except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
                 self._failure = failure
 
     @property
     def has_failed(self) -> bool:
-        """Whether ``result`` can only raise. Then nothing of the plan is under way any more."""
+        """Whether ``get_output`` can only raise. Then nothing of the plan is under way any more."""
         return self._failure is not None
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         """Has the tokens drawn, those before them being known by now."""
         if self.has_failed:
             return
         try:
-            self._step.draw()
-        except Exception as failure:  # noqa: BLE001 - ``result`` raises it
+            self._step.sample_tokens()
+        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
             self._abandon(failure)
 
     def give_up(self) -> None:
         """The step before has failed, so this one computes from garbage: waits for its end."""
-        self.draw()
+        self.sample_tokens()
         if not self.has_failed:
             self._abandon(RuntimeError("the step before it failed"))
 
-    def result(self) -> ModelOutput:
-        """Waits until the step is done. Raises as ``Executor.run``."""
+    def get_output(self) -> ModelOutput:
+        """Waits until the step is done. Raises as ``Executor.execute_model``."""
         if self._failure is not None:
             raise self._failure
-        return self._step.result()
+        return self._step.get_output()
 
     def _abandon(self, failure: Exception) -> None:
         """Waits for the end of a step that nothing is used of."""
         self._failure = failure
         try:
-            self._step.result()
+            self._step.get_output()
         except ExecutorError:
             raise
         except Exception:
@@ -74,9 +75,9 @@ class _NotBegun:
         self._executor = executor
         self._plan = plan
 
-    def draw(self) -> None:
+    def sample_tokens(self) -> None:
         """Comes with the run."""
 
-    def result(self) -> ModelOutput:
+    def get_output(self) -> ModelOutput:
         """Runs the plan."""
-        return ModelOutput() if self._plan.is_empty else self._executor.run(self._plan)
+        return ModelOutput() if self._plan.is_empty else self._executor.execute_model(self._plan)

@@ -53,7 +53,7 @@ class SimulatedExecutor:
         self._sleep = sleep
 
     @property
-    def capacity(self) -> KVCacheConfig:
+    def kv_cache_config(self) -> KVCacheConfig:
         """As it was given."""
         return self._capacity
 
@@ -62,14 +62,14 @@ class SimulatedExecutor:
         """Those of the latency model."""
         return self._latency.rates
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
-        """See ``Executor.run``. Never fails."""
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        """See ``Executor.execute_model``. Never fails."""
         result = self.answer(plan)
         self.take_time(plan, result)
         return result
 
-    def launch(self, plan: SchedulerOutput) -> "SimulatedStep":
-        """See ``AsyncExecutor.launch``. Never fails."""
+    def execute_model_async(self, plan: SchedulerOutput) -> "SimulatedStep":
+        """See ``AsyncExecutor.execute_model_async``. Never fails."""
         return SimulatedStep(self, plan)
 
     def answer(self, plan: SchedulerOutput) -> ModelOutput:
@@ -149,12 +149,12 @@ class SimulatedStep:
         self._plan = plan
         self._result = ModelOutput()
 
-    def draw(self) -> None:
-        """See ``AsyncModelOutput.draw``."""
+    def sample_tokens(self) -> None:
+        """See ``AsyncModelOutput.sample_tokens``."""
         self._result = self._executor.answer(self._plan)
 
-    def result(self) -> ModelOutput:
-        """See ``AsyncModelOutput.result``."""
+    def get_output(self) -> ModelOutput:
+        """See ``AsyncModelOutput.get_output``."""
         self._executor.take_time(self._plan, self._result)
         return self._result
 

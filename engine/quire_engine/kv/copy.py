@@ -17,6 +17,6 @@ class BlockCopies:
     host to the device, each list in its order.
     """
 
-    out: list[BlockCopy] = field(default_factory=list)
-    within: list[BlockCopy] = field(default_factory=list)
-    into: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
+    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)

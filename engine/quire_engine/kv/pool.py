@@ -32,15 +32,15 @@ class BlockPool:
         self._reserved = reserved
         self._emit = emit or _ignore
         self._on_evict = on_evict
-        self._references = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._block_hashes: list[bytes | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, num_blocks))
-        self._index: dict[bytes, int] = {}
+        self._hash_to_block: dict[bytes, int] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks that can be handed out, free or not."""
-        return max(0, len(self._references) - self._reserved)
+        return max(0, len(self._ref_counts) - self._reserved)
 
     @property
     def num_free(self) -> int:
@@ -49,75 +49,75 @@ class BlockPool:
 
     def is_free(self, block_id: int) -> bool:
         """Whether nobody uses the block."""
-        return self._references[block_id] == 0
+        return self._ref_counts[block_id] == 0
 
     def is_shared(self, block_id: int) -> bool:
         """Whether more than one table uses the block."""
-        return self._references[block_id] > 1
+        return self._ref_counts[block_id] > 1
 
     def allocate(self) -> int:
         """Hands out the block that is missed least, with one reference. The caller made sure that there is one."""
         block_id, _ = self._free.popitem(last=False)
-        name = self._names[block_id]
+        name = self._block_hashes[block_id]
         if name is not None:
-            self._forget(block_id, name)
-        self._references[block_id] = 1
+            self._evict_hash(block_id, name)
+        self._ref_counts[block_id] = 1
         return block_id
 
-    def find(self, name: bytes) -> int | None:
-        """The block with these contents, in use or free; take it with ``acquire`` before anything else is
+    def get_cached_block(self, name: bytes) -> int | None:
+        """The block with these contents, in use or free; take it with ``incref`` before anything else is
         allocated.
         """
-        return self._index.get(name)
+        return self._hash_to_block.get(name)
 
-    def acquire(self, block_id: int) -> None:
+    def incref(self, block_id: int) -> None:
         """Adds a reference, and revives the block if it was free."""
-        if self._references[block_id] == 0:
+        if self._ref_counts[block_id] == 0:
             del self._free[block_id]
-        self._references[block_id] += 1
+        self._ref_counts[block_id] += 1
 
-    def release(self, block_id: int) -> None:
+    def decref(self, block_id: int) -> None:
         """Takes a reference away; the last one frees the block."""
-        assert self._references[block_id] > 0, f"block {block_id} released more often than acquired"
-        self._references[block_id] -= 1
-        if self._references[block_id] == 0:
+        assert self._ref_counts[block_id] > 0, f"block {block_id} released more often than acquired"
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id] == 0:
             self._free[block_id] = None
-            if self._names[block_id] is None:
+            if self._block_hashes[block_id] is None:
                 self._free.move_to_end(block_id, last=False)
 
-    def name(self, block_id: int, name: bytes) -> None:
+    def cache_block(self, block_id: int, name: bytes) -> None:
         """Makes a full block findable. A second block with equal contents stays nameless, so that tables never
         change.
         """
-        if name in self._index or self._names[block_id] is not None:
+        if name in self._hash_to_block or self._block_hashes[block_id] is not None:
             return
-        self._index[name] = block_id
-        self._names[block_id] = name
+        self._hash_to_block[name] = block_id
+        self._block_hashes[block_id] = name
         self._emit(BlockStored(name, self._tier))
 
-    def touch(self, block_id: int) -> None:
+    def move_to_back(self, block_id: int) -> None:
         """Lets a free block be missed more than all others."""
-        if self._references[block_id] == 0:
+        if self._ref_counts[block_id] == 0:
             self._free.move_to_end(block_id)
 
-    def stored(self) -> list[BlockStored]:
+    def stored_blocks(self) -> list[BlockStored]:
         """Everything that can be hit, in the order in which it was stored."""
-        return [BlockStored(name, self._tier) for name in self._index]
+        return [BlockStored(name, self._tier) for name in self._hash_to_block]
 
-    def check(self) -> None:
+    def check_integrity(self) -> None:
         """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
-        assert all(count >= 0 for count in self._references)
-        assert not any(self._references[: self._reserved]), "a reserved block is in use"
-        free = [i for i in range(self._reserved, len(self._references)) if self._references[i] == 0]
+        assert all(count >= 0 for count in self._ref_counts)
+        assert not any(self._ref_counts[: self._reserved]), "a reserved block is in use"
+        free = [i for i in range(self._reserved, len(self._ref_counts)) if self._ref_counts[i] == 0]
         assert sorted(self._free) == free, "the free list and the reference counts disagree"
-        named = {name: i for i, name in enumerate(self._names) if name is not None}
-        assert named == self._index, "the hash index and the blocks' names disagree"
+        named = {name: i for i, name in enumerate(self._block_hashes) if name is not None}
+        assert named == self._hash_to_block, "the hash index and the blocks' names disagree"
 
-    def _forget(self, block_id: int, name: bytes) -> None:
+    def _evict_hash(self, block_id: int, name: bytes) -> None:
         if self._on_evict is not None:
             self._on_evict(block_id, name)
-        self._names[block_id] = None
-        del self._index[name]
+        self._block_hashes[block_id] = None
+        del self._hash_to_block[name]
         self._emit(BlockRemoved(name, self._tier))
 
 

@@ -18,16 +18,16 @@ class KVCacheFragmentation:
     """
 
     empty_slots: int
-    held_slots: int
-    unreachable_blocks: int | None = None
+    used_slots: int
+    leaked_blocks: int | None = None
 
     @property
-    def part(self) -> float:
+    def ratio(self) -> float:
         """Empty slots as a part of held ones; 0 when none is held."""
-        return self.empty_slots / self.held_slots if self.held_slots else 0.0
+        return self.empty_slots / self.used_slots if self.used_slots else 0.0
 
 
-def device_waste(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
+def measure_fragmentation(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
     """What ``tables``, all that hold device blocks, leave empty. O(tables): only last blocks can be.
 
     A block that several tables share counts once, as full as the fullest of them has it.
@@ -39,10 +39,10 @@ def device_waste(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]
             block_id = table.block_ids[index]
             missing = size - max(0, num_computed - index * size)
             empty[block_id] = min(missing, empty.get(block_id, size))
-    return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device) * size)
+    return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device_pool) * size)
 
 
-def unreachable_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> int:
+def count_leaked_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> int:
     """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
     or memory was lost. O(blocks held).
     """
@@ -51,7 +51,7 @@ def unreachable_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> 
     for table in tables:
         device.update(table.block_ids)
         host.update(table.host_block_ids)
-    return _in_use(memory.device) - len(device) + _in_use(memory.host) - len(host)
+    return _in_use(memory.device_pool) - len(device) + _in_use(memory.host_pool) - len(host)
 
 
 def _in_use(pool: BlockPool) -> int:

@@ -69,7 +69,7 @@ class Batch:
     def _feed(self) -> None:
         while self._unfed and len(self._scheduler.waiting) < self._window:
             index, submission = self._unfed.popleft()
-            self._scheduler.add(submission.request)
+            self._scheduler.add_request(submission.request)
             self._live[submission.request.request_id] = index, RequestCollector(submission, self._text)
 
     def _step(self) -> None:
@@ -77,12 +77,12 @@ class Batch:
         self._core.step()
         self.broken = False
         for request_id, index in self._ending:
-            self._scheduler.abort(request_id, (index,))
+            self._scheduler.abort_request(request_id, (index,))
         self._ending.clear()
 
     def _leave_idle(self) -> None:
         for request_id in self._live:
-            self._scheduler.abort(request_id)
+            self._scheduler.abort_request(request_id)
         self._live.clear()
         while self._scheduler.has_work:
             self._step()

@@ -38,7 +38,7 @@ class RequestBuilder:
     ) -> None:
         self._text = text
         self._limits = scheduler.config
-        self._memory = scheduler.memory
+        self._memory = scheduler.kv_cache_manager
         self._draw_seed = draw_seed
         self._grammars = grammars
         self._ids = count()

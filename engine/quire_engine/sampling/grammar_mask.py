@@ -17,7 +17,7 @@ from quire_proto.errors import QuireError, internal, invalid
 from torch.nn import functional as F
 
 from quire_engine.device.transfers import upload_arrays
-from quire_engine.grammar import GrammarError, Matcher
+from quire_engine.grammar import GrammarError, GrammarMatcher
 from quire_engine.scheduling.plan import SampleRequest
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class GrammarState:
     def __init__(self, draw: SampleRequest) -> None:
         self._draw = draw
         self._num_tokens_taken = draw.num_prompt
-        self._matcher: Matcher | None = None
+        self._matcher: GrammarMatcher | None = None
         self._error: QuireError | None = None
 
     @property
@@ -63,10 +63,10 @@ class GrammarState:
         try:
             if self._matcher is None:
                 assert self._draw.grammar is not None
-                self._matcher = self._draw.grammar.matcher()
+                self._matcher = self._draw.grammar.new_matcher()
             if new:
-                self._matcher.accept(new)
-            self._matcher.fill(mask)
+                self._matcher.accept_tokens(new)
+            self._matcher.fill_bitmask(mask)
         except GrammarError as error:
             return invalid(grammar_param(self._draw), f"The output cannot go on under its grammar: {error}")
         except BaseException:  # a panic inside a native library is no Exception

@@ -20,7 +20,7 @@ def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheMa
     if len(request.cache_salt) > MAX_SALT_BYTES:
         raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
     sampling = request.sampling
-    limit = min(config.max_model_len, memory.device.num_blocks * memory.block_size)
+    limit = min(config.max_model_len, memory.device_pool.num_blocks * memory.block_size)
     check_length(len(request.prompt_token_ids), sampling.max_tokens, limit)
     _check_tokens(request, config.vocab_size)
     _check_history(request)
@@ -68,9 +68,9 @@ def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheMan
     if sampling.beam_width > config.vocab_size:
         raise invalid("beam_width", f"beam_width must be at most {config.vocab_size}, the tokens that there are.")
     if sampling.beam_width:
-        own = memory.blocks_for(sampling.max_tokens) + 2  # the blocks that the prompt ends in, and that are parted
+        own = memory.num_blocks_for(sampling.max_tokens) + 2  # the blocks that the prompt ends in, and that are parted
         blocks = len(request.prompt_token_ids) // memory.block_size + sampling.beam_width * own
-        if blocks > memory.device.num_blocks:
+        if blocks > memory.device_pool.num_blocks:
             raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")
 
 

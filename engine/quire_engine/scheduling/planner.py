@@ -53,7 +53,7 @@ class BatchScheduler:
         self._policy = POLICIES[config.scheduling_policy]
         self._by_length = config.scheduling_policy == "sjf"
         self._by_priority = config.scheduling_policy == "priority"
-        self._watermark = max(1, int(config.watermark * memory.device.num_blocks))
+        self._watermark = max(1, int(config.watermark * memory.device_pool.num_blocks))
         self._ages = 0
 
     def enter(self, sequence: Sequence) -> None:
@@ -90,10 +90,14 @@ class BatchScheduler:
             budget = self._plan_returns(plan, budget)
             if self._next_to_return() is None and self._is_open():
                 self._plan_waiting(plan, budget)
-        if not (ahead or plan.chunks or plan.preempted or self.starved or self._memory.has_copies):
+        if not (ahead or plan.chunks or plan.preempted or self.starved or self._memory.has_pending_copies):
             self._unblock(plan)
-        copies = self._memory.take_copies()
-        plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = copies.out, copies.within, copies.into
+        copies = self._memory.take_pending_copies()
+        plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = (
+            copies.blocks_to_swap_out,
+            copies.blocks_to_copy,
+            copies.blocks_to_swap_in,
+        )
         return plan
 
     # Running
@@ -117,7 +121,7 @@ class BatchScheduler:
 
     def _make_room(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
-        while self._missing(unit, budget) > self._memory.device.num_free:
+        while self._missing(unit, budget) > self._memory.device_pool.num_free:
             victims = self._together(self.running.last())
             if unit[0] in victims and len(victims) == len(self.running):
                 self.starved.append(unit[0])
@@ -133,7 +137,7 @@ class BatchScheduler:
         missing = 0
         for sequence in unit:
             start, length = sequence.num_scheduled, min(sequence.num_unscheduled, budget)
-            missing += self._memory.missing(sequence.table, start, start + length)
+            missing += self._memory.num_blocks_needed(sequence.table, start, start + length)
             budget -= length
         return missing
 
@@ -145,7 +149,7 @@ class BatchScheduler:
         """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
         start, known = sequence.num_scheduled, sequence.token_ids
         end = start + length
-        self._memory.grow(sequence.table, start, end)
+        self._memory.allocate_slots(sequence.table, start, end)
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         draws = sequence.draws if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
@@ -190,7 +194,7 @@ class BatchScheduler:
         self._note(victim, "swap_out", blocks, reason)
 
     def _start_over(self, victim: Sequence, reason: PreemptionReason) -> None:
-        self._memory.release(victim.table)
+        self._memory.free(victim.table)
         victim.num_computed = victim.num_scheduled = 0
         victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)
@@ -230,8 +234,8 @@ class BatchScheduler:
 
     def _swap_in(self, sequence: Sequence, budget: int) -> bool:
         num_tokens = min(sequence.num_tokens, sequence.num_computed + budget)
-        missing = self._memory.missing_on_device(sequence.table, num_tokens)
-        if missing > self._memory.device.num_free - self._reserve(sequence):
+        missing = self._memory.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
+        if missing > self._memory.device_pool.num_free - self._reserve(sequence):
             return False
         self.swapped.remove(sequence)
         blocks = self._memory.swap_in(sequence.table)
@@ -276,8 +280,12 @@ class BatchScheduler:
         """
         if self._waits_for_other_choice(sequence):
             return None
-        hits = [] if self._tells_prompt(sequence.group) else self._memory.match(sequence.table, sequence.token_ids)
-        fits = self._memory.free_after(hits, sequence.num_tokens) >= self._reserve(sequence)
+        hits = (
+            []
+            if self._tells_prompt(sequence.group)
+            else self._memory.get_cached_blocks(sequence.table, sequence.token_ids)
+        )
+        fits = self._memory.num_free_blocks_after(hits, sequence.num_tokens) >= self._reserve(sequence)
         return hits if fits else None
 
     def _waits_for_other_choice(self, sequence: Sequence) -> bool:
@@ -303,7 +311,7 @@ class BatchScheduler:
             group.age = self._ages
             self._ages += 1
         sequence.precedence = (group.request.priority if self._by_priority else 0, group.age, sequence.id)
-        sequence.num_computed = sequence.num_scheduled = self._memory.admit(sequence.table, hits)
+        sequence.num_computed = sequence.num_scheduled = self._memory.attach_cached_blocks(sequence.table, hits)
         self.join(sequence)
 
     def _note_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
@@ -340,7 +348,7 @@ class BatchScheduler:
 
     def _rank(self, sequence: Sequence) -> float:
         looks = self._by_length and not self._tells_prompt(sequence.group)
-        cached = len(self._memory.match(sequence.table, sequence.token_ids)) if looks else 0
+        cached = len(self._memory.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
         uncached = sequence.num_tokens - cached * self._memory.block_size
         return self._policy(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
 

@@ -26,7 +26,7 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 
 from quire_engine.kv.memory import KVCacheManager
-from quire_engine.kv.waste import KVCacheFragmentation, device_waste, unreachable_blocks
+from quire_engine.kv.waste import KVCacheFragmentation, count_leaked_blocks, measure_fragmentation
 from quire_engine.request import Request, Sequence, SequenceGroup, SequenceStatus
 from quire_engine.scheduling.admission import check_request
 from quire_engine.scheduling.beams import Continuation
@@ -44,24 +44,24 @@ MAX_DEPTH = 2
 
 
 class Scheduler:
-    """Owns the requests of one engine. Used by one thread. ``plan`` and ``commit`` alternate, but ``plan`` may be one
-    ahead.
+    """Owns the requests of one engine. Used by one thread. ``schedule`` and ``update_from_output`` alternate, but
+    ``schedule`` may be one ahead.
     """
 
     def __init__(
         self,
         config: "SchedulerConfig",
-        memory: KVCacheManager,
+        kv_cache_manager: KVCacheManager,
         *,
         rates: Rates = UNMEASURED,
         clock: Callable[[], int] = time_ns,
     ) -> None:
         self.config = config
-        self.memory = memory
-        self.statistics = SchedulerStats()
+        self.kv_cache_manager = kv_cache_manager
+        self.stats = SchedulerStats()
         self._clock = clock
-        self._registry = Registry(config, memory, clock)
-        self._planner = BatchScheduler(config, memory, rates, self.statistics, clock)
+        self._registry = Registry(config, kv_cache_manager, clock)
+        self._planner = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
         self.waiting = self._planner.waiting
         self.running = self._planner.running
         self.swapped = self._planner.swapped
@@ -77,17 +77,17 @@ class Scheduler:
         """Whether there is anything to plan, to commit or to tell."""
         return len(self._registry) > 0 or bool(self._outputs) or bool(self._under_way)
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
         if self._registry.group(request.request_id) is not None:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
         if len(self.waiting) >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
-        check_request(request, self.config, self.memory)
+        check_request(request, self.config, self.kv_cache_manager)
         for sequence in self._registry.open(request):
             self._planner.enter(sequence)
 
-    def abort(self, request_id: str, indexes: Iterable[int] = ()) -> None:
+    def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
         """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
         is ignored: it may just have ended.
         """
@@ -101,7 +101,7 @@ class Scheduler:
             for index in ending:
                 self._abort_choice(group, index)
 
-    def plan(self) -> SchedulerOutput:
+    def schedule(self) -> SchedulerOutput:
         """What the next step does. Empty when nothing can be computed, which may be for want of what the step under way
         makes; an empty plan need not be committed.
         """
@@ -110,21 +110,21 @@ class Scheduler:
         ahead = bool(self._under_way)
         plan = self._planner.plan(self._step, ahead=ahead)
         for sequence in () if ahead else self._planner.starved:  # ahead of the commit that may end it, nobody starves
-            self.statistics.out_of_memory += 1
+            self.stats.out_of_memory += 1
             self._fail(sequence.group, _out_of_memory())
         plan.ended = self._registry.take_ended(self._under_way)
         if not plan.is_empty:
             self._under_way.append(plan)
         return plan
 
-    def retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
+    def split_for_retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
         """One plan for each chunk of a step that failed, the oldest that is under way, to be run alone. Chunks whose
         sequence no longer has its blocks are struck from ``plan``.
         """
         plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
         return plan.split()
 
-    def commit(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+    def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
         if self._under_way and self._under_way[0] is plan:
             self._under_way.popleft()
@@ -143,9 +143,9 @@ class Scheduler:
         sequences = [self._registry.sequence(chunk.sequence_id) for chunk in plan.chunks]
         return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
 
-    def load(self) -> EngineLoad:
+    def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
-        device, host = self.memory.device, self.memory.host
+        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
         admitted = sum(s.num_uncomputed for queue in (self.running, self.preempted) for s in queue)
         return EngineLoad(
             running=len(self.running),
@@ -158,12 +158,14 @@ class Scheduler:
             host_blocks_free=host.num_free,
         )
 
-    def waste(self) -> KVCacheFragmentation:
+    def get_fragmentation(self) -> KVCacheFragmentation:
         """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
-        device = device_waste(self.memory, ((sequence.table, sequence.num_scheduled) for sequence in self.running))
+        device = measure_fragmentation(
+            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled) for sequence in self.running)
+        )
         if self.has_work:
             return device
-        return replace(device, unreachable_blocks=unreachable_blocks(self.memory, ()))
+        return replace(device, leaked_blocks=count_leaked_blocks(self.kv_cache_manager, ()))
 
     # Committing
 
@@ -182,8 +184,8 @@ class Scheduler:
         num_computed = len(chunk.token_ids)
         if sequence.table.block_ids:  # else it has given way, and this was counted then
             end = sequence.num_computed = chunk.start + num_computed
-            self.memory.name_full_blocks(sequence.table, sequence.token_ids, end)
-        self.statistics.computed_tokens += num_computed
+            self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
+        self.stats.computed_tokens += num_computed
         if chunk.targets:
             self._tell_prompt(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
         if not chunk.draws:
@@ -224,7 +226,7 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, token_id: int) -> None:
         sequence.token_ids.append(token_id)
-        self.statistics.generated_tokens += 1
+        self.stats.generated_tokens += 1
         if not sequence.timeline.first_token:
             sequence.timeline.first_token = self._clock()
 
@@ -241,9 +243,9 @@ class Scheduler:
             self._outputs.append(output)
 
     def _count_copies(self, plan: SchedulerOutput) -> None:
-        self.statistics.blocks_parted += len(plan.blocks_to_copy)
-        self.statistics.blocks_copied_out += len(plan.blocks_to_swap_out)
-        self.statistics.blocks_copied_in += len(plan.blocks_to_swap_in)
+        self.stats.blocks_parted += len(plan.blocks_to_copy)
+        self.stats.blocks_copied_out += len(plan.blocks_to_swap_out)
+        self.stats.blocks_copied_in += len(plan.blocks_to_swap_in)
 
     # Beams
 
@@ -369,7 +371,7 @@ class Scheduler:
     def _remove(self, sequence: Sequence) -> None:
         """The one way out for a sequence: leaves its queue, gives its blocks back, is forgotten."""
         self._planner.leave(sequence)
-        self.memory.release(sequence.table)
+        self.kv_cache_manager.free(sequence.table)
         self._registry.close(sequence)
 
 

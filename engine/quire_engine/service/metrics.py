@@ -115,8 +115,8 @@ class EngineMetrics:
 
     def _set_waste(self, waste: KVCacheFragmentation) -> None:
         self._empty_slots.set(waste.empty_slots)
-        if waste.unreachable_blocks is not None:
-            self._unreachable.set(waste.unreachable_blocks)
+        if waste.leaked_blocks is not None:
+            self._unreachable.set(waste.leaked_blocks)
 
     def _set_blocks(self, tier: str, total: int, free: int) -> None:
         self._blocks.labels(self._model, tier).set(total)

@@ -86,10 +86,10 @@ class EngineServer:
         description.generation = secrets.randbits(64)
         self._core = EngineCore(scheduler, executor, self._publish)
         name = description.served_model_names[0]
-        self._metrics = EngineMetrics(name, scheduler.statistics, lambda: self._core.silence)
+        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.silence)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
-        pace = PaceMeter(executor.rates, executor.capacity.block_bytes)
+        pace = PaceMeter(executor.rates, executor.kv_cache_config.block_bytes)
         self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars, pace)
         self._hub.bind(self._core)
         self._failure: BaseException | None = None

@@ -77,8 +77,8 @@ class EngineSettings(CliSettings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "EngineSettings":
-        if self.capacity.usable_tokens < 1:
-            raise ValueError(f"The KV pool must hold a block, which has {self.capacity.block_bytes} bytes.")
+        if self.kv_cache_config.usable_tokens < 1:
+            raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         _ = self.latency
         return self
 
@@ -89,7 +89,7 @@ class EngineSettings(CliSettings):
         return replace(self._preset.latency, **{name: value for name, value in given.items() if value is not None})
 
     @property
-    def capacity(self) -> KVCacheConfig:
+    def kv_cache_config(self) -> KVCacheConfig:
         """The pools; the null block comes on top of what was asked for."""
         block_bytes = self._preset.token_bytes * self.block_size
         blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
@@ -100,7 +100,7 @@ class EngineSettings(CliSettings):
         return SchedulerConfig.of(
             self,
             scheduling_policy=policy,
-            max_model_len=min(self.max_model_len or self._preset.max_model_len, self.capacity.usable_tokens),
+            max_model_len=min(self.max_model_len or self._preset.max_model_len, self.kv_cache_config.usable_tokens),
             vocab_size=VOCAB_SIZE,
         )
 

@@ -36,7 +36,7 @@ def simulate(arguments: Sequence[str]) -> None:
 def _run(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) -> Recorder:
     simulation = Simulation(
         config.limits(policy),
-        config.capacity,
+        config.kv_cache_config,
         config.latency,
         seed=config.seed,
         prefix_caching=config.enable_prefix_caching,
@@ -48,7 +48,7 @@ def _run(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) 
 def _as_json(config: SimulationConfig, reports: Mapping[str, Report]) -> str:
     """What ran, and what came of it."""
     settings = config.model_dump(mode="json", exclude={"as_json", "plot", "compare", "scheduling_policy"})
-    settings |= {"latency": asdict(config.latency), "capacity": asdict(config.capacity)}
+    settings |= {"latency": asdict(config.latency), "capacity": asdict(config.kv_cache_config)}
     policies = {policy: asdict(report) for policy, report in reports.items()}
     return json.dumps({"settings": settings, "policies": policies}, indent=2)
 

@@ -45,7 +45,7 @@ def _draw_ttft(axes: "Axes", name: str, recorder: Recorder) -> None:
 
 
 def _draw_usage(axes: "Axes", name: str, recorder: Recorder) -> None:
-    part = np.asarray(recorder.samples.used_blocks) / recorder.scheduler.memory.device.num_blocks
+    part = np.asarray(recorder.samples.used_blocks) / recorder.scheduler.kv_cache_manager.device_pool.num_blocks
     axes.plot(_thin(recorder.samples.time), _thin(part), label=name, linewidth=1)
     axes.set_ylim(0, 1)
 

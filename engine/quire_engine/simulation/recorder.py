@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from quire_proto.errors import QuireError
 
 from quire_engine.core import EngineCoreOutputs
-from quire_engine.kv.waste import device_waste, unreachable_blocks
+from quire_engine.kv.waste import count_leaked_blocks, measure_fragmentation
 from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.scheduling.scheduler import Scheduler
 
@@ -78,7 +78,9 @@ class Recorder:
     def inspect(self) -> None:
         """Looks for blocks that were lost. O(blocks held), so not after each step."""
         tables = [s.table for queue in (self.scheduler.running, self.scheduler.swapped) for s in queue]
-        self.unreachable_blocks = max(self.unreachable_blocks, unreachable_blocks(self.scheduler.memory, tables))
+        self.unreachable_blocks = max(
+            self.unreachable_blocks, count_leaked_blocks(self.scheduler.kv_cache_manager, tables)
+        )
 
     def _admit(self, time: float, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -103,12 +105,14 @@ class Recorder:
 
     def _sample(self, began: float, ended: float, step: EngineCoreOutputs) -> None:
         load, samples = step.load, self.samples
-        waste = device_waste(self.scheduler.memory, ((s.table, s.num_computed) for s in self.scheduler.running))
+        waste = measure_fragmentation(
+            self.scheduler.kv_cache_manager, ((s.table, s.num_computed) for s in self.scheduler.running)
+        )
         samples.time.append(ended)
         samples.duration.append(ended - began)
         samples.running.append(load.running)
         samples.waiting.append(load.waiting + load.swapped)
         samples.used_blocks.append(load.blocks_total - load.blocks_free)
-        samples.held_slots.append(waste.held_slots)
+        samples.held_slots.append(waste.used_slots)
         samples.empty_slots.append(waste.empty_slots)
         samples.host_seconds.append(step.trace.schedule + step.trace.emit)

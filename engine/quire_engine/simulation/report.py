@@ -95,7 +95,7 @@ class Report:
 def make_report(recorder: Recorder) -> Report:
     """All figures of a finished run."""
     lives, samples = list(recorder.lives.values()), recorder.samples
-    counted, device = recorder.scheduler.statistics, recorder.scheduler.memory.device
+    counted, device = recorder.scheduler.stats, recorder.scheduler.kv_cache_manager.device_pool
     seconds = samples.time[-1] if samples.time else 0.0
     output_tokens = sum(life.num_tokens for life in lives)
     ended = [life.ended - life.arrived for life in lives if life.ended is not None]

@@ -73,7 +73,7 @@ class Simulation:
         params = SamplingParams(temperature=0, seed=index, max_tokens=arrival.num_output, ignore_eos=True)
         self.recorder.arrive(request_id, arrival.time)
         try:
-            self.scheduler.add(Request(request_id, prompt, params))
+            self.scheduler.add_request(Request(request_id, prompt, params))
         except QuireError as error:
             self.recorder.refuse(request_id, error)
 

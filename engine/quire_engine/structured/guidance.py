@@ -125,8 +125,8 @@ class CompiledGrammar:
         self._ends = ends
         self._purse = Purse()
 
-    def matcher(self) -> "GuidanceMatcher":
-        """See ``Grammar.matcher``."""
+    def new_matcher(self) -> "GuidanceMatcher":
+        """See ``Grammar.new_matcher``."""
         return GuidanceMatcher(self._initial, self._ends, self._purse)
 
 
@@ -144,13 +144,13 @@ class GuidanceMatcher:
         self._worn = 0.0
         self._durable = WEAR
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """See ``Matcher.accept``."""
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        """See ``GrammarMatcher.accept_tokens``."""
         for start in range(0, len(token_ids), PIECE):
             self._accept_piece(list(token_ids[start : start + PIECE]))
 
-    def fill(self, mask: memoryview) -> None:
-        """See ``Matcher.fill``."""
+    def fill_bitmask(self, mask: memoryview) -> None:
+        """See ``GrammarMatcher.fill_bitmask``."""
         if self._worn > self._durable:
             self._renew()
         bits = self._metered(self._matcher.compute_bitmask)

@@ -65,7 +65,7 @@ def _as_text(settings: FleetSettings, reports: Reports, tenants: TenantReports) 
 def _as_json(settings: FleetSettings, reports: Reports, tenants: TenantReports) -> str:
     """What ran, and what came of it."""
     told = settings.model_dump(mode="json", exclude={"as_json", "plot"})
-    told |= {"latency": asdict(settings.latency), "capacity": asdict(settings.capacity)}
+    told |= {"latency": asdict(settings.latency), "capacity": asdict(settings.kv_cache_config)}
     runs = [
         {"utilisation": load, "policy": name, "report": asdict(report)}
         for load, row in reports.items()

@@ -28,14 +28,16 @@ class SimulatedEngine:
         self.busy = 0
         limits = settings.limits(settings.scheduling_policy)
         executor = SimulatedExecutor(
-            settings.capacity, settings.latency, seed=seed, vocab_size=limits.vocab_size, sleep=self._pass
+            settings.kv_cache_config, settings.latency, seed=seed, vocab_size=limits.vocab_size, sleep=self._pass
         )
         self.memory = KVCacheManager(
-            settings.capacity, prefix_caching=settings.enable_prefix_caching, host_caching=settings.enable_host_caching
+            settings.kv_cache_config,
+            prefix_caching=settings.enable_prefix_caching,
+            host_caching=settings.enable_host_caching,
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
         self._core = EngineCore(self.scheduler, executor, self._receive)
-        self._meter = PaceMeter(settings.latency.rates, settings.capacity.block_bytes)
+        self._meter = PaceMeter(settings.latency.rates, settings.kv_cache_config.block_bytes)
         self._now = 0
         self._idle_steps = 0
         self._inbox: list[Request] = []
@@ -48,7 +50,7 @@ class SimulatedEngine:
 
     def report(self) -> engine_pb2.Load:
         """What it would say of itself when a router connects."""
-        return load_to_proto(self.scheduler.load(), self._meter.pace)
+        return load_to_proto(self.scheduler.get_load(), self._meter.pace)
 
     def submit(self, generation: GenerationRequest, num_output: int) -> None:
         """A request has come that will draw so many tokens; the engine looks at it when its next step begins."""
@@ -61,7 +63,7 @@ class SimulatedEngine:
         refused: list[tuple[str, QuireError]] = []
         for request in self._inbox:
             try:
-                self.scheduler.add(request)
+                self.scheduler.add_request(request)
             except QuireError as error:
                 refused.append((request.request_id, error))
         self._inbox.clear()

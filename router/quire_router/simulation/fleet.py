@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from quire.v1 import engine_pb2
 from quire_engine.executor.mixing import mix
 from quire_engine.kv.events import KVCacheEvent
-from quire_engine.kv.waste import unreachable_blocks
+from quire_engine.kv.waste import count_leaked_blocks
 from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.simulation.clock import NANOSECONDS
 from quire_engine.simulation.config import EngineSettings
@@ -218,6 +218,6 @@ class FleetSimulation:
             lives=self._lives,
             busy=[engine.busy for engine in self._engines],
             end=max((life.ended or 0 for life in self._lives), default=0),  # not when the last patience would
-            preemptions=sum(sum(engine.scheduler.statistics.preemptions.values()) for engine in self._engines),
-            lost_blocks=sum(unreachable_blocks(engine.memory, ()) for engine in self._engines),
+            preemptions=sum(sum(engine.scheduler.stats.preemptions.values()) for engine in self._engines),
+            lost_blocks=sum(count_leaked_blocks(engine.memory, ()) for engine in self._engines),
         )

@@ -15,7 +15,7 @@ _TIERS = {Tier.DEVICE: tier.Tier.DEVICE, Tier.HOST: tier.Tier.HOST}
 
 def describe(settings: EngineSettings) -> engine_pb2.DescribeResponse:
     """What such an engine says that it is."""
-    capacity = settings.capacity
+    capacity = settings.kv_cache_config
     return engine_pb2.DescribeResponse(
         block_size=capacity.block_size,
         blocks_total=capacity.device_blocks - 1,

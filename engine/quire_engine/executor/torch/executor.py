@@ -103,7 +103,7 @@ class TorchExecutor:
         executor = cls(parts, pools, depth=2 if overlaps else 1, make_runner=leading.make_runner)
         tokens = min(config.max_num_batched_tokens, parts.max_model_len)
         executor.rates = measure_rates(executor, tokens, parts.config.vocab_size)
-        capacity = in_memory(executor.capacity, measures)
+        capacity = in_memory(executor.kv_cache_config, measures)
         log.info("memory, as decided\n%s", table(request, measured, capacity, parts.max_model_len))
         return executor
 
@@ -113,28 +113,28 @@ class TorchExecutor:
         ``trials``: not before its memory is read, as graphs are part of it.
         """
         trial = trials.enter_context(closing(make_trial()))
-        size, vocab_size = trial.capacity.block_size, trial.config.vocab_size
+        size, vocab_size = trial.kv_cache_config.block_size, trial.config.vocab_size
         tokens, sequences = limits.max_num_batched_tokens, limits.max_num_seqs
-        trial.run(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
+        trial.execute_model(largest_step(tokens, sequences, trial.max_model_len, size, vocab_size))
 
     @property
-    def capacity(self) -> KVCacheConfig:
+    def kv_cache_config(self) -> KVCacheConfig:
         """Blocks of both pools; constant."""
-        return self._runner.capacity
+        return self._runner.kv_cache_config
 
     @property
     def dtype_name(self) -> str:
         """What weights and KV memory are held in: ``float32`` or ``bfloat16``."""
         return str(self._runner.dtype).removeprefix("torch.")
 
-    def run(self, plan: SchedulerOutput) -> ModelOutput:
-        """See ``Executor.run``."""
-        launched = self.launch(plan)
-        launched.draw()
-        return launched.result()
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        """See ``Executor.execute_model``."""
+        launched = self.execute_model_async(plan)
+        launched.sample_tokens()
+        return launched.get_output()
 
-    def launch(self, plan: SchedulerOutput) -> TorchStep:
-        """See ``AsyncExecutor.launch``. On the CPU the forward pass is over when this returns.
+    def execute_model_async(self, plan: SchedulerOutput) -> TorchStep:
+        """See ``AsyncExecutor.execute_model_async``. On the CPU the forward pass is over when this returns.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
         wait for the step, whatever it is that takes long there.
@@ -145,7 +145,7 @@ class TorchExecutor:
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)
             with timed(result.timings, "forward"):
-                forward = self._forward(pack(chunks, self.capacity.block_size)) if chunks else None
+                forward = self._forward(pack(chunks, self.kv_cache_config.block_size)) if chunks else None
         self._last = TorchStep(self._device, forward, result)
         return self._last
 

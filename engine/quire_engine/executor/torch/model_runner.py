@@ -32,7 +32,7 @@ class Runner(Protocol):
     """Computes batches, on one device or on several that act as one. Used by one thread, in inference mode."""
 
     @property
-    def capacity(self) -> KVCacheConfig:
+    def kv_cache_config(self) -> KVCacheConfig:
         """Blocks of both pools; constant."""
         ...
 
@@ -83,8 +83,8 @@ class ModelRunner:
             self._graphs = self._record(parts, record, alone)
 
     @property
-    def capacity(self) -> KVCacheConfig:
-        """See ``Runner.capacity``."""
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See ``Runner.kv_cache_config``."""
         return self._kv.capacity
 
     @property

@@ -38,23 +38,25 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     """How fast ``executor`` computes a prompt, of at most ``longest`` tokens, and copies blocks. Takes a fraction of a
     second unless one step takes longer. What is in the blocks afterwards means nothing.
     """
-    size = executor.capacity.block_size
-    tokens = min(TIMED_TOKENS, longest, executor.capacity.usable_tokens)
+    size = executor.kv_cache_config.block_size
+    tokens = min(TIMED_TOKENS, longest, executor.kv_cache_config.usable_tokens)
     prompt = ScheduledChunk(0, _tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
-    seconds = _best_seconds(lambda: executor.run(SchedulerOutput(0, [prompt])))
+    seconds = _best_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
 
 def _bytes_per_second(executor: Executor) -> float:
     """Infinite where there is no host pool, and nothing to copy."""
-    capacity = executor.capacity
+    capacity = executor.kv_cache_config
     wanted = max(1, TIMED_COPY_BYTES // capacity.block_bytes)
     blocks = min(wanted, capacity.host_blocks, capacity.device_blocks - 1)
     if blocks == 0:
         return math.inf
     out = [BlockCopy(1 + number, number) for number in range(blocks)]
     into = [BlockCopy(number, 1 + number) for number in range(blocks)]
-    seconds = _best_seconds(lambda: executor.run(SchedulerOutput(0, blocks_to_swap_out=out, blocks_to_swap_in=into)))
+    seconds = _best_seconds(
+        lambda: executor.execute_model(SchedulerOutput(0, blocks_to_swap_out=out, blocks_to_swap_in=into))
+    )
     return 2 * blocks * capacity.block_bytes / seconds
 
 

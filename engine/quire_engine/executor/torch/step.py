@@ -58,9 +58,9 @@ class Forward:
 
 
 class TorchStep:
-    """A ``AsyncModelOutput``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
+    """An ``AsyncModelOutput``. ``forward`` is None where there was nothing to compute; ``result`` holds what is known.
 
-    What ``draw`` raises is raised by ``result``, so that a step ends in one place.
+    What ``sample_tokens`` raises is raised by ``get_output``, so that a step ends in one place.
     """
 
     def __init__(self, device: torch.device, forward: Forward | None, result: ModelOutput) -> None:
@@ -72,19 +72,21 @@ class TorchStep:
         self._mark: Mark | None = None
         self._error: Exception | None = None
 
-    def draw(self) -> None:
-        """See ``AsyncModelOutput.draw``. Waits only for the log-probabilities of prompts. Raises ``ExecutorError``."""
+    def sample_tokens(self) -> None:
+        """See ``AsyncModelOutput.sample_tokens``. Waits only for the log-probabilities of prompts. Raises
+        ``ExecutorError``.
+        """
         forward, self._forward = self._forward, None  # its memory is free for the next step
         with device_errors(), computing(self._device), timed(self._result.timings, "sample"):
             try:
                 if forward is not None:
                     self._draw(forward)
-            except Exception as error:  # noqa: BLE001 - ``result`` raises it, when the device is done with the rest
+            except Exception as error:  # noqa: BLE001 - ``get_output`` raises it, when the device is done with the rest
                 self._error = error
             self._mark = mark(self._device)
 
-    def result(self) -> ModelOutput:
-        """See ``AsyncModelOutput.result``. Waits for this step, and not for one that was launched after it."""
+    def get_output(self) -> ModelOutput:
+        """See ``AsyncModelOutput.get_output``. Waits for this step, and not for one that was launched after it."""
         assert self._mark is not None, "draw comes before result"
         with device_errors():
             with timed(self._result.timings, "forward"):

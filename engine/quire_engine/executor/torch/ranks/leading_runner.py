@@ -49,9 +49,9 @@ class LeadingRunner:
         return own
 
     @property
-    def capacity(self) -> KVCacheConfig:
-        """See ``Runner.capacity``. Blocks are everyone's; the bytes of one are a rank's."""
-        return self._own.capacity
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See ``Runner.kv_cache_config``. Blocks are everyone's; the bytes of one are a rank's."""
+        return self._own.kv_cache_config
 
     @property
     def dtype(self) -> torch.dtype:
