@@ -7,9 +7,9 @@ from time import monotonic
 from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router import metrics
-from quire_router.admission.fair import Bounds
-from quire_router.admission.limits import Limits
-from quire_router.admission.queue import Queue, QueueSettings
+from quire_router.admission.fair import QueueBounds
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
 from quire_router.api.frontend import Frontend
@@ -58,14 +58,14 @@ class Parts:
             },
         )
         self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
-        self.queue = Queue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
-        self.fleet.on_room = self.queue.stir
+        self.queue = AdmissionQueue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
+        self.fleet.on_room = self.queue.notify_capacity
         redis = settings.redis
         self.journal = _journal(redis, settings.retention)
         self.meter = None if redis is None else RedisRateLimiter(redis)
         self.expectations = Expectations(self.fleet.table, self.index)
         self.peers = None if redis is None else Peers(redis, self.fleet.ledger, self.expectations)
-        limits = Limits(file.tenants, self.meter)
+        limits = RateLimiter(file.tenants, self.meter)
         self.lifecycle = self._lifecycle(settings, texts, limits)
         self.frontend = Frontend(
             texts,
@@ -80,7 +80,7 @@ class Parts:
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
         )
-        self.queue.on_waiting = self.frontend.bodies.release
+        self.queue.on_queued = self.frontend.bodies.release
         own = OwnLoad(settings.models, self.lifecycle.load)
         self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
         self._teller = None if redis is None else LoadTeller(redis, own.now)
@@ -106,7 +106,7 @@ class Parts:
         ending.push_async_callback(self._upkeep.stop)
         self._upkeep.start()
 
-    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: Limits) -> RequestRunner:
+    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: RateLimiter) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:
@@ -136,7 +136,7 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     return QueueSettings(
         hold_timeout=settings.hold_timeout,
         max_seconds=max(settings.max_queue_seconds, settings.hold_timeout),
-        bounds=Bounds(requests=settings.max_queued_requests, bytes=settings.max_queued_bytes),
+        bounds=QueueBounds(max_requests=settings.max_queued_requests, max_bytes=settings.max_queued_bytes),
     )
 
 

@@ -12,7 +12,7 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.tracing import traceparent
 
 from quire_router import metrics
-from quire_router.admission.limits import Bill, Limits
+from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenant import Tenants
 from quire_router.background import BackgroundRequests
 from quire_router.fleet.fleet import EnginePool
@@ -60,7 +60,7 @@ class RequestRunner:
         journal: Journal,
         texts: Mapping[str, ModelTokenizer],
         *,
-        limits: Limits | None = None,
+        limits: RateLimiter | None = None,
         request_timeout: float | None = None,
         max_attempts: int = 3,
         max_background: int = 4096,
@@ -71,7 +71,7 @@ class RequestRunner:
         self._routing = routing
         self._journal = journal
         self._texts = texts
-        self._limits = limits or Limits(Tenants())
+        self._limits = limits or RateLimiter(Tenants())
         self._max_attempts = max_attempts
         self._tell_route = tell_route
         self._here = RequestRegistry(request_timeout)
@@ -195,14 +195,14 @@ class RequestRunner:
         generation = record.generation
         if not generation.background:
             generation = replace(generation, deadline=None)
-        bill = self._limits.hold(generation.tenant, generation.request_id)
+        bill = self._limits.adopt(generation.tenant, generation.request_id)
         return self._begin(generation, lease, bill, reader, record)
 
     def _begin(
         self,
         generation: GenerationRequest,
         lease: Lease,
-        bill: Bill,
+        bill: Reservation,
         reader: ResponseConsumer,
         record: RequestRecord | None = None,
     ) -> OwnedDeltaStream:
@@ -217,7 +217,7 @@ class RequestRunner:
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)
             self._journal.finish(lease, FinishReason.ERROR, encode_error(internal()))
-            bill.close()
+            bill.settle()
             raise internal() from None
         return OwnedDeltaStream(self._answer(progress, ending), ending.aclose, reader.direct_path)
 
@@ -293,9 +293,9 @@ class RequestRunner:
 
     # Begin and end
 
-    async def _charge(self, generation: GenerationRequest) -> Bill:
+    async def _charge(self, generation: GenerationRequest) -> Reservation:
         """What the request may use, charged before there is a record of it: who is refused may ask again."""
-        return await self._limits.enter(generation.tenant, generation.request_id, generation.max_cost)
+        return await self._limits.reserve(generation.tenant, generation.request_id, generation.max_cost)
 
     def _fail(self, progress: RequestState, error: QuireError) -> None:
         """The request ends with an error. One that will pass is not its last word where somebody may come back, and

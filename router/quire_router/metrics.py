@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
 from quire_proto.errors import ErrorCode
 from quire_proto.telemetry import Metric
 
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.workers.place import worker_number
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -112,7 +112,7 @@ def begin(models: Iterable[str], losses: Iterable[str]) -> None:
         LOAD.labels(model)
     for reason in losses:
         ATTEMPTS_LOST.labels(reason)
-    for refusal in Reason:
+    for refusal in RefusalReason:
         ADMISSION_REFUSALS.labels(refusal)
     for code in ErrorCode:
         REJECTIONS.labels(code.name.lower())

@@ -14,7 +14,7 @@ from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router import metrics
-from quire_router.admission.limits import Bill
+from quire_router.admission.limits import Reservation
 from quire_router.choice import Choice, open_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
@@ -56,7 +56,7 @@ class RequestState:
         reader: ResponseConsumer,
         *,
         record: RequestRecord | None = None,
-        bill: Bill | None = None,
+        bill: Reservation | None = None,
     ) -> None:
         self.generation = generation
         self.caller = reader.trace_context
@@ -269,7 +269,7 @@ class RequestState:
         if self.finish_reason is None:
             self._journal.release(self._lease)
             if self._bill is not None:
-                self._bill.keep()
+                self._bill.commit_all()
             self._close(FinishReason.ABORT)
 
     def _close(self, reason: FinishReason) -> None:
@@ -281,12 +281,12 @@ class RequestState:
         metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
         metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
 
-    def _settle(self, bill: Bill) -> None:
+    def _settle(self, bill: Reservation) -> None:
         if self.attempt == self._refusals and not self.restored:
-            bill.void()  # no engine ever had it
+            bill.cancel()  # no engine ever had it
         else:
             bill.used = self.generation.cost(self.usage.prompt_tokens, self.usage.completion_tokens)
-            bill.close()
+            bill.settle()
 
     def _start_choices(self) -> None:
         """Makes all choices, with nothing in them yet."""

@@ -11,8 +11,9 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute
 
 from quire_router import metrics
-from quire_router.admission.reason import Reason
-from quire_router.admission.turn import Turns, Waiting
+from quire_router.admission.queue import AdmissionQueue
+from quire_router.admission.reason import RefusalReason
+from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.fleet import EnginePool
 from quire_router.generation import GenerationRequest
 from quire_router.placement.explanation import route_attributes
@@ -36,7 +37,7 @@ class Dispatcher:
         self,
         fleet: EnginePool,
         placer: Placer,
-        turns: Turns,
+        turns: AdmissionQueue,
         *,
         policy: str,
         hold_timeout: float,
@@ -84,11 +85,11 @@ class Dispatcher:
         began, request_id = time_ns(), progress.id
 
         def leave(_: object) -> None:
-            self._turns.leave(request_id)
+            self._turns.abandon(request_id)
 
         progress.interrupted.add_done_callback(leave)
         try:
-            await self._turns.turn(waiting(progress.generation))
+            await self._turns.acquire(waiting(progress.generation))
         finally:
             progress.interrupted.remove_done_callback(leave)
             _tell_wait(progress, began, "turn")
@@ -132,7 +133,7 @@ class Dispatcher:
         return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
 
     def _nowhere(self, progress: RequestState) -> QuireError:
-        code, reason = ErrorCode.UNAVAILABLE, str(Reason.NONE_READY)
+        code, reason = ErrorCode.UNAVAILABLE, str(RefusalReason.NONE_READY)
         message = "No engine is ready to run this model."
         if progress.refused_by:
             code, reason = ErrorCode.OVERLOADED, "engines_full"
@@ -141,10 +142,10 @@ class Dispatcher:
         return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
 
 
-def waiting(generation: GenerationRequest) -> Waiting:
+def waiting(generation: GenerationRequest) -> QueuedRequest:
     """The request as the queue sees it."""
     deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
-    return Waiting(
+    return QueuedRequest(
         request_id=generation.request_id,
         model=generation.model,
         tenant=generation.tenant,

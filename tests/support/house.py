@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason
-from quire_router.admission.queue import Queue, QueueSettings
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.static import StaticDiscovery
@@ -110,8 +110,8 @@ async def house(
     settings = ConnectionSettings(grace=grace, **link)
     fleet = EnginePool(StaticDiscovery([engine.address for engine in engines]), ["m"], settings)
     await fleet.start()
-    queue = Queue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
-    fleet.on_room = queue.stir
+    queue = AdmissionQueue(["m"], fleet, settings=QueueSettings(hold_timeout=hold_timeout))
+    fleet.on_room = queue.notify_capacity
     placer = FirstIdle(fleet.table)
     routing = Dispatcher(fleet, placer, queue, policy="first_idle", hold_timeout=hold_timeout)
     journal = journal or MemoryJournal()

@@ -13,8 +13,8 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.telemetry import Metric
-from quire_router.admission.limits import Limits
-from quire_router.admission.reason import Reason
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.generation import Delta, GenerationRequest
@@ -27,10 +27,10 @@ KEY, OTHER = "a-long-enough-key", "another-long-key"
 class LimitedRunner(ScriptedRunner):
     """Takes requests in as the lifecycle does."""
 
-    limits: Limits
+    limits: RateLimiter
 
     async def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
-        with await self.limits.enter(generation.tenant, generation.request_id, generation.max_cost) as bill:
+        with await self.limits.reserve(generation.tenant, generation.request_id, generation.max_cost) as bill:
             async with aclosing(super().run(generation)) as deltas:
                 async for delta in deltas:
                     if delta.usage is not None:
@@ -43,7 +43,7 @@ async def tenant_stage(script=ANSWER, **policy):
     tenant = Tenant("a", **policy)
     tenants = Tenants([tenant, Tenant("b")])
     runner = LimitedRunner(script)
-    runner.limits = Limits(tenants)
+    runner.limits = RateLimiter(tenants)
     file = TenantsFile(tenants, {"a": (KEY,), "b": (OTHER,)}, (tenant,))
     async with open_stage(runner=runner, file=file, tenant_limits=runner.limits) as stage:
         stage.runner = runner
@@ -275,7 +275,7 @@ async def test_the_openai_client_understands():
     assert refusal.value.code == "requests_per_minute"
 
 
-@pytest.mark.parametrize("reason", [None, *Reason])
+@pytest.mark.parametrize("reason", [None, *RefusalReason])
 async def test_every_reason_looks_the_same_in_both_apis(reason):
     error = QuireError(ErrorCode.OVERLOADED, "Not now.", retry_after=1.2, reason=reason)
     async with open_stage([error]) as stage:

@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.fair import MEMORY, Bounds, FairQueue
+from quire_router.admission.fair import MEMORY, FairQueue, QueueBounds
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 
 NAMES = ("a", "b", "c")
 IDS = count()
 
 
 def waiting(tenant, tokens=100, size=1, priority=0):
-    return Waiting(f"r{next(IDS)}", "m", tenant, tokens, size, priority)
+    return QueuedRequest(f"r{next(IDS)}", "m", tenant, tokens, size, priority)
 
 
 def queue_of(weights=(1, 1, 1), *, requests=10_000, size=10**9, max_queued=None, credit=0):
     tenants = [Tenant(name, weight=w, max_queued=max_queued) for name, w in zip(NAMES, weights, strict=True)]
-    return FairQueue(Tenants(tenants), Bounds(requests, size), credit=credit)
+    return FairQueue(Tenants(tenants), QueueBounds(requests, size), credit=credit)
 
 
 WEIGHTS = st.tuples(*[st.sampled_from([0.5, 1, 2, 7])] * 3)
@@ -38,7 +38,7 @@ def play(queue, events):
 
     def serve():
         before = Counter(each.tenant for each in inside.values())
-        served = queue.next(0)
+        served = queue.pop(0)
         assert inside.pop(served.request_id) is served
         gone.append((served, before))
 
@@ -103,10 +103,10 @@ def test_nobody_starves_a_newcomer_is_next_however_much_waits_of_another_tenant(
     queue = queue_of(weights)
     for each in flood:
         queue.add(waiting("a", each))
-    queue.next(0)
+    queue.pop(0)
     queue.add(waiting("b", tokens))
 
-    assert queue.next(0).tenant == "b"
+    assert queue.pop(0).tenant == "b"
 
 
 def attempt(queue, one):
@@ -181,7 +181,7 @@ def test_nobody_gives_way_for_a_newcomer_that_is_refused_all_the_same():
 
     assert refusal.value.reason == "queue_bytes"
     assert (len(queue), queue.bytes) == (9, 90)
-    assert [queue.next(0) for _ in there] == there[::2] + there[1::2]
+    assert [queue.pop(0) for _ in there] == there[::2] + there[1::2]
 
 
 def test_a_tenant_may_let_only_so_many_wait():
@@ -199,28 +199,28 @@ def test_weights_are_shares():
     for _ in range(80):
         queue.add(waiting("a"))
         queue.add(waiting("b"))
-    served = Counter(queue.next(0).tenant for _ in range(80))
+    served = Counter(queue.pop(0).tenant for _ in range(80))
     assert served == {"a": 60, "b": 20}
 
 
 @pytest.mark.parametrize(("now", "first"), [(MEMORY, "b"), (MEMORY + 1, "a")])
 def test_what_a_tenant_was_given_last_is_no_debt_once_it_is_forgotten(now, first):
     queue = queue_of()
-    queue.give(waiting("a", 10_000), 0)
+    queue.charge(waiting("a", 10_000), 0)
     assert not queue.is_ahead("b", now)
     queue.add(waiting("a", 1))
     queue.add(waiting("b", 1))
-    assert queue.next(now).tenant == first
+    assert queue.pop(now).tenant == first
 
 
 def test_turns_are_paid_for_whether_or_not_they_were_waited_for():
     queue = queue_of()
     for _ in range(3):
-        queue.give(waiting("a"), 0)
+        queue.charge(waiting("a"), 0)
     queue.add(waiting("a"))
     queue.add(waiting("b"))
-    queue.give(waiting("b", 10_000), 0)  # as one that was let go at once would
-    assert queue.next(0).tenant == "a"
+    queue.charge(waiting("b", 10_000), 0)  # as one that was let go at once would
+    assert queue.pop(0).tenant == "a"
 
 
 EXACT_WEIGHTS = st.tuples(*[st.sampled_from([0.5, 1, 2, 4])] * 3)
@@ -240,7 +240,7 @@ def test_a_tenant_is_ahead_when_it_had_more_than_the_credit_more_than_another_th
         for name, start in starts.items():
             others = [starts[other] for other in tags if other != name]
             assert queue.is_ahead(name, now) == any(other < start - credit for other in others)
-        queue.give(waiting(tenant, tokens), now)
+        queue.charge(waiting(tenant, tokens), now)
         time = max(time, starts[tenant])
         tags[tenant] = starts[tenant] + tokens / dict(zip(NAMES, weights, strict=True))[tenant]
         lately[tenant] = now
@@ -250,10 +250,10 @@ def test_a_tenant_is_never_ahead_of_itself_and_a_flood_is_ahead_of_who_asked_onc
     queue = queue_of(credit=250)
     for _ in range(10):
         assert not queue.is_ahead("a", 0)
-        queue.give(waiting("a"), 0)
-    queue.give(waiting("b", 199), 0)
+        queue.charge(waiting("a"), 0)
+    queue.charge(waiting("b", 199), 0)
     assert [queue.is_ahead(name, 0) for name in NAMES] == [False, False, False]
-    queue.give(waiting("a"), 0)
+    queue.charge(waiting("a"), 0)
     assert [queue.is_ahead(name, 0) for name in NAMES] == [True, False, False]
     assert not queue.is_ahead("a", MEMORY + 1)
 
@@ -264,10 +264,10 @@ def test_a_tenant_that_comes_back_may_have_its_credit_and_no_more_before_others(
     for _ in range(20):
         queue.add(waiting("a"))
     for _ in range(10):
-        queue.next(0)
+        queue.pop(0)
     for _ in range(10):
         queue.add(waiting("b"))
-    served = [queue.next(0).tenant for _ in range(8)]
+    served = [queue.pop(0).tenant for _ in range(8)]
 
     assert served == (["b", "a"] * 4 if credit == 0 else ["b"] * 4 + ["a", "b"] * 2)
 
@@ -275,10 +275,10 @@ def test_a_tenant_that_comes_back_may_have_its_credit_and_no_more_before_others(
 def test_who_was_just_served_is_behind_a_newcomer():
     queue = queue_of()
     queue.add(waiting("a"))
-    queue.next(0)
+    queue.pop(0)
     queue.add(waiting("a"))
     queue.add(waiting("b"))
-    assert queue.next(0).tenant == "b"
+    assert queue.pop(0).tenant == "b"
 
 
 def test_what_decides_does_no_input_or_output():

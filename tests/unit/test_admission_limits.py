@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
-from quire_router.admission.limits import Charge, Limits
-from quire_router.admission.meter import Meter
+from quire_router.admission.limits import RateLimiter, ReserveRequest
+from quire_router.admission.meter import TenantUsage
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
 
@@ -29,17 +29,17 @@ class Clock:
 
 def limits_of(clock=None, shared=None, **limits):
     tenants = Tenants([Tenant("t", **limits)])
-    return Limits(tenants, shared, clock=clock) if clock else Limits(tenants, shared)
+    return RateLimiter(tenants, shared, clock=clock) if clock else RateLimiter(tenants, shared)
 
 
 async def refusal_of(limits, request_id="x", tokens=1):
-    with pytest.raises(QuireError) as refusal, await limits.enter("t", request_id, tokens):
+    with pytest.raises(QuireError) as refusal, await limits.reserve("t", request_id, tokens):
         pass
     return refusal.value
 
 
 async def spend(limits, request_id, tokens, used):
-    with await limits.enter("t", request_id, tokens) as bill:
+    with await limits.reserve("t", request_id, tokens) as bill:
         bill.used = used
 
 
@@ -50,7 +50,7 @@ async def test_a_tenant_without_limits_is_not_counted():
     limits = limits_of()
     for number in range(100):
         await spend(limits, str(number), 10**9, 10**9)
-    assert limits.standing("t").requests is None
+    assert limits.status("t").requests is None
 
 
 async def test_requests_a_minute_end_with_a_wait_that_is_enough():
@@ -70,15 +70,15 @@ async def test_requests_a_minute_end_with_a_wait_that_is_enough():
 async def test_tokens_are_charged_as_most_and_corrected_to_what_was_used():
     clock = Clock()
     limits = limits_of(clock, tokens_per_minute=1000)
-    with await limits.enter("t", "a", 900) as bill:
-        assert limits.standing("t").tokens.remaining == 100
+    with await limits.reserve("t", "a", 900) as bill:
+        assert limits.status("t").tokens.remaining == 100
         error = await refusal_of(limits, tokens=200)
         assert error.reason == "tokens_per_minute"
         assert error.retry_after == 6
         bill.used = 300
-    assert limits.standing("t").tokens.remaining == 700
+    assert limits.status("t").tokens.remaining == 700
     await spend(limits, "b", 700, 700)
-    assert limits.standing("t").tokens.remaining == 0
+    assert limits.status("t").tokens.remaining == 0
 
 
 async def test_a_request_that_can_never_be_admitted_is_told_so_and_not_to_wait():
@@ -100,8 +100,8 @@ def test_requests_that_can_never_run_together_are_told_so():
 
 async def test_a_request_that_never_ran_costs_nothing():
     limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100)
-    (await limits.enter("t", "a", 60)).void()
-    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (5, 100)
+    (await limits.reserve("t", "a", 60)).cancel()
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (5, 100)
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError, asyncio.CancelledError])
@@ -109,7 +109,7 @@ async def test_a_place_is_free_again_on_every_way_out(failure):
     limits = limits_of(max_concurrent=1)
     for _ in range(3):
         try:
-            with await limits.enter("t", "a", 1):
+            with await limits.reserve("t", "a", 1):
                 assert (await refusal_of(limits)).reason == "max_concurrent"
                 if failure is not None:
                     raise failure
@@ -119,11 +119,11 @@ async def test_a_place_is_free_again_on_every_way_out(failure):
 
 async def test_what_is_refused_costs_nothing():
     limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100, max_concurrent=1)
-    with await limits.enter("t", "a", 10) as bill:
+    with await limits.reserve("t", "a", 10) as bill:
         bill.used = 10
         for _ in range(10):
             await refusal_of(limits)
-    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (4, 90)
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (4, 90)
 
 
 async def test_refusals_are_counted_by_reason():
@@ -131,7 +131,7 @@ async def test_refusals_are_counted_by_reason():
         return REGISTRY.get_sample_value("quire_admission_refusals_total", {"reason": "max_concurrent"}) or 0
 
     limits, before = limits_of(max_concurrent=1), count()
-    with await limits.enter("t", "a", 1):
+    with await limits.reserve("t", "a", 1):
         await refusal_of(limits)
     assert count() == before + 1
 
@@ -141,11 +141,11 @@ async def test_refusals_are_counted_by_reason():
 
 async def test_a_request_that_goes_on_counts_and_is_never_refused_nor_charged():
     limits = limits_of(Clock(), max_concurrent=1, requests_per_minute=5, tokens_per_minute=100)
-    with limits.hold("t", "a"), limits.hold("t", "b"):
+    with limits.adopt("t", "a"), limits.adopt("t", "b"):
         assert (await refusal_of(limits)).reason == "max_concurrent"
-        assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (5, 100)
+        assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (5, 100)
     await spend(limits, "c", 1, 1)
-    assert (limits.standing("t").requests.remaining, limits.standing("t").tokens.remaining) == (4, 99)
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (4, 99)
 
 
 MOST = 2
@@ -163,15 +163,15 @@ async def count_alone(actions):
     for action, number, _ in actions:
         request_id, open_ids = str(number), {each for each, _ in bills}
         if action == "close" and bills:
-            bills.pop(number % len(bills))[1].keep()
+            bills.pop(number % len(bills))[1].commit_all()
         elif action == "hold":
-            bills.append((request_id, limits.hold("t", request_id)))
+            bills.append((request_id, limits.adopt("t", request_id)))
         elif action == "enter" and (request_id in open_ids or len(open_ids) < MOST):
-            bills.append((request_id, await limits.enter("t", request_id, 1)))
+            bills.append((request_id, await limits.reserve("t", request_id, 1)))
             charged += 1
         elif action == "enter":
             assert (await refusal_of(limits, request_id)).reason == "max_concurrent"
-        assert limits.standing("t").tokens.remaining == 1000 - charged
+        assert limits.status("t").tokens.remaining == 1000 - charged
 
 
 # Through Redis
@@ -219,17 +219,17 @@ async def test_routers_share_what_a_tenant_may_use(redis):
         assert error.reason == "requests_per_minute"
         assert 0 < error.retry_after <= 6
         assert 10 <= taken <= 11  # a slow machine may see one more refilled
-        assert three[0].standing("t").tokens.remaining >= 99_990
+        assert three[0].status("t").tokens.remaining >= 99_990
 
 
 async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(redis):
     async with routers(redis, 2, requests_per_minute=3, max_concurrent=1) as (one, other):
-        with await one.enter("t", "a", 1):
-            await other.charge("t")
-            await one.charge("t")
+        with await one.reserve("t", "a", 1):
+            await other.consume_request("t")
+            await one.consume_request("t")
             for limits in (other, one):
                 with pytest.raises(QuireError) as refusal:
-                    await limits.charge("t")
+                    await limits.consume_request("t")
                 assert (refusal.value.code, refusal.value.reason) == (ErrorCode.OVERLOADED, "requests_per_minute")
                 with pytest.raises(QuireError, match="requests a minute"):
                     limits.check_rate("t")
@@ -237,14 +237,14 @@ async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(
 
 async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis):
     async with routers(redis, 2, max_concurrent=1) as (one, other):
-        with await one.enter("t", "a", 1):
+        with await one.reserve("t", "a", 1):
             assert (await refusal_of(other)).reason == "max_concurrent"
         await until(admitted(other))
 
 
 async def test_tokens_that_were_not_used_are_given_back_to_all(redis):
     async with routers(redis, 2, tokens_per_minute=1000) as (one, other):
-        with await one.enter("t", "a", 1000) as bill:
+        with await one.reserve("t", "a", 1000) as bill:
             assert (await refusal_of(other, tokens=900)).reason == "tokens_per_minute"
             bill.used = 10
         await until(admitted(other))
@@ -253,12 +253,12 @@ async def test_tokens_that_were_not_used_are_given_back_to_all(redis):
 
 async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_living_one_are_not(redis):
     async with routers(redis, 3, lease=0.3, max_concurrent=2) as (dead, alive, third):
-        with await dead.enter("t", "dead", 1), await alive.enter("t", "alive", 1):
+        with await dead.reserve("t", "dead", 1), await alive.reserve("t", "alive", 1):
             assert (await refusal_of(third)).reason == "max_concurrent"
             dead._shared._telling.cancel()
             await until(admitted(third))
             await asyncio.sleep(0.7)
-            with await third.enter("t", "c", 1):
+            with await third.reserve("t", "c", 1):
                 assert (await refusal_of(dead)).reason == "max_concurrent"
 
 
@@ -275,14 +275,14 @@ def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
 
 
 async def compare(server, costs, most):
-    oracle = Meter(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
+    oracle = TenantUsage(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
     meter = RedisRateLimiter(server.url, timeout=5)
     try:
         await meter._client.flushall()
         for number, tokens, end in costs:
             request_id, costs_of = str(number), oracle.costs(tokens)
-            running, ahead = oracle.running, oracle.ahead_of(request_id)
-            charged = await meter.charge(Charge("t", request_id, *costs_of, most))
+            running, ahead = oracle.running, oracle.num_running_before(request_id)
+            charged = await meter.reserve(ReserveRequest("t", request_id, *costs_of, most))
             refusal = oracle.refusal(tokens, 0, ahead)
             # Redis' time goes on while the oracle's stands still.
             close = abs(WINDOW - charged.token_debt - costs_of[1]) < MICROSECONDS / 2
@@ -290,19 +290,23 @@ async def compare(server, costs, most):
             if close and charged.admitted != (refusal is None):
                 return
             assert charged.admitted == (refusal is None)
-            assert charged.placed == (charged.admitted and ahead == running)
+            assert charged.newly_running == (charged.admitted and ahead == running)
             if charged.admitted:
-                oracle.take(request_id, tokens, 0)
+                oracle.consume(request_id, tokens, 0)
             assert charged.running == oracle.running
-            standing = oracle.standing(0)
+            standing = oracle.status(0)
             assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
             assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
             if charged.admitted and end != "stays":
                 unused = (1, tokens) if end == "never ran" else (0, 0)
                 request_refund, token_refund = oracle.refunds(*unused)
-                oracle.end(request_id, *unused)
-                meter.end(
-                    "t", request_id, placed=charged.placed, request_refund=request_refund, token_refund=token_refund
+                oracle.release(request_id, *unused)
+                meter.release(
+                    "t",
+                    request_id,
+                    placed=charged.newly_running,
+                    request_refund=request_refund,
+                    token_refund=token_refund,
                 )
                 await told(meter)
     finally:
@@ -323,11 +327,11 @@ async def count_together(server, actions):
             request_id, places = str(number), await places_in(client)
             if action == "close" and bills:
                 left.add(bills[number % len(bills)][0])
-                bills.pop(number % len(bills))[1].close()
+                bills.pop(number % len(bills))[1].settle()
             elif action == "hold":
-                bills.append((request_id, two[which].hold("t", request_id)))
+                bills.append((request_id, two[which].adopt("t", request_id)))
             elif action == "enter" and (request_id in places or len(places) < MOST):
-                bills.append((request_id, await two[which].enter("t", request_id, 1)))
+                bills.append((request_id, await two[which].reserve("t", request_id, 1)))
             elif action == "enter":
                 assert (await refusal_of(two[which], request_id)).reason == "max_concurrent"
             for limits in two:
@@ -348,9 +352,9 @@ async def tell_all(meter):
 
 async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redis):
     async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
-        with await dead.enter("t", "a", 1):
+        with await dead.reserve("t", "a", 1):
             dead._shared._telling.cancel()
-            with heir.hold("t", "a"):
+            with heir.adopt("t", "a"):
                 await until(lambda: is_held_by(heir, "a"))
                 await asyncio.sleep(1)  # the lease of the dead router's place is over
                 assert await places_in(heir._shared._client) == {"a"}
@@ -364,7 +368,7 @@ async def is_held_by(limits, request_id):
 
 async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_first(redis):
     async with routers(redis, 2, max_concurrent=1) as (one, other):
-        with await one.enter("t", "a", 1):
+        with await one.reserve("t", "a", 1):
             await spend(other, "a", 1, 0)
             await spend(one, "a", 1, 0)
             for limits in (one, other):
@@ -431,7 +435,7 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
     meter = RedisRateLimiter("redis://127.0.0.1:1/0")
     meter._charge = fail
     for number in range(5):
-        assert await meter.charge(Charge("t", str(number), 1, 1, None)) is None
+        assert await meter.reserve(ReserveRequest("t", str(number), 1, 1, None)) is None
     await meter.close()
     assert len(asked) == 1
 
@@ -443,14 +447,14 @@ async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
 
     meter = RedisRateLimiter("redis://127.0.0.1:1/0")
     meter._charge = answer
-    assert await meter.charge(Charge("t", "r", 1, 1, None)) is None
+    assert await meter.reserve(ReserveRequest("t", "r", 1, 1, None)) is None
     await meter.close()
 
 
 async def test_what_was_in_progress_when_redis_went_still_counts_here():
     with redis_server() as server:
         async with routers(server, 1, max_concurrent=1) as (one,):
-            with await one.enter("t", "a", 1):
+            with await one.reserve("t", "a", 1):
                 server.kill()
                 assert (await refusal_of(one)).reason == "max_concurrent"
             await spend(one, "b", 1, 1)
@@ -467,7 +471,7 @@ async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
             await until(lambda: comes_back(one))
             await until(lambda: _is_empty(one._shared._client))
             server.signal(signal.SIGSTOP)
-            with await asyncio.wait_for(one.enter("t", "a", 1), 20):
+            with await asyncio.wait_for(one.reserve("t", "a", 1), 20):
                 for _ in range(2):
                     assert (await asyncio.wait_for(refusal_of(one), 20)).reason == "max_concurrent"
                 assert shared() == 0
@@ -498,13 +502,13 @@ async def test_a_clock_of_redis_that_goes_back_makes_nobody_wait_longer_than_a_w
         error = await refusal_of(one)
         assert error.reason == "requests_per_minute"
         assert error.retry_after <= WINDOW / MICROSECONDS
-        assert one.standing("t").requests.reset <= WINDOW / MICROSECONDS
+        assert one.status("t").requests.reset <= WINDOW / MICROSECONDS
         await until(lambda: is_place_free(one))
 
 
 async def is_place_free(limits):
     with suppress(QuireError):
-        await limits.enter("t", "asks", 1)
+        await limits.reserve("t", "asks", 1)
     return "dead" not in await places_in(limits._shared._client)
 
 
@@ -512,7 +516,7 @@ async def test_a_limit_that_somebody_overwrote_counts_from_the_beginning(redis):
     async with routers(redis, 1, requests_per_minute=6) as (one,):
         await one._shared._client.set("quire:limits:{t:t}:requests", "text")
         await spend(one, "a", 1, 0)
-        assert one.standing("t").requests.remaining == 5
+        assert one.status("t").requests.remaining == 5
 
 
 async def test_a_loop_that_was_held_up_reads_its_answer_before_it_takes_redis_for_slow(redis):
@@ -529,7 +533,7 @@ async def test_a_herd_of_requests_waits_for_each_other_and_is_counted_at_all_rou
     async with routers(redis, 2, requests_per_minute=2000) as (one, other):
         await asyncio.gather(*(spend(one, str(number), 1, 0) for number in range(500)))
         await spend(other, "last", 1, 0)
-        assert other.standing("t").requests.remaining < 1600
+        assert other.status("t").requests.remaining < 1600
 
 
 async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_all_so():
@@ -551,7 +555,7 @@ async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_
 async def test_places_that_ended_while_redis_was_away_are_given_back_when_it_returns():
     with redis_server(persistent=True) as server:
         async with routers(server, 2, max_concurrent=1) as (one, other):
-            with await one.enter("t", "a", 1):
+            with await one.reserve("t", "a", 1):
                 assert (await refusal_of(other)).reason == "max_concurrent"
                 server.kill()
             await asyncio.sleep(0.1)  # it tries in vain

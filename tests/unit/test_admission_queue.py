@@ -7,10 +7,10 @@ from contextlib import suppress
 import pytest
 from prometheus_client import REGISTRY
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.fair import CREDIT, Bounds
-from quire_router.admission.queue import Queue, QueueSettings
+from quire_router.admission.fair import CREDIT, QueueBounds
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 
 MODEL = "m"
 
@@ -26,10 +26,10 @@ class Fleet:
         self.most = 0
         self.queue = None
 
-    def has_room(self, model):
+    def has_capacity(self, model):
         return self.engines > 0 and len(self.running) < self.room
 
-    def has_spare_room(self, model):
+    def has_spare_capacity(self, model):
         return self.engines > 0 and len(self.running) < self.room - self.kept
 
     def ready(self, model):
@@ -41,7 +41,7 @@ class Fleet:
 
     def end(self, request_id):
         self.running.remove(request_id)
-        self.queue.stir()
+        self.queue.notify_capacity()
 
 
 def parked(model):
@@ -49,17 +49,17 @@ def parked(model):
 
 
 def open_queue(fleet, tenants=(), **settings):
-    fleet.queue = Queue([MODEL, "other"], fleet, Tenants(tenants), QueueSettings(**settings))
+    fleet.queue = AdmissionQueue([MODEL, "other"], fleet, Tenants(tenants), QueueSettings(**settings))
     return fleet.queue
 
 
 def waiting(name, tenant="t", **fields):
-    return Waiting(name, MODEL, tenant, fields.pop("tokens", 10), fields.pop("size", 10), **fields)
+    return QueuedRequest(name, MODEL, tenant, fields.pop("tokens", 10), fields.pop("size", 10), **fields)
 
 
 async def run(fleet, one, order=None, steps=1):
     """What the lifecycle does: its turn, dispatch, and an answer that takes a while."""
-    await fleet.queue.turn(one)
+    await fleet.queue.acquire(one)
     fleet.dispatch(one.request_id)
     if order is not None:
         order.append(one.request_id)
@@ -78,14 +78,14 @@ async def settle():
 async def refused(queue, one):
     with pytest.raises(QuireError) as refusal:
         async with asyncio.timeout(20):
-            await queue.turn(one)
+            await queue.acquire(one)
     return refusal.value.code, refusal.value.reason
 
 
 async def test_who_finds_room_does_not_wait():
     fleet = Fleet(room=1)
     queue = open_queue(fleet)
-    turn = queue.turn(waiting("a"))
+    turn = queue.acquire(waiting("a"))
     with pytest.raises(StopIteration):
         turn.send(None)
 
@@ -197,13 +197,13 @@ async def test_who_is_ahead_leaves_room_to_others_and_who_is_alone_does_not():
     fleet = Fleet(room=3, kept=2)
     queue = open_queue(fleet)
     for number in range(3):
-        await queue.turn(waiting(f"alone{number}", tokens=2 * CREDIT))
+        await queue.acquire(waiting(f"alone{number}", tokens=2 * CREDIT))
         fleet.dispatch(f"alone{number}")
     for number in range(3):
         fleet.end(f"alone{number}")
 
-    await queue.turn(waiting("b", "other"))
-    await queue.turn(waiting("a", tokens=2 * CREDIT))
+    await queue.acquire(waiting("b", "other"))
+    await queue.acquire(waiting("a", tokens=2 * CREDIT))
     fleet.dispatch("a")
     ahead = asyncio.create_task(run(fleet, waiting("a2")))
     await settle()
@@ -218,13 +218,13 @@ async def test_who_is_ahead_leaves_room_to_others_and_who_is_alone_does_not():
 async def test_models_wait_apart():
     fleet = Fleet(room=0)
     queue = open_queue(fleet)
-    task = asyncio.create_task(queue.turn(waiting("a")))
+    task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
 
     assert (parked(MODEL), parked("other")) == (1, 0)
     fleet.room = 1
-    await queue.turn(Waiting("b", "other", "t", 1, 1))
-    queue.stir()
+    await queue.acquire(QueuedRequest("b", "other", "t", 1, 1))
+    queue.notify_capacity()
     await task
     assert parked(MODEL) == 0
 
@@ -232,12 +232,12 @@ async def test_models_wait_apart():
 async def test_while_no_engine_is_ready_a_request_is_held_and_runs_when_one_comes():
     fleet = Fleet(engines=0)
     queue = open_queue(fleet)
-    task = asyncio.create_task(queue.turn(waiting("a")))
+    task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
     assert not task.done()
 
     fleet.engines = 1
-    queue.stir()
+    queue.notify_capacity()
     await asyncio.wait_for(task, 20)
 
 
@@ -260,7 +260,7 @@ async def test_the_hold_begins_when_the_last_engine_went():
     await asyncio.sleep(0.15)
     assert not task.done()
     fleet.engines = 0
-    queue.stir()
+    queue.notify_capacity()
     assert await task == (ErrorCode.UNAVAILABLE, "none_ready")
 
 
@@ -272,10 +272,10 @@ async def test_a_deadline_ends_a_wait():
 
 async def test_what_gives_way_in_a_full_queue_is_told_so():
     fleet = Fleet(room=0)
-    queue = open_queue(fleet, bounds=Bounds(2, 1000))
+    queue = open_queue(fleet, bounds=QueueBounds(2, 1000))
     flood = [asyncio.create_task(refused(queue, waiting(f"a{number}", "a"))) for number in range(3)]
     await settle()
-    other = asyncio.create_task(queue.turn(waiting("b", "b")))
+    other = asyncio.create_task(queue.acquire(waiting("b", "b")))
     await settle()
 
     assert [task.done() for task in flood] == [False, True, True]
@@ -286,8 +286,8 @@ async def test_what_gives_way_in_a_full_queue_is_told_so():
 
 
 async def test_bytes_are_bounded_and_a_tenants_requests_too():
-    queue = open_queue(Fleet(room=0), [Tenant("few", max_queued=1)], bounds=Bounds(10, 100))
-    tasks = [asyncio.create_task(queue.turn(waiting(name, name, size=50))) for name in ("few", "b")]
+    queue = open_queue(Fleet(room=0), [Tenant("few", max_queued=1)], bounds=QueueBounds(10, 100))
+    tasks = [asyncio.create_task(queue.acquire(waiting(name, name, size=50))) for name in ("few", "b")]
     await settle()
 
     assert await refused(queue, waiting("c", "few")) == (ErrorCode.OVERLOADED, "max_queued")
@@ -311,12 +311,12 @@ async def test_who_is_interrupted_leaves_without_a_turn():
     fleet = Fleet(room=1)
     queue = open_queue(fleet)
     fleet.dispatch("first")
-    one = asyncio.create_task(queue.turn(waiting("one")))
+    one = asyncio.create_task(queue.acquire(waiting("one")))
     await settle()
 
-    assert queue.leave("one")
-    assert not queue.leave("one")
-    assert not queue.leave("unknown")
+    assert queue.abandon("one")
+    assert not queue.abandon("one")
+    assert not queue.abandon("unknown")
     await asyncio.wait_for(one, 20)
     assert parked(MODEL) == 0
 
@@ -328,7 +328,7 @@ async def test_an_error_that_nobody_hears_is_no_complaint():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     queue = open_queue(Fleet(room=0))
-    task = asyncio.create_task(queue.turn(waiting("a")))
+    task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
     queue.close()
     task.cancel()

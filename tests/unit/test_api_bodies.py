@@ -12,8 +12,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
-from quire_router.admission.queue import Queue
-from quire_router.admission.turn import Waiting
+from quire_router.admission.queue import AdmissionQueue
+from quire_router.admission.turn import QueuedRequest
 from quire_router.api.rest.protocol import LimitedHttpProtocol
 from quire_router.api.running import FIRST_BYTES, BodyBudget
 
@@ -109,20 +109,20 @@ async def test_what_is_reserved_is_given_back_when_the_request_waits_in_the_queu
 
 async def test_the_queue_says_what_waits_in_it():
     class Full:
-        def has_room(self, _model: str) -> bool:
+        def has_capacity(self, _model: str) -> bool:
             return False
 
-        has_spare_room = has_room
+        has_spare_capacity = has_capacity
 
         def ready(self, _model: str) -> int:
             return 1
 
-    queue, told = Queue([MODEL], Full()), []
-    queue.on_waiting = told.append
-    turn = asyncio.ensure_future(queue.turn(Waiting("r", MODEL, "", tokens=1, bytes=1)))
+    queue, told = AdmissionQueue([MODEL], Full()), []
+    queue.on_queued = told.append
+    turn = asyncio.ensure_future(queue.acquire(QueuedRequest("r", MODEL, "", tokens=1, bytes=1)))
     await asyncio.sleep(0)
     assert told == ["r"]
-    queue.leave("r")
+    queue.abandon("r")
     await turn
 
 

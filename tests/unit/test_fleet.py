@@ -115,9 +115,9 @@ async def test_what_an_engine_says_of_itself_stands_in_its_row() -> None:
         }  # fmt: skip
         assert {name: getattr(fleet.table, name)[row] for name in expected} == expected
         assert fleet.namespace(row) == Namespace("r", 32)
-        assert not fleet.has_room("m")
+        assert not fleet.has_capacity("m")
         engine.send(load=engine_pb2.Load())
-        await until(lambda: fleet.has_room("m"))
+        await until(lambda: fleet.has_capacity("m"))
 
 
 async def test_a_dispatch_counts_from_its_beginning_to_its_end() -> None:
@@ -165,19 +165,19 @@ async def test_a_dispatch_that_cannot_begin_is_not_counted() -> None:
 async def test_room_is_where_requests_end_and_prompts_are_computed() -> None:
     engine = ScriptedEngine(max_num_seqs=2)
     async with fleet_of(engine) as fleet:
-        assert not fleet.has_room("m")
+        assert not fleet.has_capacity("m")
         await all_ready(fleet, 1)
         told: list[bool] = []
-        fleet.on_room = lambda: told.append(fleet.has_room("m"))
+        fleet.on_room = lambda: told.append(fleet.has_capacity("m"))
         engine.send(load=load(pace=engine_pb2.Pace(token_seconds=1)))
         await until(lambda: fleet.table.token_seconds[fleet.rows("m")[0]] == 1)
         with fleet.dispatch(engine.address, submit("a"), pending_tokens=2):
-            assert not fleet.has_room("m")  # two seconds of computing
+            assert not fleet.has_capacity("m")  # two seconds of computing
             await engine.submit()
             engine.send(output("a", [7], 0))
-            await until(lambda: fleet.has_room("m"))
+            await until(lambda: fleet.has_capacity("m"))
             with fleet.dispatch(engine.address, submit("b"), pending_tokens=1):
-                assert not fleet.has_room("m")  # as many requests as it runs at once
+                assert not fleet.has_capacity("m")  # as many requests as it runs at once
             assert told[-1]
             told.clear()
         assert told[-1]

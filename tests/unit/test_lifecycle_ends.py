@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import SamplingParams
-from quire_router.admission.limits import Limits
-from quire_router.admission.queue import Queue
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.queue import AdmissionQueue
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import GenerationRequest
 from quire_router.mark import StreamCursor
@@ -47,7 +47,7 @@ async def test_a_request_that_has_ended_leaves_nothing_for_the_collector():
 
 
 async def test_leaving_and_coming_back_gives_no_tokens_for_free():
-    limits = Limits(Tenants([Tenant("t", tokens_per_minute=14)]))
+    limits = RateLimiter(Tenants([Tenant("t", tokens_per_minute=14)]))
     async with house(limits=limits) as place:
         answer = await place.lifecycle.run_once(request(digest="d"))
         assert answer is not None
@@ -59,13 +59,13 @@ async def test_leaving_and_coming_back_gives_no_tokens_for_free():
 
 async def test_who_comes_back_waits_for_a_turn_until_the_first_piece_was_told(monkeypatch: pytest.MonkeyPatch):
     turns: list[str] = []
-    turn = Queue.turn
+    acquire = AdmissionQueue.acquire
 
-    async def noted(self: Queue, waiting: Waiting) -> None:
+    async def noted(self: AdmissionQueue, waiting: QueuedRequest) -> None:
         turns.append(waiting.request_id)
-        await turn(self, waiting)
+        await acquire(self, waiting)
 
-    monkeypatch.setattr(Queue, "turn", noted)
+    monkeypatch.setattr(AdmissionQueue, "acquire", noted)
     async with house() as place:
         answer = await place.lifecycle.run_once(request(digest="d"))
         assert answer is not None

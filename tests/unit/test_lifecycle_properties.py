@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.model_text import ModelTokenizer
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.engine import Dispatch, Engine
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.outbox import CommandQueue
@@ -113,10 +113,10 @@ class OneEngine:
         begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens)
         return Dispatch(self.engine, message, begin, lambda _: None)
 
-    async def turn(self, waiting: Waiting) -> None:
+    async def acquire(self, waiting: QueuedRequest) -> None:
         pass
 
-    def leave(self, request_id: str) -> bool:
+    def abandon(self, request_id: str) -> bool:
         return False
 
 

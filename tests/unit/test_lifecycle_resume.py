@@ -18,7 +18,7 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.model_text import ModelTokenizer
 from quire_router import background
-from quire_router.admission.limits import Limits
+from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.choice import open_choices
 from quire_router.fleet.output import Output
@@ -475,7 +475,7 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
 
 
 async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None:
-    limits = Limits(Tenants(default=Tenant(max_concurrent=1)))
+    limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
     async with house(limits=limits) as place:
         place.journal.release(place.journal.open(streamed(background=True, stream=False)))
         assert await place.lifecycle.adopt() == 1
@@ -493,7 +493,7 @@ async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None
 
 
 async def test_what_is_charged_and_cannot_begin_gives_its_place_back() -> None:
-    limits = Limits(Tenants(default=Tenant(max_concurrent=1)))
+    limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
     async with house(limits=limits) as place:
         for name, stop in (("r", (Broken("x"),)), ("s", (Broken("x"),)), ("t", ())):
             answer = place.lifecycle.run(streamed(stop=stop, request_id=name))

@@ -9,7 +9,7 @@ import pytest
 from quire.v1 import types_pb2
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.admission.limits import Limits
+from quire_router.admission.limits import RateLimiter
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.api.running import Running
@@ -48,14 +48,14 @@ async def reasons(place: House) -> list[FinishReason | None]:
 
 
 @asynccontextmanager
-async def real_house() -> AsyncIterator[tuple[House, Limits]]:
+async def real_house() -> AsyncIterator[tuple[House, RateLimiter]]:
     """One whose records and limits are in Redis, where a first request takes a third of the minute."""
     with redis_server() as server:
         async with journal_at(server) as journal:
             meter = RedisRateLimiter(server.url, timeout=5)
-            limits = Limits(TENANTS, meter)
+            limits = RateLimiter(TENANTS, meter)
             async with house(journal=journal, limits=limits) as place:
-                (await limits.enter("t", "before", 1)).close()
+                (await limits.reserve("t", "before", 1)).settle()
                 yield place, limits
             await meter.close()
 
@@ -73,9 +73,9 @@ async def test_when_a_prompt_is_refused_the_others_end_as_if_they_had_never_been
             await limits._shared._client.delete(*(key for name in IDS for key in keys(name)))  # their ids come again
             await until(lambda: not limits._shared._ends)
             await limits._shared._tell_ends()
-            bills = [await limits.enter("t", f"probe{number}", 4990) for number in range(2)]
+            bills = [await limits.reserve("t", f"probe{number}", 4990) for number in range(2)]
             for bill in bills:
-                bill.void()
+                bill.cancel()
         assert place.engine.commands.empty()
 
 
@@ -86,7 +86,7 @@ async def test_who_has_a_key_comes_back_to_what_was_not_refused_and_is_not_charg
         await place.journal.flush()
         assert await reasons(place) == [None] * 2
         assert place.lifecycle.in_flight == 0
-        assert limits.standing("t").requests.remaining == 0
+        assert limits.status("t").requests.remaining == 0
 
         await limits._shared._client.delete("quire:limits:{t:t}:requests")  # a minute goes by
         records = [record for name in IDS if (record := await place.journal.read(name)) is not None]
@@ -95,7 +95,7 @@ async def test_who_has_a_key_comes_back_to_what_was_not_refused_and_is_not_charg
             place.engine.send(output((await place.engine.submit()).request_id, tokens("ab"), 0, LENGTH))
         deltas = await reading
         assert [told(deltas, index) for index in range(3)] == ["ab"] * 3
-        assert limits.standing("t").requests.remaining == 2
+        assert limits.status("t").requests.remaining == 2
 
 
 FULL, BROKEN = types_pb2.ERROR_CODE_OVERLOADED, types_pb2.ERROR_CODE_INTERNAL
@@ -114,7 +114,7 @@ FULL, BROKEN = types_pb2.ERROR_CODE_OVERLOADED, types_pb2.ERROR_CODE_INTERNAL
 async def test_when_a_prompt_fails_the_others_are_kept_where_somebody_may_come_back_for_them(
     error: types_pb2.ErrorCode.ValueType, heard: bool, digest: str, others: FinishReason | None
 ) -> None:
-    limits = Limits(TENANTS, clock=lambda: 0)
+    limits = RateLimiter(TENANTS, clock=lambda: 0)
     async with house(limits=limits) as place:
         answer = await together(place).run_once(prompts(digest))
         assert answer is not None
@@ -133,4 +133,4 @@ async def test_when_a_prompt_fails_the_others_are_kept_where_somebody_may_come_b
         mended = None if error == FULL and others is None else FinishReason.ERROR
         assert await reasons(place) == [others, others, mended]
         used = 3 * 7 if others is None else 5 * 3 + heard if error == BROKEN else 5 * 2
-        assert limits.standing("t").tokens.remaining == 10_000 - used
+        assert limits.status("t").tokens.remaining == 10_000 - used

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from quire_proto import hashing
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
-from quire_router.admission.queue import Queue
+from quire_router.admission.queue import AdmissionQueue
 from quire_router.generation import GenerationRequest
 from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.explanation import MAX_HEADER, SHOWN, route_attributes, route_header
@@ -74,9 +74,9 @@ class Stage:
         rows = np.array(self.rows, np.intp)
         rows.flags.writeable = False
         fleet = SimpleNamespace(
-            table=self.table, rows=lambda _: rows, has_room=lambda _: True, has_spare_room=lambda _: True
+            table=self.table, rows=lambda _: rows, has_capacity=lambda _: True, has_spare_capacity=lambda _: True
         )
-        queue = Queue(["m"], fleet)  # type: ignore[arg-type]
+        queue = AdmissionQueue(["m"], fleet)  # type: ignore[arg-type]
         return Dispatcher(fleet, self.placer, queue, policy="cost", hold_timeout=10)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from quire_proto.errors import QuireError
 from quire_proto.settings import read_settings
-from quire_router.admission.limits import Charge
+from quire_router.admission.limits import ReserveRequest
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
@@ -93,11 +93,11 @@ async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisR
 
 async def work(journal: RedisJournal, meter: RedisRateLimiter, load: RedisLoad, peers: Peers, number: int) -> None:
     """Returns once all of them have been to Redis and back."""
-    charge = Charge("t", f"r{number}", 0, 0, most=None)
+    charge = ReserveRequest("t", f"r{number}", 0, 0, max_concurrent=None)
     async with asyncio.timeout(20):
         journal.open(small_request(f"r{number}"))
         await flushed(journal)
-        while await meter.charge(charge) is None or await told(load) != 7:  # noqa: ASYNC110 - they are to be asked
+        while await meter.reserve(charge) is None or await told(load) != 7:  # noqa: ASYNC110 - they are to be asked
             await asyncio.sleep(0.05)
     await until(lambda: journal.available and peers.available)
 

@@ -48,7 +48,7 @@ def entry(**fields):
 def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     (tmp_path / "shop.key").write_text(f"{OTHER}\n")
     file = read_tenants(write(tmp_path, TOML))
-    research, shop = file.tenants.of("research"), file.tenants.of("shop")
+    research, shop = file.tenants.get("research"), file.tenants.get("shop")
 
     assert file.keys == {"research": (KEY,), "shop": (OTHER,)}
     assert (research.weight, research.priority, research.allow_priority) == (2, -5, True)
@@ -57,9 +57,9 @@ def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
     assert (research.may_use("big"), research.may_use("small")) == (True, False)
     assert (research.retention, shop.retention) == (None, 0)
     assert shop.may_use("small")
-    assert not shop.limited
-    assert file.tenants.of("anyone").requests_per_minute == 60
-    assert file.tenants.of("anyone").id == "anyone"
+    assert not shop.is_limited
+    assert file.tenants.get("anyone").requests_per_minute == 60
+    assert file.tenants.get("anyone").id == "anyone"
     assert KEY not in repr(file)
 
 
@@ -79,7 +79,7 @@ def test_json_says_the_same_as_toml(tmp_path):
     one, other = read_tenants(write(tmp_path, TOML)), read_tenants(write(tmp_path, content, "tenants.json"))
 
     for name in ("research", "shop", "x"):
-        assert one.tenants.of(name) == other.tenants.of(name)
+        assert one.tenants.get(name) == other.tenants.get(name)
     assert one.keys == other.keys
 
 

@@ -11,7 +11,7 @@ WINDOW = 60 * MICROSECONDS
 
 
 @dataclass(slots=True)
-class Bucket:
+class GcraBucket:
     """At most ``limit`` a minute, all of them at once if they were saved up.
 
     ``full_at`` is when the bucket will be full again if nothing more is taken: the algorithm's theoretical arrival
@@ -36,19 +36,19 @@ class Bucket:
         cost = self.cost(amount)
         return None if cost > WINDOW else max(0, self.debt(now) + cost - WINDOW)
 
-    def take(self, amount: int, now: int) -> None:
+    def consume(self, amount: int, now: int) -> None:
         """Takes ``amount``, which needed no wait."""
         self.full_at = max(self.full_at, now) + self.cost(amount)
 
-    def give_back(self, amount: int) -> None:
+    def refund(self, amount: int) -> None:
         """Puts back what was taken and not used; what a full bucket cannot hold is lost."""
-        self.full_at -= self.refund(amount)
+        self.full_at -= self.refund_time(amount)
 
-    def refund(self, amount: int) -> int:
+    def refund_time(self, amount: int) -> int:
         """The time that is given back for ``amount``, rounded down."""
         return amount * WINDOW // self.limit
 
-    def owe(self, debt: int, now: int) -> None:
+    def sync(self, debt: int, now: int) -> None:
         """Takes over how another bucket of the same limit stands."""
         self.full_at = now + debt
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router.admission.lazy_heap import LazyHeap
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 
 RETRY_FULL = 1.0  # seconds
 CREDIT = 32_768
@@ -30,11 +30,11 @@ MEMORY = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class QueueBounds:
     """The most that may wait in one queue: requests, and bytes that holding them takes."""
 
-    requests: int = 512
-    bytes: int = 256 * 2**20
+    max_requests: int = 512
+    max_bytes: int = 256 * 2**20
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Backlog:
     """What waits of one tenant: ``requests`` as they came, ``order`` as they go."""
 
     tenant: Tenant
-    requests: dict[str, Waiting] = field(default_factory=dict)
+    requests: dict[str, QueuedRequest] = field(default_factory=dict)
     order: LazyHeap[str] = field(default_factory=LazyHeap)
     bytes: int = 0
 
@@ -55,11 +55,11 @@ class FairQueue:
     of each divided by its weight, and ``credit``. Within a tenant the smaller priority goes first, then who came first.
     """
 
-    def __init__(self, tenants: Tenants, bounds: Bounds, *, credit: float = CREDIT) -> None:
+    def __init__(self, tenants: Tenants, bounds: QueueBounds, *, credit: float = CREDIT) -> None:
         self._tenants = tenants
         self._bounds = bounds
         self._credit = credit
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, QueuedRequest] = {}
         self._backlogs: dict[str, _Backlog] = {}
         self._starts: LazyHeap[str] = LazyHeap()
         self._last_turns: dict[str, float] = {}  # the oldest first
@@ -80,7 +80,7 @@ class FairQueue:
         """What holding all that waits takes."""
         return self._bytes
 
-    def add(self, waiting: Waiting) -> list[Waiting]:
+    def add(self, waiting: QueuedRequest) -> list[QueuedRequest]:
         """Lets a request wait, whose id is not in use. Returns those that had to give way: where the queue is full,
         the newest of the tenant with the most for its weight, as long as that is more than the newcomer's has. Raises
         ``QuireError`` OVERLOADED when the newcomer is refused; then nothing has changed.
@@ -88,7 +88,7 @@ class FairQueue:
         assert waiting.request_id not in self._waiting
         self._check(waiting)
         self._insert(waiting)
-        gone: list[Waiting] = []
+        gone: list[QueuedRequest] = []
         while (reason := self._excess()) is not None:
             largest = self._largest(reason, waiting.tenant)
             if largest is None:
@@ -99,34 +99,34 @@ class FairQueue:
             gone.append(self._drop_newest(largest))
         return gone
 
-    def first(self) -> Waiting:
+    def peek(self) -> QueuedRequest:
         """The request whose turn it is; there must be one that waits."""
         backlog = self._backlogs[self._starts.first()]
         return backlog.requests[backlog.order.first()]
 
-    def next(self, now: float) -> Waiting:
+    def pop(self, now: float) -> QueuedRequest:
         """Takes out the request whose turn it is, and gives it that; there must be one."""
-        waiting = self.first()
-        self.give(waiting, now)
+        waiting = self.peek()
+        self.charge(waiting, now)
         self.remove(waiting.request_id)
         return waiting
 
-    def give(self, waiting: Waiting, now: float) -> None:
+    def charge(self, waiting: QueuedRequest, now: float) -> None:
         """It is the turn of a request, which need not have waited: its tenant pays for it."""
         name, start = waiting.tenant, self._start(waiting.tenant)
         self._time = max(self._time, start)
-        finish = start + waiting.tokens / self._tenants.of(name).weight
+        finish = start + waiting.tokens / self._tenants.get(name).weight
         if name in self._backlogs:
             self._starts.put(name, finish)
         self._finishes.put(name, finish)
         self._last_turns.pop(name, None)
         self._last_turns[name] = now
 
-    def take_back(self, waiting: Waiting) -> None:
+    def refund(self, waiting: QueuedRequest) -> None:
         """The request that was given its turn did not take it: its tenant does not pay for it."""
         name = waiting.tenant
         if name in self._finishes:
-            finish = self._finishes.key(name) - waiting.tokens / self._tenants.of(name).weight
+            finish = self._finishes.key(name) - waiting.tokens / self._tenants.get(name).weight
             self._finishes.put(name, finish)
             if name in self._starts:
                 self._starts.put(name, finish)
@@ -151,18 +151,18 @@ class FairQueue:
         self._forget(backlog, waiting)
         return True
 
-    def _check(self, waiting: Waiting) -> None:
-        tenant = self._tenants.of(waiting.tenant)
+    def _check(self, waiting: QueuedRequest) -> None:
+        tenant = self._tenants.get(waiting.tenant)
         backlog = self._backlogs.get(waiting.tenant)
         if tenant.max_queued is not None and backlog is not None and len(backlog.requests) >= tenant.max_queued:
             raise max_queued_error(tenant.max_queued)
-        if waiting.bytes > self._bounds.bytes:
-            raise queue_full_error(Reason.QUEUE_BYTES)
+        if waiting.bytes > self._bounds.max_bytes:
+            raise queue_full_error(RefusalReason.QUEUE_BYTES)
 
-    def _insert(self, waiting: Waiting) -> None:
+    def _insert(self, waiting: QueuedRequest) -> None:
         backlog = self._backlogs.get(waiting.tenant)
         if backlog is None:
-            backlog = self._backlogs[waiting.tenant] = _Backlog(self._tenants.of(waiting.tenant))
+            backlog = self._backlogs[waiting.tenant] = _Backlog(self._tenants.get(waiting.tenant))
             self._starts.put(waiting.tenant, self._start(waiting.tenant))
         self._waiting[waiting.request_id] = waiting
         backlog.requests[waiting.request_id] = waiting
@@ -181,7 +181,7 @@ class FairQueue:
             del self._last_turns[oldest]
             self._finishes.discard(oldest)
 
-    def _forget(self, backlog: _Backlog, waiting: Waiting) -> None:
+    def _forget(self, backlog: _Backlog, waiting: QueuedRequest) -> None:
         del self._waiting[waiting.request_id]
         backlog.order.discard(waiting.request_id)
         self._count(backlog, -waiting.bytes)
@@ -199,25 +199,25 @@ class FairQueue:
         for heap in (self._starts, self._most_requests, self._most_bytes):
             heap.discard(name)
 
-    def _excess(self) -> Reason | None:
+    def _excess(self) -> RefusalReason | None:
         """Which bound is exceeded."""
-        if len(self._waiting) > self._bounds.requests:
-            return Reason.QUEUE_FULL
-        return Reason.QUEUE_BYTES if self._bytes > self._bounds.bytes else None
+        if len(self._waiting) > self._bounds.max_requests:
+            return RefusalReason.QUEUE_FULL
+        return RefusalReason.QUEUE_BYTES if self._bytes > self._bounds.max_bytes else None
 
-    def _largest(self, reason: Reason, newcomer: str) -> _Backlog | None:
+    def _largest(self, reason: RefusalReason, newcomer: str) -> _Backlog | None:
         """Who has to give way to the tenant of a newcomer, which waits already; None when nobody has more than it."""
-        heap = self._most_requests if reason is Reason.QUEUE_FULL else self._most_bytes
+        heap = self._most_requests if reason is RefusalReason.QUEUE_FULL else self._most_bytes
         largest = heap.first()
         return self._backlogs[largest] if heap.key(largest) < heap.key(newcomer) else None
 
-    def _drop_newest(self, backlog: _Backlog) -> Waiting:
+    def _drop_newest(self, backlog: _Backlog) -> QueuedRequest:
         _, waiting = backlog.requests.popitem()
         self._forget(backlog, waiting)
         return waiting
 
 
-def queue_full_error(reason: Reason) -> QuireError:
+def queue_full_error(reason: RefusalReason) -> QuireError:
     """The refusal of a request for which the queue has no place."""
     message = "Too many requests wait for this model."
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=reason)
@@ -226,4 +226,4 @@ def queue_full_error(reason: Reason) -> QuireError:
 def max_queued_error(most: int) -> QuireError:
     """The refusal of a request of a tenant that may not let more of them wait."""
     message = f"{most} requests of yours wait for this model, which is the most you may have."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=Reason.MAX_QUEUED)
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason=RefusalReason.MAX_QUEUED)

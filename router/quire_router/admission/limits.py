@@ -8,13 +8,13 @@ from typing import Protocol, Self
 
 from quire_proto.errors import QuireError, internal
 
-from quire_router.admission.meter import Meter, Standing
+from quire_router.admission.meter import RateLimitStatus, TenantUsage
 from quire_router.admission.refusals import counting_refusals
 from quire_router.admission.tenant import Tenants
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
+class ReserveRequest:
     """One request on its way in: ``request_cost`` and ``token_cost`` in microseconds of refilling, 0 without such a
     limit, and how many may be in progress at ``most``.
     """
@@ -23,7 +23,7 @@ class Charge:
     request_id: str
     request_cost: int
     token_cost: int
-    most: int | None
+    max_concurrent: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ReserveResult:
     """
 
     admitted: bool
-    placed: bool
+    newly_running: bool
     request_debt: int
     token_debt: int
     running: int
@@ -44,15 +44,15 @@ class SharedRateLimiter(Protocol):
     those in progress, whoever counts it.
     """
 
-    async def charge(self, charge: Charge) -> ReserveResult | None:
+    async def reserve(self, charge: ReserveRequest) -> ReserveResult | None:
         """Takes a request in if all limits allow it, in one step; None when it cannot be asked in time."""
         ...
 
-    def hold(self, tenant: str, request_id: str) -> None:
+    def adopt(self, tenant: str, request_id: str) -> None:
         """Counts a request among those in progress, without a charge. Never waits."""
         ...
 
-    def end(
+    def release(
         self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
         """Ends what was charged or held, once for each time; with ``placed`` the request has no place any more. So many
@@ -61,7 +61,7 @@ class SharedRateLimiter(Protocol):
         ...
 
 
-class Bill:
+class Reservation:
     """What one request was charged, until it is closed; a context that does that. ``used`` is what it has used, which
     whoever runs it keeps up to date: the rest of its tokens is given back.
     """
@@ -75,18 +75,18 @@ class Bill:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self.close()
+        self.settle()
 
-    def keep(self) -> None:
+    def commit_all(self) -> None:
         """What is left of the request is paid for, whoever goes on with it and when: nothing is given back."""
         self.used = self._charged
-        self.close()
+        self.settle()
 
-    def void(self) -> None:
+    def cancel(self) -> None:
         """The request never ran: all of it is given back, and it does not count as one."""
         self._close(1, self._charged)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """The request has ended. Never waits; a second time does nothing."""
         self._close(0, max(0, self._charged - self.used))
 
@@ -96,7 +96,7 @@ class Bill:
             end(requests, tokens)
 
 
-class Limits:
+class RateLimiter:
     """Takes requests in. Without a ``shared`` meter, and while it cannot be asked, this router counts by itself,
     beginning with how each tenant stood last.
 
@@ -114,34 +114,34 @@ class Limits:
         self._tenants = tenants
         self._shared = shared
         self._clock = clock
-        self._meters: dict[str, Meter] = {}
+        self._meters: dict[str, TenantUsage] = {}
 
-    async def enter(self, tenant_id: str, request_id: str, tokens: int) -> Bill:
+    async def reserve(self, tenant_id: str, request_id: str, tokens: int) -> Reservation:
         """Takes in a request of a tenant that may use ``tokens`` at most, until its bill is closed. Raises
         ``QuireError``: OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.
         """
         meter = self._meter(tenant_id)
-        if not meter.tenant.limited:
-            return Bill(tokens, _nothing)
+        if not meter.tenant.is_limited:
+            return Reservation(tokens, _nothing)
         meter.check_size(1, tokens)
         with counting_refusals():
             charged = await self._take(meter, request_id, tokens)
         if charged is None:
-            return Bill(tokens, partial(meter.end, request_id))
-        return Bill(tokens, partial(self._end, meter, request_id, charged.placed))
+            return Reservation(tokens, partial(meter.release, request_id))
+        return Reservation(tokens, partial(self._end, meter, request_id, charged.newly_running))
 
-    def hold(self, tenant_id: str, request_id: str) -> Bill:
+    def adopt(self, tenant_id: str, request_id: str) -> Reservation:
         """Counts a request that was charged before and goes on here among those in progress, until its bill is closed.
         It is charged nothing and never refused. Never waits.
         """
         meter = self._meter(tenant_id)
         if meter.tenant.max_concurrent is None:
-            return Bill(0, _nothing)
-        meter.hold(request_id)
+            return Reservation(0, _nothing)
+        meter.add_running(request_id)
         if self._shared is None:
-            return Bill(0, partial(meter.end, request_id))
-        self._shared.hold(tenant_id, request_id)
-        return Bill(0, partial(self._end, meter, request_id, True))
+            return Reservation(0, partial(meter.release, request_id))
+        self._shared.adopt(tenant_id, request_id)
+        return Reservation(0, partial(self._end, meter, request_id, True))
 
     def check_size(self, tenant_id: str, tokens: Sequence[int]) -> None:
         """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
@@ -155,7 +155,7 @@ class Limits:
         with counting_refusals():
             _raise(meter.request_refusal(self._clock()))
 
-    async def charge(self, tenant_id: str) -> None:
+    async def consume_request(self, tenant_id: str) -> None:
         """Charges one request that no engine will see, and that has no place among those in progress. Raises
         ``QuireError`` OVERLOADED where there is none left this minute.
         """
@@ -164,63 +164,65 @@ class Limits:
             return
         cost, charged = meter.costs(0)[0], None
         if self._shared is not None:
-            charged = await self._shared.charge(Charge(tenant_id, "", cost, 0, None))
+            charged = await self._shared.reserve(ReserveRequest(tenant_id, "", cost, 0, None))
         now = self._clock()
         if charged is not None:
-            meter.owe(charged.request_debt, charged.token_debt, now)
+            meter.sync(charged.request_debt, charged.token_debt, now)
         with counting_refusals():
             if charged is None:
                 _raise(meter.request_refusal(now))
-                meter.take_request(now)
+                meter.consume_request(now)
             elif not charged.admitted:
                 raise meter.request_refusal(now) or internal()
 
-    def poll(self, tenant_id: str) -> None:
+    def count_poll(self, tenant_id: str) -> None:
         """Counts a read of an earlier request (status, events, cancel, delete), at this router alone. Raises
         ``QuireError`` OVERLOADED after too many within a minute.
         """
         with counting_refusals():
-            _raise(self._meter(tenant_id).poll(self._clock()))
+            _raise(self._meter(tenant_id).count_poll(self._clock()))
 
-    def standing(self, tenant_id: str) -> Standing:
+    def status(self, tenant_id: str) -> RateLimitStatus:
         """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
         in more.
         """
-        return self._meter(tenant_id).standing(self._clock())
+        return self._meter(tenant_id).status(self._clock())
 
-    def _meter(self, tenant_id: str) -> Meter:
+    def _meter(self, tenant_id: str) -> TenantUsage:
         meter = self._meters.get(tenant_id)
         if meter is None:
-            meter = self._meters[tenant_id] = Meter(self._tenants.of(tenant_id))
+            meter = self._meters[tenant_id] = TenantUsage(self._tenants.get(tenant_id))
         return meter
 
-    async def _take(self, meter: Meter, request_id: str, tokens: int) -> ReserveResult | None:
+    async def _take(self, meter: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
         """Takes a request in, or raises why not; None when only this router knows."""
         charged = await self._ask(meter, request_id, tokens)
         now = self._clock()
         if charged is None:
-            error = meter.refusal(tokens, now, meter.ahead_of(request_id))
+            error = meter.refusal(tokens, now, meter.num_running_before(request_id))
             if error is not None:
                 raise error
-            meter.take(request_id, tokens, now)
+            meter.consume(request_id, tokens, now)
             return None
-        meter.owe(charged.request_debt, charged.token_debt, now)
+        meter.sync(charged.request_debt, charged.token_debt, now)
         if not charged.admitted:
             raise meter.refusal(tokens, now, charged.running) or internal()
-        meter.hold(request_id)
+        meter.add_running(request_id)
         return charged
 
-    async def _ask(self, meter: Meter, request_id: str, tokens: int) -> ReserveResult | None:
+    async def _ask(self, meter: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
         if self._shared is None:
             return None
         tenant = meter.tenant
-        return await self._shared.charge(Charge(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent))
+        return await self._shared.reserve(
+            ReserveRequest(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent)
+        )
 
-    def _end(self, meter: Meter, request_id: str, placed: bool, requests: int, tokens: int) -> None:
-        meter.end(request_id, requests, tokens)
+    def _end(self, meter: TenantUsage, request_id: str, placed: bool, requests: int, tokens: int) -> None:
+        meter.release(request_id, requests, tokens)
         if self._shared is not None:
             request_refund, token_refund = meter.refunds(requests, tokens)
-            self._shared.end(
+            self._shared.release(
                 meter.tenant.id, request_id, placed=placed, request_refund=request_refund, token_refund=token_refund
             )
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
-from quire_router.admission.bucket import MICROSECONDS, Bucket
-from quire_router.admission.reason import Reason
+from quire_router.admission.bucket import MICROSECONDS, GcraBucket
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.tenant import Tenant
 
 POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
@@ -14,7 +14,7 @@ RETRY_CONCURRENT = 1.0  # seconds; nobody knows when a request ends
 
 
 @dataclass(frozen=True, slots=True)
-class Allowance:
+class WindowStatus:
     """How one limit a minute stands: the limit, what is left at once, and the seconds until all of it is."""
 
     limit: int
@@ -23,14 +23,14 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RateLimitStatus:
     """How a tenant stands with each of its limits a minute; None where it has no such limit."""
 
-    requests: Allowance | None = None
-    tokens: Allowance | None = None
+    requests: WindowStatus | None = None
+    tokens: WindowStatus | None = None
 
 
-def told(standing: Standing) -> dict[str, str]:
+def rate_limit_headers(standing: RateLimitStatus) -> dict[str, str]:
     """A standing in the words that the OpenAI API has for it in its headers, without their ``x-``."""
     words = {}
     for name, allowance in (("requests", standing.requests), ("tokens", standing.tokens)):
@@ -41,7 +41,7 @@ def told(standing: Standing) -> dict[str, str]:
     return words
 
 
-class Meter:
+class TenantUsage:
     """One tenant's buckets and the requests it has in progress."""
 
     def __init__(self, tenant: Tenant) -> None:
@@ -57,7 +57,7 @@ class Meter:
         """Requests that were taken in and have not ended; one that was taken in twice has one place."""
         return len(self._running)
 
-    def ahead_of(self, request_id: str) -> int:
+    def num_running_before(self, request_id: str) -> int:
         """How many of them were there before this one: none if it is one of them, and has its place."""
         return 0 if request_id in self._running else len(self._running)
 
@@ -86,8 +86,8 @@ class Meter:
         """Why a request cannot be taken in now, with so many in progress ``ahead`` of it; None when it can. Waiting as
         long as ``retry_after`` says is enough, if nothing else is taken in before.
         """
-        waits = [(_wait(self._requests, 1, now), Reason.REQUESTS_PER_MINUTE)]
-        waits.append((_wait(self._tokens, tokens, now), Reason.TOKENS_PER_MINUTE))
+        waits = [(_wait(self._requests, 1, now), RefusalReason.REQUESTS_PER_MINUTE)]
+        waits.append((_wait(self._tokens, tokens, now), RefusalReason.TOKENS_PER_MINUTE))
         wait, reason = max(waits, key=lambda entry: entry[0])
         if wait > 0:
             return self._too_often(reason, wait / MICROSECONDS)
@@ -99,14 +99,14 @@ class Meter:
     def request_refusal(self, now: int) -> QuireError | None:
         """Why not even a request without any tokens can be taken in now; None when it can."""
         wait = _wait(self._requests, 1, now)
-        return self._too_often(Reason.REQUESTS_PER_MINUTE, wait / MICROSECONDS) if wait > 0 else None
+        return self._too_often(RefusalReason.REQUESTS_PER_MINUTE, wait / MICROSECONDS) if wait > 0 else None
 
-    def take_request(self, now: int) -> None:
+    def consume_request(self, now: int) -> None:
         """Takes one request that was not refused, without a place among those in progress."""
         if self._requests is not None:
-            self._requests.take(1, now)
+            self._requests.consume(1, now)
 
-    def poll(self, now: int) -> QuireError | None:
+    def count_poll(self, now: int) -> QuireError | None:
         """Counts one read of an earlier request; why it is refused where there were too many, else None."""
         if self._polls is None:
             return None
@@ -114,49 +114,49 @@ class Meter:
         if wait:
             message = f"This key may read earlier requests {self._polls.limit} times a minute."
             retry = wait / MICROSECONDS
-            return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=Reason.POLLS_PER_MINUTE)
-        self._polls.take(1, now)
+            return QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.POLLS_PER_MINUTE)
+        self._polls.consume(1, now)
         return None
 
-    def take(self, request_id: str, tokens: int, now: int) -> None:
+    def consume(self, request_id: str, tokens: int, now: int) -> None:
         """Takes in a request that was not refused, until its ``end``."""
         if self._requests is not None:
-            self._requests.take(1, now)
+            self._requests.consume(1, now)
         if self._tokens is not None:
-            self._tokens.take(tokens, now)
-        self.hold(request_id)
+            self._tokens.consume(tokens, now)
+        self.add_running(request_id)
 
-    def end(self, request_id: str, requests: int, tokens: int) -> None:
+    def release(self, request_id: str, requests: int, tokens: int) -> None:
         """Ends a request once for each time that it was taken in; so much of its charge is given back."""
         self._running[request_id] -= 1
         if self._running[request_id] <= 0:
             del self._running[request_id]
         if self._requests is not None:
-            self._requests.give_back(requests)
+            self._requests.refund(requests)
         if self._tokens is not None:
-            self._tokens.give_back(tokens)
+            self._tokens.refund(tokens)
 
     def refunds(self, requests: int, tokens: int) -> tuple[int, int]:
         """What so many give back to both buckets, in microseconds of refilling."""
         return _refund(self._requests, requests), _refund(self._tokens, tokens)
 
-    def owe(self, request_debt: int, token_debt: int, now: int) -> None:
+    def sync(self, request_debt: int, token_debt: int, now: int) -> None:
         """Takes over how the tenant stands for all routers together."""
         if self._requests is not None:
-            self._requests.owe(request_debt, now)
+            self._requests.sync(request_debt, now)
         if self._tokens is not None:
-            self._tokens.owe(token_debt, now)
+            self._tokens.sync(token_debt, now)
 
-    def hold(self, request_id: str) -> None:
+    def add_running(self, request_id: str) -> None:
         """Counts a request among the running ones without a charge, until its ``end``."""
         self._running[request_id] += 1
 
-    def standing(self, now: int) -> Standing:
+    def status(self, now: int) -> RateLimitStatus:
         """What a client is told."""
-        return Standing(_allowance(self._requests, now), _allowance(self._tokens, now))
+        return RateLimitStatus(_allowance(self._requests, now), _allowance(self._tokens, now))
 
-    def _too_often(self, reason: Reason, wait: float) -> QuireError:
-        requests = reason is Reason.REQUESTS_PER_MINUTE
+    def _too_often(self, reason: RefusalReason, wait: float) -> QuireError:
+        requests = reason is RefusalReason.REQUESTS_PER_MINUTE
         limit = self.tenant.requests_per_minute if requests else self.tenant.tokens_per_minute
         message = f"This key may use {limit} {'requests' if requests else 'tokens'} a minute, and they are used up."
         return QuireError(ErrorCode.OVERLOADED, message, retry_after=wait, reason=reason)
@@ -164,25 +164,27 @@ class Meter:
 
 def _too_many(most: int) -> QuireError:
     message = f"{most} requests of yours are in progress, which is the most you may have."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CONCURRENT, reason=Reason.MAX_CONCURRENT)
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CONCURRENT, reason=RefusalReason.MAX_CONCURRENT)
 
 
-def _bucket(limit: int | None) -> Bucket | None:
-    return None if limit is None else Bucket(limit)
+def _bucket(limit: int | None) -> GcraBucket | None:
+    return None if limit is None else GcraBucket(limit)
 
 
-def _cost(bucket: Bucket | None, amount: int) -> int:
+def _cost(bucket: GcraBucket | None, amount: int) -> int:
     return 0 if bucket is None else bucket.cost(amount)
 
 
-def _refund(bucket: Bucket | None, amount: int) -> int:
-    return 0 if bucket is None else bucket.refund(amount)
+def _refund(bucket: GcraBucket | None, amount: int) -> int:
+    return 0 if bucket is None else bucket.refund_time(amount)
 
 
-def _wait(bucket: Bucket | None, amount: int, now: int) -> int:
+def _wait(bucket: GcraBucket | None, amount: int, now: int) -> int:
     """A larger ``amount`` than fits was refused for its size before."""
     return 0 if bucket is None else bucket.wait(amount, now) or 0
 
 
-def _allowance(bucket: Bucket | None, now: int) -> Allowance | None:
-    return None if bucket is None else Allowance(bucket.limit, bucket.remaining(now), bucket.debt(now) / MICROSECONDS)
+def _allowance(bucket: GcraBucket | None, now: int) -> WindowStatus | None:
+    return (
+        None if bucket is None else WindowStatus(bucket.limit, bucket.remaining(now), bucket.debt(now) / MICROSECONDS)
+    )

@@ -1,4 +1,4 @@
-"""The queue before all engines: who waits, for how long, and the hand-over of each turn. Knows no engine by name."""
+"""The queue in front of all engines: which requests wait, for how long, and how each is admitted."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,246 +10,257 @@ from typing import Protocol
 from quire_proto.errors import ErrorCode, QuireError
 
 from quire_router import metrics
-from quire_router.admission.fair import Bounds, FairQueue, queue_full_error
-from quire_router.admission.reason import Reason
+from quire_router.admission.fair import FairQueue, QueueBounds, queue_full_error
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.refusals import counting_refusals
 from quire_router.admission.stopping import shutting_down_error
 from quire_router.admission.tenant import Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 
 RETRY_READY = 2.0  # seconds
-RETRY_ROOM = 5.0
+RETRY_CAPACITY = 5.0
 
 
-class Rooms(Protocol):
-    """What the queue asks of the fleet, often."""
+class Capacity(Protocol):
+    """Whether the engines can take more requests. The queue asks before each admission."""
 
-    def has_room(self, model: str) -> bool:
-        """Whether an engine would take one more request of this model now."""
+    def has_capacity(self, model: str) -> bool:
+        """Returns True if an engine would take one more request of this model now."""
         ...
 
-    def has_spare_room(self, model: str) -> bool:
-        """Whether engines have so little to do that one more request is in nobody's way."""
+    def has_spare_capacity(self, model: str) -> bool:
+        """Returns True if engines have so little to do that one more request delays no other."""
         ...
 
     def ready(self, model: str) -> int:
-        """Engines that can run the model now, full ones too."""
+        """Returns the number of engines that can run the model now, full ones included."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QueueSettings:
-    """``hold_timeout`` seconds are waited while no engine is ready, ``max_seconds`` for room in all. ``bounds`` are
-    each model's.
+    """``hold_timeout`` is for how many seconds a request waits while no engine is ready, ``max_seconds`` the longest
+    wait for capacity in all. ``bounds`` are those of each model's queue.
     """
 
     hold_timeout: float = 10.0
     max_seconds: float = 60.0
-    bounds: Bounds = field(default_factory=Bounds)
+    bounds: QueueBounds = field(default_factory=QueueBounds)
 
 
 @dataclass(slots=True)
-class _Parked:
-    """One request in the queue; ``turn`` is done once it is its turn, or has the error that ended its wait."""
+class _Waiter:
+    """One request in the queue, since ``since`` seconds of the clock. ``admitted`` is done once the request may be
+    dispatched, or has the error that ended its wait.
+    """
 
-    waiting: Waiting
+    request: QueuedRequest
     since: float
-    turn: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     timer: asyncio.TimerHandle | None = None
 
 
-class Queue:
-    """Implements ``Turns``: for each of ``models`` a ``FairQueue``, which moves on when the fleet has room.
-    ``on_waiting`` is called with the id of each request that comes, whether it has to wait or not.
+class AdmissionQueue:
+    """The queue in front of all engines, fair between tenants: one ``FairQueue`` for each of ``models``, from which
+    requests are admitted while the engines have capacity. ``on_queued`` is called with the id of each request that
+    comes, whether it has to wait or not.
     """
 
     def __init__(
         self,
         models: Iterable[str],
-        rooms: Rooms,
+        capacity: Capacity,
         tenants: Tenants | None = None,
         settings: QueueSettings | None = None,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         settings, tenants = settings or QueueSettings(), tenants or Tenants()
-        self._lines = {model: _Line(model, rooms, tenants, settings, clock) for model in models}
+        self._queues = {model: _ModelQueue(model, capacity, tenants, settings, clock) for model in models}
         self._closed = False
-        self.on_waiting: Callable[[str], None] = lambda _: None
+        self.on_queued: Callable[[str], None] = lambda _: None
 
-    async def turn(self, waiting: Waiting) -> None:
-        """See ``Turns``. Await it in the task that dispatches: a turn that is handed over a second time, from task to
-        task, comes too late to be counted before the next is given.
+    async def acquire(self, request: QueuedRequest) -> None:
+        """Returns when the request may be placed: at once if none waits and an engine has capacity.
+
+        The caller must dispatch before it waits for anything else, because the capacity is not kept. Await this in the
+        task that dispatches: an admission that is handed from task to task comes too late to be counted before the
+        next one is given. May be cancelled. Raises ``QuireError``: OVERLOADED when the queue is full, UNAVAILABLE when
+        no engine became ready in time, DEADLINE.
         """
         with counting_refusals():
             if self._closed:
                 raise shutting_down_error()
-            self.on_waiting(waiting.request_id)  # in the same step of the loop it is counted in the line
-            await self._lines[waiting.model].turn(waiting)
+            self.on_queued(request.request_id)  # in the same step of the loop it is counted in the queue
+            await self._queues[request.model].acquire(request)
 
-    def stir(self) -> None:
-        """See ``Turns``."""
-        for line in self._lines.values():
-            line.move()
+    def notify_capacity(self) -> None:
+        """There may be capacity now: a stream has ended, or an engine is ready. Never waits."""
+        for queue in self._queues.values():
+            queue.admit_next()
 
-    def leave(self, request_id: str) -> bool:
-        """Lets go of a request that waits: its ``turn`` returns at once, though there may be no room. For requests that
-        are interrupted and look for the reason themselves. False when it does not wait.
+    def abandon(self, request_id: str) -> bool:
+        """Ends the wait of a request: its ``acquire`` returns at once, although there may be no capacity. For requests
+        that are interrupted, and look for the reason themselves. Returns False if the request does not wait.
         """
-        return any(line.leave(request_id) for line in self._lines.values())
+        return any(queue.abandon(request_id) for queue in self._queues.values())
 
     def close(self) -> None:
-        """Nobody waits any more: all that do, and all that come, get UNAVAILABLE."""
+        """Ends every wait: all requests that wait, and all that come later, get UNAVAILABLE."""
         self._closed = True
-        for line in self._lines.values():
-            line.close()
+        for queue in self._queues.values():
+            queue.close()
 
 
-class _Line:
+class _ModelQueue:
     """The queue of one model.
 
-    A turn is given to one request at a time. It is ``_given`` until its task has run on to its next wait: only then has
-    it dispatched, and only then does ``has_room`` say whether there is room for one more.
+    One request is admitted at a time. It is ``_admitting`` until its task has run on to its next wait: only then has it
+    dispatched, and only then does ``has_capacity`` count it.
     """
 
     def __init__(
-        self, model: str, rooms: Rooms, tenants: Tenants, settings: QueueSettings, clock: Callable[[], float]
+        self, model: str, capacity: Capacity, tenants: Tenants, settings: QueueSettings, clock: Callable[[], float]
     ) -> None:
         self._model = model
-        self._rooms = rooms
+        self._capacity = capacity
         self._settings = settings
         self._clock = clock
         self._queue = FairQueue(tenants, settings.bounds)
-        self._parked: dict[str, _Parked] = {}
-        self._given: _Parked | None = None
+        self._waiters: dict[str, _Waiter] = {}
+        self._admitting: _Waiter | None = None
         self._unready_since: float | None = None
 
-    async def turn(self, waiting: Waiting) -> None:
-        if not self._parked and self._given is None and self._has_room_for(waiting.tenant):
-            self._queue.give(waiting, self._clock())
+    async def acquire(self, request: QueuedRequest) -> None:
+        if not self._waiters and self._admitting is None and self._has_capacity_for(request.tenant):
+            self._queue.charge(request, self._clock())
             return
-        with self._park(waiting) as parked:
-            self.move()  # there may be room, and only a turn under way before this one
+        with self._enqueued(request) as waiter:
+            self.admit_next()  # there may be capacity, with only one admission in progress before this one
             try:
-                await parked.turn
+                await waiter.admitted
             except asyncio.CancelledError:
-                if self._given is parked:
-                    self._queue.take_back(waiting)
+                if self._admitting is waiter:
+                    self._queue.refund(request)
                 raise
 
-    def move(self) -> None:
-        """Gives the next turn if there is room for it."""
-        while self._given is None and self._queue:
-            if not self._has_room_for(self._queue.first().tenant):
-                self._note_readiness()
+    def admit_next(self) -> None:
+        """Admits the next request if there is capacity for it."""
+        while self._admitting is None and self._queue:
+            if not self._has_capacity_for(self._queue.peek().tenant):
+                self._update_readiness()
                 return
-            waiting = self._queue.next(self._clock())
-            parked = self._parked[waiting.request_id]
-            if parked.turn.done():  # its task was cancelled and has not run since
-                self._queue.take_back(waiting)
+            request = self._queue.pop(self._clock())
+            waiter = self._waiters[request.request_id]
+            if waiter.admitted.done():  # its task was cancelled and has not run since
+                self._queue.refund(request)
             else:
-                self._given = parked
-                parked.turn.set_result(None)
+                self._admitting = waiter
+                waiter.admitted.set_result(None)
 
-    def _has_room_for(self, tenant: str) -> bool:
-        """A tenant that is ahead leaves room to the others, so that they need not wait for what it has sent."""
+    def _has_capacity_for(self, tenant: str) -> bool:
+        """A tenant that is ahead of the others gets spare capacity only, so that they need not wait for its work."""
         is_ahead = self._queue.is_ahead(tenant, self._clock())
-        return self._rooms.has_spare_room(self._model) if is_ahead else self._rooms.has_room(self._model)
+        return self._capacity.has_spare_capacity(self._model) if is_ahead else self._capacity.has_capacity(self._model)
 
-    def leave(self, request_id: str) -> bool:
-        parked = self._parked.get(request_id)
-        if parked is None or not self._queue.remove(request_id) or parked.turn.done():
+    def abandon(self, request_id: str) -> bool:
+        waiter = self._waiters.get(request_id)
+        if waiter is None or not self._queue.remove(request_id) or waiter.admitted.done():
             return False
-        parked.turn.set_result(None)
+        waiter.admitted.set_result(None)
         return True
 
     def close(self) -> None:
-        for parked in list(self._parked.values()):
-            self._refuse(parked, shutting_down_error())
+        for waiter in list(self._waiters.values()):
+            self._refuse(waiter, shutting_down_error())
 
     @contextmanager
-    def _park(self, waiting: Waiting) -> Iterator[_Parked]:
-        """A place in the queue; on every way out the request is out of it, and the next one's turn may come."""
-        refused = self._queue.add(waiting)
-        parked = _Parked(waiting, self._clock(), asyncio.get_running_loop().create_future())
-        self._parked[waiting.request_id] = parked
+    def _enqueued(self, request: QueuedRequest) -> Iterator[_Waiter]:
+        """The request is in the queue inside this context; on every way out it is removed, and the next is admitted."""
+        refused = self._queue.add(request)
+        waiter = _Waiter(request, self._clock(), asyncio.get_running_loop().create_future())
+        self._waiters[request.request_id] = waiter
         for each in refused:
-            _end(self._parked[each.request_id], queue_full_error(Reason.QUEUE_FULL))
-        self._watch(parked)
+            _fail(self._waiters[each.request_id], queue_full_error(RefusalReason.QUEUE_FULL))
+        self._check_timeout(waiter)
         metrics.PARKED.labels(self._model).inc()
         try:
-            yield parked
+            yield waiter
         finally:
             metrics.PARKED.labels(self._model).dec()
-            metrics.QUEUE_SECONDS.labels(self._model).observe(self._clock() - parked.since)
-            self._unpark(parked)
+            metrics.QUEUE_SECONDS.labels(self._model).observe(self._clock() - waiter.since)
+            self._dequeue(waiter)
 
-    def _unpark(self, parked: _Parked) -> None:
-        del self._parked[parked.waiting.request_id]
-        self._queue.remove(parked.waiting.request_id)
-        if parked.timer is not None:
-            parked.timer.cancel()
-        if self._given is parked:
-            # This task runs on, and dispatches, before the loop comes to what is called soon. If it was cancelled
-            # instead, its turn goes to the next one in the same way.
-            asyncio.get_running_loop().call_soon(self._pass_on, parked)
+    def _dequeue(self, waiter: _Waiter) -> None:
+        del self._waiters[waiter.request.request_id]
+        self._queue.remove(waiter.request.request_id)
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        if self._admitting is waiter:
+            # This task runs on, and dispatches, before the loop runs what is scheduled by call_soon. If it was
+            # cancelled instead, the next request is admitted in the same way.
+            asyncio.get_running_loop().call_soon(self._admit_after, waiter)
 
-    def _pass_on(self, parked: _Parked) -> None:
-        if self._given is parked:
-            self._given = None
-        self.move()
+    def _admit_after(self, waiter: _Waiter) -> None:
+        if self._admitting is waiter:
+            self._admitting = None
+        self.admit_next()
 
     # How long they wait
 
-    def _note_readiness(self) -> None:
-        if self._rooms.ready(self._model):
+    def _update_readiness(self) -> None:
+        if self._capacity.ready(self._model):
             self._unready_since = None
         elif self._unready_since is None:
             self._unready_since = self._clock()
 
-    def _watch(self, parked: _Parked) -> None:
-        """Ends the wait when it has lasted long enough, and else looks again when it may have."""
-        if parked.turn.done():
+    def _check_timeout(self, waiter: _Waiter) -> None:
+        """Ends the wait if it has lasted long enough; otherwise sets a timer for when it may have."""
+        if waiter.admitted.done():
             return
-        self._note_readiness()
-        error, then = self._overdue(parked, self._clock())
+        self._update_readiness()
+        error, then = self._check_overdue(waiter, self._clock())
         if error is not None:
-            self._refuse(parked, error)
+            self._refuse(waiter, error)
         else:
             delay = max(0.0, then - self._clock())
-            parked.timer = asyncio.get_running_loop().call_later(delay, self._watch, parked)
+            waiter.timer = asyncio.get_running_loop().call_later(delay, self._check_timeout, waiter)
 
-    def _overdue(self, parked: _Parked, now: float) -> tuple[QuireError | None, float]:
-        """Why a request has waited long enough, or when it has at the earliest."""
-        settings, deadline = self._settings, parked.waiting.deadline
-        last = parked.since + settings.max_seconds
+    def _check_overdue(self, waiter: _Waiter, now: float) -> tuple[QuireError | None, float]:
+        """Returns the error of a request that has waited long enough, or None and the earliest time at which it has."""
+        settings, deadline = self._settings, waiter.request.deadline
+        last = waiter.since + settings.max_seconds
         unready = self._unready_since
-        held = (now if unready is None else max(parked.since, unready)) + settings.hold_timeout
+        hold_until = (now if unready is None else max(waiter.since, unready)) + settings.hold_timeout
         if deadline is not None and deadline <= now:
-            return _too_late(), now
-        if min(last, held) <= now:
-            return (_no_room(settings.max_seconds) if unready is None else _none_ready(self._model)), now
-        return None, min(last, held, last if deadline is None else deadline)
+            return _deadline_error(), now
+        if min(last, hold_until) <= now:
+            return (
+                _no_capacity_error(settings.max_seconds) if unready is None else _none_ready_error(self._model)
+            ), now
+        return None, min(last, hold_until, last if deadline is None else deadline)
 
-    def _refuse(self, parked: _Parked, error: QuireError) -> None:
-        if self._queue.remove(parked.waiting.request_id):
-            _end(parked, error)
-
-
-def _end(parked: _Parked, error: QuireError) -> None:
-    if not parked.turn.done():
-        parked.turn.set_exception(error)
+    def _refuse(self, waiter: _Waiter, error: QuireError) -> None:
+        if self._queue.remove(waiter.request.request_id):
+            _fail(waiter, error)
 
 
-def _none_ready(model: str) -> QuireError:
+def _fail(waiter: _Waiter, error: QuireError) -> None:
+    if not waiter.admitted.done():
+        waiter.admitted.set_exception(error)
+
+
+def _none_ready_error(model: str) -> QuireError:
     message = f"No engine is ready to run the model {model!r}."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_READY, reason=Reason.NONE_READY)
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_READY, reason=RefusalReason.NONE_READY)
 
 
-def _no_room(seconds: float) -> QuireError:
+def _no_capacity_error(seconds: float) -> QuireError:
     message = f"No engine had room for the request within {seconds:g} seconds."
-    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_ROOM, reason=Reason.QUEUE_SECONDS)
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CAPACITY, reason=RefusalReason.QUEUE_SECONDS)
 
 
-def _too_late() -> QuireError:
-    return QuireError(ErrorCode.DEADLINE, "The request's time was over before its turn came.", reason=Reason.DEADLINE)
+def _deadline_error() -> QuireError:
+    return QuireError(
+        ErrorCode.DEADLINE, "The request's time was over before its turn came.", reason=RefusalReason.DEADLINE
+    )

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Reason(StrEnum):
+class RefusalReason(StrEnum):
     """Goes with an error's code, as ``reason``. The limits are the tenant's, the queue is one model's at one router."""
 
     REQUESTS_PER_MINUTE = "requests_per_minute"

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from quire_router import metrics
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
-from quire_router.admission.limits import Charge, ReserveResult
+from quire_router.admission.limits import ReserveRequest, ReserveResult
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 from quire_router.supervise import SupervisedTask, supervise
@@ -56,13 +56,13 @@ class RedisRateLimiter:
         self._asking = asyncio.Semaphore(_ASKING)
         metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
-    async def charge(self, charge: Charge) -> ReserveResult | None:
+    async def reserve(self, charge: ReserveRequest) -> ReserveResult | None:
         """See ``SharedRateLimiter``."""
         self._start()
         async with self._asking:  # before time is counted: others here are no reason to take Redis for slow
             return None if self._is_away else await self._ask(charge)
 
-    async def _ask(self, charge: Charge) -> ReserveResult | None:
+    async def _ask(self, charge: ReserveRequest) -> ReserveResult | None:
         try:
             asking = self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
             reply = _read(await _answered(asking, self._timeout))
@@ -76,18 +76,18 @@ class RedisRateLimiter:
         self._failures = 0
         metrics.LIMITS_SHARED.set(1)
         admitted, placed, request_debt, token_debt, running = reply
-        if admitted and charge.most is not None:
+        if admitted and charge.max_concurrent is not None:
             self._held[charge.tenant][charge.request_id] += 1
         return ReserveResult(bool(admitted), bool(placed), request_debt, token_debt, running)
 
-    def hold(self, tenant: str, request_id: str) -> None:
+    def adopt(self, tenant: str, request_id: str) -> None:
         """See ``SharedRateLimiter``."""
         self._start()
         self._held[tenant][request_id] += 1
         self._begun[tenant, request_id] = None
         self._news.set()
 
-    def end(
+    def release(
         self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
         """See ``SharedRateLimiter``."""
@@ -116,8 +116,8 @@ class RedisRateLimiter:
         self._ends.append((tenant, request_id, request_refund, token_refund))
         self._news.set()
 
-    def _arguments(self, charge: Charge) -> list[Any]:
-        most = -1 if charge.most is None else charge.most
+    def _arguments(self, charge: ReserveRequest) -> list[Any]:
+        most = -1 if charge.max_concurrent is None else charge.max_concurrent
         return [charge.request_id, charge.request_cost, charge.token_cost, WINDOW, most, self._lease_time]
 
     @property

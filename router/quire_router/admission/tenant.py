@@ -28,7 +28,7 @@ class Tenant:
     retention: float | None = None
 
     @property
-    def limited(self) -> bool:
+    def is_limited(self) -> bool:
         """Whether admission has to count anything."""
         limits = (self.requests_per_minute, self.tokens_per_minute, self.max_concurrent)
         return any(limit is not None for limit in limits)
@@ -45,7 +45,7 @@ class Tenants:
         self._tenants = {tenant.id: tenant for tenant in tenants}
         self._default = default or Tenant()
 
-    def of(self, tenant_id: str) -> Tenant:
+    def get(self, tenant_id: str) -> Tenant:
         """What holds for this tenant."""
         tenant = self._tenants.get(tenant_id)
         return tenant if tenant is not None else replace(self._default, id=tenant_id)

@@ -36,7 +36,7 @@ class TenantsFile:
         """The models that tenants may use and nobody can, because they are not ``served``: each with the tenant's name,
         empty for those without an entry.
         """
-        policies = (self.tenants.of(""), *self.policies)
+        policies = (self.tenants.get(""), *self.policies)
         return [(each.id, model) for each in policies for model in sorted(each.models) if model not in served]
 
 

@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.refusals import counting_refusals
 from quire_router.api.running import TenantBudget
 
@@ -55,7 +55,7 @@ class Aside:
         if not self._waiting.take(tenant, size):
             message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _A_SECOND
             with counting_refusals():
-                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=Reason.TOKENIZER_FULL)
+                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.TOKENIZER_FULL)
         try:
             yield
         finally:

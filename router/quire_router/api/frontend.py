@@ -16,8 +16,8 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.tracing import extract
 
 from quire_router import metrics
-from quire_router.admission.limits import Limits
-from quire_router.admission.meter import told
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.meter import rate_limit_headers
 from quire_router.api.admitted import Admitted
 from quire_router.api.answer import Answer, Answers
 from quire_router.api.aside import Aside
@@ -81,7 +81,7 @@ class Frontend:
         refuse_unknown: bool = False,
         request_timeout: float | None = None,
         durable: Callable[[], bool] = lambda: True,
-        tenant_limits: Limits | None = None,
+        tenant_limits: RateLimiter | None = None,
         bodies: BodyBudget | None = None,
     ) -> None:
         self.keys = keys
@@ -229,7 +229,7 @@ class Frontend:
     def standing(self, caller: Caller) -> dict[str, str]:
         """How the caller stands with its limits a minute, by names of headers and of metadata."""
         limits = self._tenant_limits
-        return {} if limits is None else told(limits.standing(caller.tenant))
+        return {} if limits is None else rate_limit_headers(limits.status(caller.tenant))
 
     def models(self, caller: Caller = ANYONE) -> list[ModelCard]:
         """The configured models that the caller may use, in order."""
@@ -284,11 +284,11 @@ class Frontend:
     def _check_polls(self, caller: Caller) -> None:
         if self._tenant_limits is not None:
             with counting_rejections():
-                self._tenant_limits.poll(caller.tenant)
+                self._tenant_limits.count_poll(caller.tenant)
 
     async def _charge(self, caller: Caller) -> None:
         if self._tenant_limits is not None:
-            await self._tenant_limits.charge(caller.tenant)
+            await self._tenant_limits.consume_request(caller.tenant)
 
     def _card(self, name: str) -> ModelCard:
         limits = self._fleet.limits(name)

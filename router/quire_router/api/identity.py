@@ -8,7 +8,7 @@ from secrets import token_bytes
 
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.tenant import Tenant, Tenants
 from quire_router.admission.tenants_file import TenantsFile
 
@@ -27,7 +27,7 @@ class Caller:
         """Raises ``QuireError`` FORBIDDEN for a model that this caller's key does not open."""
         if not self.policy.may_use(model):
             message = f"This API key may not use the model {model[:128]!r}."
-            raise QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=Reason.MODEL)
+            raise QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
 
 
 ANYONE = Caller()
@@ -52,7 +52,7 @@ class _Opened:
         """Who has the key."""
         if self._caller is None:
             tenant, salt = _derived(self._first.encode())
-            policy = self._tenants.of(tenant) if self._policy is None else self._policy
+            policy = self._tenants.get(tenant) if self._policy is None else self._policy
             self._caller = Caller(tenant if self._policy is None else policy.id, salt, policy)
         return self._caller
 
@@ -68,11 +68,11 @@ class Keys:
 
     def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
         file = file or TenantsFile()
-        self._anyone = Caller(policy=file.tenants.of(""))
+        self._anyone = Caller(policy=file.tenants.get(""))
         self._secret = token_bytes(32)
         self._opened: dict[bytes, _Opened] = {}
         for name, own in file.keys.items():
-            opened = _Opened(own[0], file.tenants.of(name), file.tenants)  # all keys of one tenant open the same
+            opened = _Opened(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
             self._opened.update((self._digest(key), opened) for key in own)
         for key in keys:
             self._opened.setdefault(self._digest(key), _Opened(key, None, file.tenants))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.admission.refusals import counting_refusals
 from quire_router.admission.stopping import shutting_down_error
 
@@ -147,7 +147,7 @@ class BodyBudget:
         if not self._bytes.take(tenant, size, beside=beside):
             message = "The bodies that are being read here take as much memory as this router gives them."
             with counting_refusals():
-                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY, reason=Reason.BODY_BYTES)
+                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY, reason=RefusalReason.BODY_BYTES)
 
     def give_back(self, tenant: str, size: int) -> None:
         """What ``take`` took."""

@@ -13,7 +13,7 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import check_length
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.admission.reason import Reason
+from quire_router.admission.reason import RefusalReason
 from quire_router.api.backend import ModelLimits
 from quire_router.api.calling import for_template, structured_of, template_options
 from quire_router.api.conversation import as_template_sees_them
@@ -119,7 +119,7 @@ def unknown_model(model: str) -> QuireError:
 def unready(model: str) -> QuireError:
     """The refusal of a model that no engine has offered yet."""
     message = f"No engine is ready for the model {model!r}."
-    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=Reason.NONE_READY)
+    return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=RefusalReason.NONE_READY)
 
 
 def _for_prompt(first: GenerationRequest, number: int, prompt: Sequence[int]) -> GenerationRequest:

@@ -132,11 +132,11 @@ class EnginePool:
         engine = self._engines.get(engine_id)
         return None if engine is None else engine.endpoint.zone
 
-    def has_room(self, model: str) -> bool:
+    def has_capacity(self, model: str) -> bool:
         """Whether some engine could begin with a request for the model soon."""
         return has_room(self._candidates(model).accounts)
 
-    def has_spare_room(self, model: str) -> bool:
+    def has_spare_capacity(self, model: str) -> bool:
         """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
         return has_spare_room(self._candidates(model).accounts)
 

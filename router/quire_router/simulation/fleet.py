@@ -16,7 +16,7 @@ from quire_engine.simulation.config import EngineSettings
 from quire_proto.sampling import SamplingParams
 
 from quire_router.admission.queue import QueueSettings
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.share import Message
 from quire_router.generation import GenerationRequest
@@ -116,7 +116,7 @@ class FleetSimulation:
             return
         job, line = self._jobs[index], self._lines[life.router]
         tokens = life.num_prompt + self._allowed(job)
-        for refused in line.add(Waiting(str(index), MODEL, life.tenant, tokens, 8 * life.num_prompt)):
+        for refused in line.add(QueuedRequest(str(index), MODEL, life.tenant, tokens, 8 * life.num_prompt)):
             self._end(int(refused.request_id), "OVERLOADED")
         self._take_turns(life.router)
         if life.placed is None and life.ended is None:

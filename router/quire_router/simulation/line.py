@@ -5,12 +5,12 @@ from quire_proto.errors import QuireError
 from quire_router.admission.fair import FairQueue
 from quire_router.admission.queue import QueueSettings
 from quire_router.admission.tenant import Tenants
-from quire_router.admission.turn import Waiting
+from quire_router.admission.turn import QueuedRequest
 from quire_router.simulation.replica import Replica
 
 
 class Line:
-    """Requests that wait for room. What ``Queue`` does with tasks, this does when it is asked."""
+    """Requests that wait for room. What ``AdmissionQueue`` does with tasks, this does when it is asked."""
 
     def __init__(self, replica: Replica, settings: QueueSettings) -> None:
         self._replica = replica
@@ -19,20 +19,20 @@ class Line:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def add(self, waiting: Waiting) -> list[Waiting]:
+    def add(self, waiting: QueuedRequest) -> list[QueuedRequest]:
         """A request has come. Returns those that have to give way, itself too if it is refused."""
         try:
             return self._queue.add(waiting)
         except QuireError:
             return [waiting]
 
-    def next(self) -> Waiting | None:
+    def next(self) -> QueuedRequest | None:
         """Whose turn it is, if it is anybody's."""
         if not self._queue:
             return None
         replica, now = self._replica, self._replica.seconds
-        is_ahead = self._queue.is_ahead(self._queue.first().tenant, now)
-        return self._queue.next(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
+        is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
+        return self._queue.pop(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
 
     def leave(self, request_id: str) -> bool:
         """The request waits no more; False if it did not."""

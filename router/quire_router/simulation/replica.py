@@ -107,12 +107,12 @@ class Replica:
 
     @property
     def has_room(self) -> bool:
-        """As ``EnginePool.has_room``."""
+        """As ``EnginePool.has_capacity``."""
         return has_room(self._accounts)
 
     @property
     def has_spare_room(self) -> bool:
-        """As ``EnginePool.has_spare_room``."""
+        """As ``EnginePool.has_spare_capacity``."""
         return has_spare_room(self._accounts)
 
     @property
