@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.models.errors import ModelError
-from quire_engine.models.fallback.attention import PAGED, PROBE, probed_positions, window_of
-from quire_engine.models.fallback.config import FallbackConfig
+from quire_engine.models.fallback.attention import PAGED_ATTENTION, PROBE_ATTENTION, probed_positions, sliding_window_of
+from quire_engine.models.fallback.config import TransformersConfig
 from quire_engine.models.fallback.model import TransformersModel
 from quire_engine.models.loading import read_model_config
 from safetensors.torch import load_file, save_file
@@ -136,7 +136,7 @@ def test_a_model_that_counts_positions_its_own_way_is_found_out(
 ) -> None:
     folder = write(tmp_path / "model", "gpt_neox", num_key_value_heads=4)
     load(folder)
-    run = TransformersModel._run_body
+    run = TransformersModel._run_decoder
 
     def wrong(self: TransformersModel, tokens: torch.Tensor, places: torch.Tensor, **context: object) -> Any:
         return run(self, tokens, count(places), **context)
@@ -185,18 +185,18 @@ def test_a_window_is_read_from_the_mask_and_no_other_mask_is_taken_for_one(case:
     name, mask = case
     kind, _, size = name.rpartition(" ")
     if kind == "causal":
-        assert window_of(mask) is None
+        assert sliding_window_of(mask) is None
     elif kind == "window":
-        assert window_of(mask) == int(size)
+        assert sliding_window_of(mask) == int(size)
     else:
         with pytest.raises(ModelError):
-            window_of(mask)
+            sliding_window_of(mask)
 
 
 @pytest.mark.parametrize("mask", [None, torch.zeros(1, 1, 6, 9), torch.ones(1, 1, 9, dtype=torch.bool)])
 def test_a_mask_of_a_models_own_making_is_refused(mask: torch.Tensor | None) -> None:
     with pytest.raises(ModelError):
-        window_of(mask)
+        sliding_window_of(mask)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_facts_of_the_model_are_those_of_its_folder(tmp_path: Path) -> None:
     folder = edited(write(tmp_path / "model", "gpt_neox"), eos_token_id=[5, 7])
     (folder / "generation_config.json").unlink()
     config = read_model_config(folder)
-    assert isinstance(config, FallbackConfig)
+    assert isinstance(config, TransformersConfig)
     assert (config.architecture, config.vocab_size) == ("GPTNeoXForCausalLM", 64)
     assert config.eos_token_ids == (5, 7)
     assert config.model_revision != read_model_config(edited(folder, eos_token_id=5)).model_revision
@@ -335,8 +335,8 @@ def test_loading_adds_two_names_to_transformers_and_changes_nothing_else(tmp_pat
     executor = load(folder)
     assert state == (torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_inference_mode_enabled())
     attentions, masks_ = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
-    assert attentions == before[0] | {name: attentions[name] for name in (PAGED, PROBE)}
-    assert masks_ == before[1] | {PROBE: masks_[PROBE]}
+    assert attentions == before[0] | {name: attentions[name] for name in (PAGED_ATTENTION, PROBE_ATTENTION)}
+    assert masks_ == before[1] | {PROBE_ATTENTION: masks_[PROBE_ATTENTION]}
     assert their_model.config._attn_implementation == "sdpa"
-    assert executor._runner._model._causal.config._attn_implementation == PAGED
+    assert executor._runner._model._causal.config._attn_implementation == PAGED_ATTENTION
     their_model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3)

@@ -6,11 +6,11 @@ from threading import Thread
 
 import pytest
 from quire_engine.executor.torch.ranks import workers
-from quire_engine.executor.torch.ranks.serving import CallServer
+from quire_engine.executor.torch.ranks.serving import RankWorker
 
 
 class RankThread:
-    """What ``Workers`` asks of a ``RankProcess``. It cannot be killed."""
+    """What ``RankWorkers`` asks of a ``RankProcess``. It cannot be killed."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -21,18 +21,18 @@ class RankThread:
 
     def _serve(self, link: socket.socket) -> None:
         with link:
-            CallServer(link, self.rank).run()
+            RankWorker(link, self.rank).run()
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         return f"Rank {self.rank} has ended."
 
     def kill(self) -> None:
-        self.hang_up()
+        self.close_link()
 
-    def hang_up(self) -> None:
+    def close_link(self) -> None:
         self.link.shutdown(socket.SHUT_RDWR)
 
-    def end(self, deadline: float) -> None:
+    def wait_or_kill(self, deadline: float) -> None:
         self._thread.join(10)
         self.link.close()
 

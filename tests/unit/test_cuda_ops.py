@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.kernels import cuda, fused
-from quire_engine.models.invariant import InvariantLinear
+from quire_engine.models.invariant import BatchInvariantLinear
 from torch.nn import functional as F
 
 from tests.support.flashinfer_emulation import installed
@@ -161,7 +161,7 @@ def test_the_invariant_product_is_the_product_for_any_rows():
 
 
 def test_an_invariant_layer_refuses_what_makes_no_product():
-    layer = InvariantLinear(noise(6, 8), noise(6))
+    layer = BatchInvariantLinear(noise(6, 8), noise(6))
     assert (layer.in_features, layer.out_features) == (8, 6)
     for x in (noise(2, 7), noise(2, 8).float()):
         with pytest.raises(ValueError, match="make no product"):
@@ -172,6 +172,6 @@ def test_an_invariant_layer_multiplies_and_gates(monkeypatch):
     """The kernel itself is tested above; here torch stands in for it."""
     monkeypatch.setattr("quire_engine.models.invariant.linear", F.linear)
     weight, bias, x = noise(6, 8), noise(6), noise(2, 8)
-    layer = InvariantLinear(weight, bias)
+    layer = BatchInvariantLinear(weight, bias)
     assert torch.equal(layer(x), F.linear(x, weight, bias))
-    assert torch.equal(layer.gated(x), fused.silu_mul(F.linear(x, weight, bias)))
+    assert torch.equal(layer.forward_silu_mul(x), fused.silu_mul(F.linear(x, weight, bias)))

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.config import EngineArgs, ExecutorConfig
-from quire_engine.models.config import DecoderConfig, ExpertsConfig
+from quire_engine.models.config import DecoderConfig, MoEConfig
 from quire_engine.models.errors import ModelError
-from quire_engine.models.layers import FeedForward
+from quire_engine.models.layers import GatedMLP
 from quire_engine.models.linear import PackedLinear
 from quire_engine.models.loading import load_model, read_model_config
-from quire_engine.models.moe import SparseFeedForward
+from quire_engine.models.moe import MoE
 from quire_engine.models.options import LoadOptions
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
@@ -58,13 +58,13 @@ def their_block(family: str, count: int, per_token: int, normalized: bool, dtype
     return block.to(dtype).eval()
 
 
-def our_block(block: Any, family: str, per_token: int, normalized: bool) -> SparseFeedForward:
+def our_block(block: Any, family: str, per_token: int, normalized: bool) -> MoE:
     """The same weights in our own code."""
     gate_up, down = block.experts.gate_up_proj.detach(), block.experts.down_proj.detach()
     count = len(gate_up)
-    experts = ExpertsConfig(count, per_token, INNER, normalized, family == "qwen3", (True,))
-    parts = [FeedForward(PackedLinear(gate_up[each]), PackedLinear(down[each])) for each in range(count)]
-    return SparseFeedForward(experts, PackedLinear(block.gate.weight.detach()), parts)
+    experts = MoEConfig(count, per_token, INNER, normalized, family == "qwen3", (True,))
+    parts = [GatedMLP(PackedLinear(gate_up[each]), PackedLinear(down[each])) for each in range(count)]
+    return MoE(experts, PackedLinear(block.gate.weight.detach()), parts)
 
 
 @settings(deadline=None)  # the first call may compile the kernels
@@ -164,9 +164,9 @@ def test_experts_are_in_the_layers_that_have_them(tmp_path: Path, changes: dict[
     model = AutoModelForCausalLM.from_config(config)
     assert [hasattr(layer.mlp, "experts") for layer in model.model.layers] == sparse
     model.save_pretrained(tmp_path)
-    experts = DecoderConfig.read(tmp_path).experts
+    experts = DecoderConfig.read(tmp_path).moe
     assert experts is not None
-    assert list(experts.layers) == sparse
+    assert list(experts.is_moe_layer) == sparse
     load_model(read_model_config(tmp_path), tmp_path, LoadOptions(ExecutorConfig(dtype="float32")))
 
 

@@ -177,7 +177,7 @@ def go(way: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     if way != "own kernel":
         monkeypatch.setattr(linear, "pack", lambda *_: None)
     if way == "plain":
-        monkeypatch.setattr(linear, "_packed_product", lambda *_: None)
+        monkeypatch.setattr(linear, "_onednn_packed_matmul", lambda *_: None)
     return way == "row by row"
 
 
@@ -195,7 +195,7 @@ def test_each_way_gives_the_product_of_the_plain_layer(way, dtype, rows, inputs,
         expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(dtype)
         torch.testing.assert_close(layer(x), expected, atol=max(limit, 1e-2), rtol=1e-2)
         if outputs % 2 == 0:
-            assert torch.equal(layer.gated(x), silu_mul(layer(x)))
+            assert torch.equal(layer.forward_silu_mul(x), silu_mul(layer(x)))
 
 
 @pytest.mark.parametrize("way", ["own kernel", "row by row"])
@@ -215,7 +215,7 @@ def test_the_plain_weight_is_let_go_once_it_is_packed(dtype):
     weight = draw(64, 32, dtype=dtype)
     storage = weakref.ref(weight.untyped_storage())
     layer = PackedLinear(weight)
-    if not layer.packed:
+    if not layer.is_packed:
         pytest.skip("this torch cannot pack weights")
     expected = layer(torch.ones(1, 32, dtype=dtype))
     gone = weakref.ref(weight)
@@ -230,7 +230,7 @@ def test_a_packed_layer_no_longer_follows_the_weight_it_was_made_from():
     layer = PackedLinear(weight)
     before = layer(torch.ones(1, 8))
     weight.zero_()
-    assert torch.equal(layer(torch.ones(1, 8)), before) == layer.packed
+    assert torch.equal(layer(torch.ones(1, 8)), before) == layer.is_packed
 
 
 class _Operators:
@@ -261,12 +261,12 @@ def test_packing_that_cannot_be_trusted_is_done_without(monkeypatch, operators):
     monkeypatch.setattr(linear.torch, "ops", operators)
     weight, bias, x = draw(16, 24, dtype=torch.float32), draw(16, dtype=torch.float32), draw(3, 24, dtype=torch.float32)
     layer = PackedLinear(weight, bias)
-    assert not layer.packed
+    assert not layer.is_packed
     assert torch.equal(layer(x), F.linear(x, weight, bias))
 
 
 def test_a_weight_off_the_cpu_is_left_plain():
     weight = torch.empty(4, 8, device="meta")
     layer = PackedLinear(weight)
-    assert not layer.packed
+    assert not layer.is_packed
     assert layer(torch.empty(3, 8, device="meta")).shape == (3, 4)

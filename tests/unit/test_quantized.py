@@ -258,7 +258,7 @@ def test_half_of_bfloat16s_memory_is_held_and_the_weight_is_let_go(monkeypatch, 
     weight = draw(576, 1536, dtype=torch.bfloat16)
     gone = weakref.ref(weight.untyped_storage())
     layer = Int8Linear(weight)
-    assert isinstance(layer._product, PackedInt8 if kernel else PlainInt8)
+    assert isinstance(layer._matmul, PackedInt8 if kernel else PlainInt8)
     assert 0.5 <= layer.nbytes / weight.nbytes < 0.51
     del weight
     assert gone() is None
@@ -288,14 +288,14 @@ def test_columns_may_lie_apart():
 )
 def test_what_does_not_fit_is_refused(x):
     layer = Int8Linear(draw(6, 4, dtype=torch.float32))
-    for call in (layer, layer.gated):
+    for call in (layer, layer.forward_silu_mul):
         with pytest.raises(ValueError, match="int8"):
             call(x)
 
 
 def test_an_odd_number_of_outputs_has_no_gate():
     with pytest.raises(ValueError, match="7 outputs"):
-        Int8Linear(draw(7, 4, dtype=torch.float32)).gated(torch.zeros(1, 4))
+        Int8Linear(draw(7, 4, dtype=torch.float32)).forward_silu_mul(torch.zeros(1, 4))
 
 
 # Huge pages.

@@ -98,12 +98,12 @@ def test_a_folder_in_several_files_holds_the_same_tensors_as_in_one(folder: Path
     one, several = Checkpoint(folder), Checkpoint(shard(Path(shutil.copytree(folder, folder.parent / "sharded"))))
     for name, tensor in tensors().items():
         for checkpoint in (one, several):
-            assert torch.equal(checkpoint.fused([name], [tuple(tensor.shape)], torch.float32, CPU), tensor)
+            assert torch.equal(checkpoint.load_fused([name], [tuple(tensor.shape)], torch.float32, CPU), tensor)
 
 
 def test_fused_tensors_lie_under_each_other_in_the_order_asked_for(folder: Path) -> None:
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
-    fused = Checkpoint(folder).fused(names, [(16, 16), (8, 16), (8, 16)], torch.bfloat16, CPU)
+    fused = Checkpoint(folder).load_fused(names, [(16, 16), (8, 16), (8, 16)], torch.bfloat16, CPU)
     assert torch.equal(fused, torch.cat([tensors()[name] for name in names]).bfloat16())
 
 
@@ -211,7 +211,7 @@ def test_each_layer_has_the_window_of_its_kind(
 ) -> None:
     model_type = architecture.removesuffix("ForCausalLM").lower()
     folder = write(tmp_path / "model", **{"architectures": [architecture], "model_type": model_type, **changes})
-    assert DecoderConfig.read(folder).windows == windows
+    assert DecoderConfig.read(folder).sliding_windows == windows
 
 
 @pytest.mark.parametrize(

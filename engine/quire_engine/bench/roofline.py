@@ -56,11 +56,11 @@ class Costs:
         """Of a decoder in numbers of ``width`` bytes; of experts, those that one token takes."""
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         attention = config.hidden_size * (2 * heads + 2 * kv_heads)
-        dense = 3 * config.hidden_size * config.ffn_size
+        dense = 3 * config.hidden_size * config.intermediate_size
         feed_forward = config.num_layers * dense
-        if config.experts is not None:
-            sparse = 3 * config.hidden_size * config.experts.ffn_size * config.experts.per_token
-            feed_forward = sum(sparse if is_sparse else dense for is_sparse in config.experts.layers)
+        if config.moe is not None:
+            sparse = 3 * config.hidden_size * config.moe.moe_intermediate_size * config.moe.num_experts_per_tok
+            feed_forward = sum(sparse if is_sparse else dense for is_sparse in config.moe.is_moe_layer)
         return cls(
             layers=config.num_layers * attention + feed_forward,
             head=config.hidden_size * config.vocab_size,

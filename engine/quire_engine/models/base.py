@@ -36,12 +36,12 @@ class AttentionLayout:
     scale: float
 
 
-class Inputs(NamedTuple):
+class LayerInputs(NamedTuple):
     """What the layers of a decoder begin with, for T tokens: ``states`` [T, hidden] of the model's dtype, which they
     use up, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
     """
 
-    states: torch.Tensor
+    hidden_states: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -87,10 +87,10 @@ class LayeredModel(Model, Protocol):
     had.
     """
 
-    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Inputs:
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
         """Of tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
         ...
 
-    def layers(self, inputs: Inputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """Hidden states [T, hidden], as of ``forward``."""
         ...

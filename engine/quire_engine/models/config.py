@@ -14,17 +14,17 @@ from quire_engine.models.base import ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import (
     architecture_of,
+    compute_revision,
     eos_token_ids,
-    is_positive,
+    is_positive_int,
     one_line,
-    parse,
-    read_config,
-    revision,
-    stretched_length,
+    read_config_json,
+    rope_max_length,
+    to_hf_config,
 )
 
 # The architectures that this configuration covers, with the model type that config.json gives them.
-SUPPORTED = {
+SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
@@ -32,11 +32,11 @@ SUPPORTED = {
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
-WINDOW_IN_ALL_LAYERS = ("mistral", "mixtral", "qwen3_moe")
-BIAS_BY_CHOICE = ("llama", "qwen3", "qwen3_moe")
-NORM_OF_HEADS = ("qwen3", "qwen3_moe")
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
+OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
+QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = (
     "num_key_value_heads",
     "head_dim",
@@ -49,19 +49,19 @@ OPTIONAL_SIZES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsConfig:
+class MoEConfig:
     """A mixture of experts, in the layers for which ``layers`` says so.
 
     Each token goes to ``per_token`` of ``count`` experts, whose inner size is ``ffn_size``. Their weights add up to 1
     where ``normalized``, and are of the model's dtype where ``rounded``, else float32.
     """
 
-    count: int
-    per_token: int
-    ffn_size: int
-    normalized: bool
-    rounded: bool
-    layers: tuple[bool, ...]
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    round_weights: bool
+    is_moe_layer: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,30 +78,30 @@ class DecoderConfig(ModelConfig):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_size: int
-    norm_eps: float
-    tied_head: bool
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
     qkv_bias: bool
     attention_output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]
+    sliding_windows: tuple[int | None, ...]
     rope_frequencies: tuple[float, ...] = field(repr=False)
     rope_scale: float
-    experts: ExpertsConfig | None
+    moe: MoEConfig | None
 
     @classmethod
     def read(cls, folder: Path) -> "DecoderConfig":
         """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``."""
         path = folder / "config.json"
-        raw = read_config(folder)
+        raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
-        if not covers(architecture, raw):
-            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED)}.")
+        if not is_supported(architecture, raw):
+            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
         _check_sizes(path, raw)
         end_token_ids = eos_token_ids(folder, raw)
-        hf = _parse(path, architecture, raw)
-        frequencies, scale = _rope(path, hf)
+        hf = _parse_config(path, architecture, raw)
+        frequencies, scale = _rope_frequencies(path, hf)
         qkv_bias, output_bias = _attention_biases(hf)
         config = cls(
             architecture=architecture,
@@ -110,21 +110,21 @@ class DecoderConfig(ModelConfig):
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
-            ffn_size=hf.intermediate_size,
+            intermediate_size=hf.intermediate_size,
             vocab_size=hf.vocab_size,
-            norm_eps=float(hf.rms_norm_eps),
-            tied_head=bool(hf.tie_word_embeddings),
+            rms_norm_eps=float(hf.rms_norm_eps),
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
             qkv_bias=qkv_bias,
             attention_output_bias=output_bias,
             mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
-            qk_norm=hf.model_type in NORM_OF_HEADS,
-            windows=_windows(path, hf),
+            qk_norm=hf.model_type in QK_NORM_MODEL_TYPES,
+            sliding_windows=_sliding_windows(path, hf),
             rope_frequencies=frequencies,
             rope_scale=scale,
-            max_length=stretched_length(int(hf.max_position_embeddings), hf.rope_parameters),
+            max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
             eos_token_ids=end_token_ids,
-            model_revision=revision(folder),
-            experts=_experts(path, hf),
+            model_revision=compute_revision(folder),
+            moe=_moe_config(path, hf),
         )
         _check_shape(path, config)
         return config
@@ -132,38 +132,38 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
         """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""
-        experts = values["experts"]
-        return cls(**{**_with_tuples(values), "experts": experts and ExpertsConfig(**_with_tuples(experts))})
+        moe = values["moe"]
+        return cls(**{**_with_tuples(values), "moe": moe and MoEConfig(**_with_tuples(moe))})
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def covers(architecture: str, raw: dict[str, Any]) -> bool:
+def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
     """Whether there is own code for what a ``config.json`` describes: some models carry the architecture of another
     with a type of their own.
     """
-    model_type = SUPPORTED.get(architecture)
+    model_type = SUPPORTED_ARCHITECTURES.get(architecture)
     return model_type is not None and raw.get("model_type", model_type) == model_type
 
 
 def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
-    for name in SIZES:
+    for name in REQUIRED_SIZES:
         if name not in raw:
             raise ModelError(f"{path} has no {name}.")
-    for name in (*SIZES, *OPTIONAL_SIZES):
+    for name in (*REQUIRED_SIZES, *OPTIONAL_SIZES):
         value = raw.get(name)
-        if (value is not None or name in SIZES) and not is_positive(value):
+        if (value is not None or name in REQUIRED_SIZES) and not is_positive_int(value):
             raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     if raw.get("hidden_act", "silu") != "silu":
         raise ModelError(f"{path} says that hidden_act is {raw['hidden_act']!r}, and only silu is supported.")
 
 
-def _parse(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
+def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
-    return parse(path, raw, CONFIG_MAPPING[SUPPORTED[architecture]])
+    return to_hf_config(path, raw, CONFIG_MAPPING[SUPPORTED_ARCHITECTURES[architecture]])
 
 
 def _head_dim(hf: Any) -> int:
@@ -174,63 +174,61 @@ def _attention_biases(hf: Any) -> tuple[bool, bool]:
     """Whether queries, keys and values have a bias, and whether the output projection has one."""
     if hf.model_type == "qwen2":
         return True, False
-    both = hf.model_type in BIAS_BY_CHOICE and bool(hf.attention_bias)
+    both = hf.model_type in OPTIONAL_ATTENTION_BIAS and bool(hf.attention_bias)
     return both, both
 
 
-def _windows(path: Path, hf: Any) -> tuple[int | None, ...]:
+def _sliding_windows(path: Path, hf: Any) -> tuple[int | None, ...]:
     """The windows of the layers: of all, or of those that are called ``sliding_attention``; Llama has none."""
     layers: int = hf.num_hidden_layers
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type == "llama" or window is None:
         return (None,) * layers
-    if not is_positive(window):
+    if not is_positive_int(window):
         raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
-    if hf.model_type in WINDOW_IN_ALL_LAYERS:
+    if hf.model_type in UNIFORM_SLIDING_WINDOW:
         return (window,) * layers
     if len(hf.layer_types) != layers:
         raise ModelError(f"{path} has {len(hf.layer_types)} layer_types for {layers} layers.")
     return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
-def _experts(path: Path, hf: Any) -> ExpertsConfig | None:
+def _moe_config(path: Path, hf: Any) -> MoEConfig | None:
     if hf.model_type not in ("mixtral", "qwen3_moe"):
         return None
     if hf.num_experts_per_tok > hf.num_experts:
         raise ModelError(f"{path} sends each token to {hf.num_experts_per_tok} of {hf.num_experts} experts.")
     layers = hf.num_hidden_layers
     if hf.model_type == "mixtral":
-        return ExpertsConfig(
-            hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers
-        )
-    return ExpertsConfig(
-        count=hf.num_experts,
-        per_token=hf.num_experts_per_tok,
-        ffn_size=hf.moe_intermediate_size,
-        normalized=bool(hf.norm_topk_prob),
-        rounded=True,
-        layers=_sparse_layers(path, hf),
+        return MoEConfig(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers)
+    return MoEConfig(
+        num_experts=hf.num_experts,
+        num_experts_per_tok=hf.num_experts_per_tok,
+        moe_intermediate_size=hf.moe_intermediate_size,
+        norm_topk_prob=bool(hf.norm_topk_prob),
+        round_weights=True,
+        is_moe_layer=_moe_layers(path, hf),
     )
 
 
-def _sparse_layers(path: Path, hf: Any) -> tuple[bool, ...]:
+def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
     """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
     step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
-    if not is_positive(step):
+    if not is_positive_int(step):
         raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")
     return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
 
 
-def _rope(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
+def _rope_frequencies(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
     """Frequencies and scale by transformers' own functions, for the length that the weights were trained for."""
     parameters = hf.rope_parameters
     kind = parameters.get("rope_type", "default")
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"{path} asks for rope of type {kind!r}, and supported are {', '.join(ROPE_KINDS)}.")
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ModelError(f"{path} asks for rope of type {kind!r}, and supported are {', '.join(SUPPORTED_ROPE_TYPES)}.")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(f"{path} rotates only a part of each head, which is not supported.")
     try:
-        frequencies, scale = _frequencies(kind, hf)
+        frequencies, scale = _compute_rope_frequencies(kind, hf)
     except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
         raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
     if not all(map(math.isfinite, (*frequencies, scale))):
@@ -238,7 +236,7 @@ def _rope(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
     return frequencies, scale
 
 
-def _frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
+def _compute_rope_frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -257,5 +255,5 @@ def _check_shape(path: Path, config: DecoderConfig) -> None:
         )
     if config.head_dim % 2:
         raise ModelError(f"{path} has a head dimension of {config.head_dim}, and rope needs an even one.")
-    if not (math.isfinite(config.norm_eps) and config.norm_eps >= 0):
-        raise ModelError(f"{path} says that rms_norm_eps is {config.norm_eps}, which is not a number from 0 on.")
+    if not (math.isfinite(config.rms_norm_eps) and config.rms_norm_eps >= 0):
+        raise ModelError(f"{path} says that rms_norm_eps is {config.rms_norm_eps}, which is not a number from 0 on.")

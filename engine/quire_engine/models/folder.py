@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 from quire_engine.models.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
-SAMPLES, SAMPLE_BYTES = 64, 4096
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config_json(folder: Path) -> dict[str, Any]:
     """The object in ``config.json``. Raises ``ModelError`` where there is none, or where it asks for code or for
     quantized weights.
     """
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise ModelError(f"The model folder {path.parent} does not exist.")
     try:
-        value = json.loads(path.read_bytes(), parse_constant=lambda name: _not_finite(path, name))
+        value = json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
     except FileNotFoundError:
         raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
     except OSError as error:
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
+def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
     """``raw`` as an object of transformers' ``config_class``, with the defaults that it has there."""
     values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
     try:
@@ -71,12 +71,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def is_positive(value: object) -> bool:
+def is_positive_int(value: object) -> bool:
     """Whether ``value`` is a whole number above 0."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def stretched_length(length: int, rope: dict[str, Any]) -> int:
+def rope_max_length(length: int, rope: dict[str, Any]) -> int:
     """The longest sequence for a trained ``length``, in tokens: longer by YaRN's factor where ``length`` is still the
     one before it.
 
@@ -99,7 +99,7 @@ def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def revision(folder: Path) -> str:
+def compute_revision(folder: Path) -> str:
     """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
 
     Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
@@ -107,27 +107,27 @@ def revision(folder: Path) -> str:
     digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-        digest.update(_header(path))
-        digest.update(_samples(path))
+        digest.update(_safetensors_header(path))
+        digest.update(_sample_bytes(path))
     return digest.hexdigest()
 
 
-def _not_finite(path: Path, name: str) -> NoReturn:
+def _refuse_not_finite(path: Path, name: str) -> NoReturn:
     raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
 
 
-def _samples(path: Path) -> bytes:
+def _sample_bytes(path: Path) -> bytes:
     """Pieces of a file at even distances, its end among them."""
     try:
         with path.open("rb") as file:
             last = max(0, path.stat().st_size - SAMPLE_BYTES)
-            starts = [last * index // (SAMPLES - 1) for index in range(SAMPLES)]
+            starts = [last * index // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)]
             return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def _header(path: Path) -> bytes:
+def _safetensors_header(path: Path) -> bytes:
     """The length and the JSON header that a safetensors file begins with, as far as they are there."""
     try:
         with path.open("rb") as file:

@@ -6,7 +6,7 @@ from quire_engine.kernels.fused import silu_mul
 from quire_engine.kernels.invariant import linear
 
 
-class InvariantLinear:
+class BatchInvariantLinear:
     """``x @ weight.T + bias``. A ``Linear``. ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16."""
 
     __slots__ = ("_bias", "_weight", "in_features", "out_features")
@@ -19,6 +19,6 @@ class InvariantLinear:
         """See ``Linear.__call__``."""
         return linear(x, self._weight, self._bias)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.gated``."""
         return silu_mul(self(x))

@@ -36,16 +36,16 @@ from torch.nn import functional as F
 
 from quire_engine.kernels.fused import silu_mul
 from quire_engine.kernels.linear import is_fast, pack
-from quire_engine.models.invariant import InvariantLinear
+from quire_engine.models.invariant import BatchInvariantLinear
 from quire_engine.models.options import LoadOptions
 from quire_engine.models.quantized import Int8Linear
 
-_HINTED_ROWS = 32
+_EXPECTED_ROWS = 32
 # What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
 # products that round their operands to fewer bits.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+MatMul = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Linear(Protocol):
@@ -65,7 +65,7 @@ class Linear(Protocol):
         """``x`` [T, in] -> [T, out], both of the model's dtype and device."""
         ...
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """``silu(gate) * up`` [T, out / 2], where the first half of the outputs is the gate and the second ``up``."""
         ...
 
@@ -75,7 +75,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOp
     if options.config.quantization == "int8":
         return Int8Linear(weight, bias)
     if options.config.deterministic and weight.is_cuda:
-        return InvariantLinear(weight, bias)
+        return BatchInvariantLinear(weight, bias)
     return PackedLinear(weight, bias, deterministic=options.config.deterministic)
 
 
@@ -88,43 +88,43 @@ class PackedLinear:
     alone, bit for bit. One thread calls at a time.
     """
 
-    __slots__ = ("_gated", "_product", "in_features", "out_features", "packed")
+    __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, deterministic: bool = False) -> None:
-        self._product: Product
-        self._gated: Product
+        self._matmul: MatMul
+        self._matmul_silu_mul: MatMul
         self.out_features, self.in_features = weight.shape
         own = pack(weight, bias) if deterministic or is_fast(weight.dtype) else None
         if own is not None:
-            self.packed, self._product, self._gated = True, own.product, own.gated
+            self.is_packed, self._matmul, self._matmul_silu_mul = True, own.product, own.gated
             return
-        packed = None if deterministic else _packed_product(weight, bias)
-        self.packed = packed is not None
-        product = packed or _plain_product(weight, bias)
-        product = self._product = _row_by_row(product) if deterministic else product
-        self._gated = lambda x: silu_mul(product(x))
+        packed = None if deterministic else _onednn_packed_matmul(weight, bias)
+        self.is_packed = packed is not None
+        product = packed or _plain_matmul(weight, bias)
+        product = self._matmul = _matmul_row_by_row(product) if deterministic else product
+        self._matmul_silu_mul = lambda x: silu_mul(product(x))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
-        return self._product(x)
+        return self._matmul(x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.gated``."""
-        return self._gated(x)
+        return self._matmul_silu_mul(x)
 
 
-def _plain_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
     return lambda x: F.linear(x, weight, bias)
 
 
-def _row_by_row(product: Product) -> Product:
+def _matmul_row_by_row(product: MatMul) -> MatMul:
     """The same with each row on its own, as fresh memory: libraries choose an order of summation by the number of rows
     and by where they lie.
     """
     return lambda x: torch.cat([product(row.clone()) for row in x.split(1)]) if len(x) else product(x)
 
 
-def _packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
+def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
     """The product with a packed weight, or None where there is no such thing or its result is not the plain
     one's.
 
@@ -134,18 +134,18 @@ def _packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product 
     if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
         return None
     try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _HINTED_ROWS)
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
         linear = torch.ops.mkldnn._linear_pointwise
 
         def product(x: torch.Tensor) -> torch.Tensor:
             return linear(x, packed, bias, "none", [], "")
 
-        return product if _agrees(product, weight, bias) else None
+        return product if _agrees_with_torch(product, weight, bias) else None
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return None
 
 
-def _agrees(product: Product, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def _agrees_with_torch(product: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Compares with ``F.linear`` on noise."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(4, weight.shape[1], generator=noise).to(weight.dtype)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.kernels.fused import HeadNorms, norm_rotate, rotate
-from quire_engine.models.base import AttentionLayout, Inputs
+from quire_engine.models.base import AttentionLayout, LayerInputs
 from quire_engine.models.config import DecoderConfig
-from quire_engine.models.layers import FeedForward, Norm, Weights
-from quire_engine.models.moe import SparseFeedForward
+from quire_engine.models.layers import GatedMLP, RMSNorm, Weights
+from quire_engine.models.moe import MoE
 from quire_engine.models.rope import RotaryEmbedding
 
-Angles = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Llama:
@@ -27,16 +27,16 @@ class Llama:
         self.dtype = weights.dtype
         # How many tokens each expert gets is known on the host before the experts compute, and on the CPU what ranks
         # exchange is no call of a kernel.
-        alone = weights.ranks.size == 1 or weights.device.type == "cuda"
-        self.capturable = config.experts is None and alone
-        heads, kv_heads = (count // weights.ranks.size for count in (config.num_heads, config.num_kv_heads))
+        alone = weights.communicator.size == 1 or weights.device.type == "cuda"
+        self.capturable = config.moe is None and alone
+        heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self.layout = AttentionLayout(config.num_layers, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
         table = (config.vocab_size, config.hidden_size)
-        self._embedding = weights.fused(["model.embed_tokens.weight"], [table])
+        self._embedding = weights.load_fused(["model.embed_tokens.weight"], [table])
         self._rope = RotaryEmbedding(config, weights.device)
-        self._layers = [_Layer(config, weights, index) for index in range(config.num_layers)]
-        self._norm = Norm(weights, "model.norm", config.hidden_size, config.norm_eps)
-        self._head = weights.head("lm_head", *table, self._embedding if config.tied_head else None)
+        self._layers = [_DecoderLayer(config, weights, index) for index in range(config.num_layers)]
+        self._norm = RMSNorm(weights, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self._lm_head = weights.lm_head("lm_head", *table, self._embedding if config.tie_word_embeddings else None)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
@@ -44,20 +44,20 @@ class Llama:
         """See ``Model.forward``."""
         return self.layers(self.inputs(token_ids, positions), kv, attention)
 
-    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Inputs:
+    def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
         """See ``LayeredModel.inputs``."""
-        return Inputs(F.embedding(token_ids, self._embedding), *self._rope.angles(positions))
+        return LayerInputs(F.embedding(token_ids, self._embedding), *self._rope.cos_sin(positions))
 
-    def layers(self, inputs: Inputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+    def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         """See ``LayeredModel.layers``."""
-        residual, update, angles = inputs.states, None, (inputs.cos, inputs.sin)
+        residual, update, angles = inputs.hidden_states, None, (inputs.cos, inputs.sin)
         for layer, layer_kv in zip(self._layers, kv.unbind(1), strict=True):
             update = layer(residual, update, angles, layer_kv, attention)
         return self._norm(residual, update)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See ``Model.logits``."""
-        return self._head(hidden)
+        return self._lm_head(hidden)
 
 
 class _Attention:
@@ -67,33 +67,37 @@ class _Attention:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
-        self._heads = tuple(heads // weights.ranks.size for heads in (config.num_heads, *[config.num_kv_heads] * 2))
-        self._head_dim, self._window = config.head_dim, config.windows[index]
-        self._qkv = weights.divided_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
-        self._output = weights.summed_linear(f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias)
-        self._norms = _head_norms(config, weights, name, self._heads[0]) if config.qk_norm else None
+        self._heads = tuple(
+            heads // weights.communicator.size for heads in (config.num_heads, *[config.num_kv_heads] * 2)
+        )
+        self._head_dim, self._window = config.head_dim, config.sliding_windows[index]
+        self._qkv_proj = weights.column_parallel_linear(inputs, [queries, keys, keys], hidden, bias=config.qkv_bias)
+        self._output_proj = weights.row_parallel_linear(
+            f"{name}.o_proj", hidden, queries, bias=config.attention_output_bias
+        )
+        self._head_norms = _load_head_norms(config, weights, name, self._heads[0]) if config.qk_norm else None
 
     def __call__(
-        self, states: torch.Tensor, angles: Angles, kv: torch.Tensor, attention: AttentionBackend
+        self, states: torch.Tensor, angles: CosSin, kv: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         tokens = states.shape[0]
-        heads = self._qkv(states).view(tokens, -1, self._head_dim)
+        heads = self._qkv_proj(states).view(tokens, -1, self._head_dim)
         queries, keys, _ = self._heads
-        if self._norms is None:
+        if self._head_norms is None:
             rotate(heads[:, : queries + keys], *angles)
         else:
-            norm_rotate(heads[:, : queries + keys], self._norms, *angles)
+            norm_rotate(heads[:, : queries + keys], self._head_norms, *angles)
         query, key, value = heads.split_with_sizes(self._heads, dim=1)
         mixed = attention.forward(query, key, value, kv, self._window)
-        return self._output(mixed.reshape(tokens, -1))
+        return self._output_proj(mixed.reshape(tokens, -1))
 
 
-def _head_norms(config: DecoderConfig, weights: Weights, name: str, queries: int) -> HeadNorms:
-    query, key = (weights.fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
-    return HeadNorms(query, key, queries, config.norm_eps)
+def _load_head_norms(config: DecoderConfig, weights: Weights, name: str, queries: int) -> HeadNorms:
+    query, key = (weights.load_fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
+    return HeadNorms(query, key, queries, config.rms_norm_eps)
 
 
-class _Layer:
+class _DecoderLayer:
     """Attention and feed-forward part, each behind a norm, around one residual stream.
 
     A part's output is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
@@ -102,25 +106,25 @@ class _Layer:
 
     def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
         name, hidden = f"model.layers.{index}", config.hidden_size
-        self._attention_norm = Norm(weights, f"{name}.input_layernorm", hidden, config.norm_eps)
+        self._input_norm = RMSNorm(weights, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         self._attention = _Attention(config, weights, index)
-        self._feed_forward_norm = Norm(weights, f"{name}.post_attention_layernorm", hidden, config.norm_eps)
-        self._feed_forward = _feed_forward(config, weights, index)
+        self._post_attention_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, config.rms_norm_eps)
+        self._mlp = _load_mlp(config, weights, index)
 
     def __call__(
         self,
         residual: torch.Tensor,
         update: torch.Tensor | None,
-        angles: Angles,
+        angles: CosSin,
         kv: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        mixed = self._attention(self._attention_norm(residual, update), angles, kv, attention)
-        return self._feed_forward(self._feed_forward_norm(residual, mixed))
+        mixed = self._attention(self._input_norm(residual, update), angles, kv, attention)
+        return self._mlp(self._post_attention_norm(residual, mixed))
 
 
-def _feed_forward(config: DecoderConfig, weights: Weights, index: int) -> FeedForward | SparseFeedForward:
-    if config.experts is not None and config.experts.layers[index]:
-        return SparseFeedForward.read(config, config.experts, weights, index)
+def _load_mlp(config: DecoderConfig, weights: Weights, index: int) -> GatedMLP | MoE:
+    if config.moe is not None and config.moe.is_moe_layer[index]:
+        return MoE.load(config, config.moe, weights, index)
     name = f"model.layers.{index}.mlp"
-    return FeedForward.read(weights, name, config.hidden_size, config.ffn_size, bias=config.mlp_bias)
+    return GatedMLP.load(weights, name, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)

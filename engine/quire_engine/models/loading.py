@@ -6,25 +6,25 @@ from pathlib import Path
 import torch
 
 from quire_engine.models.base import Model, ModelConfig
-from quire_engine.models.config import DecoderConfig, covers
+from quire_engine.models.config import DecoderConfig, is_supported
 from quire_engine.models.errors import ModelError
-from quire_engine.models.fallback.config import FallbackConfig
-from quire_engine.models.fallback.loading import load_fallback
-from quire_engine.models.folder import architecture_of, read_config
+from quire_engine.models.fallback.config import TransformersConfig
+from quire_engine.models.fallback.loading import load_transformers_model
+from quire_engine.models.folder import architecture_of, read_config_json
 from quire_engine.models.layers import Weights
 from quire_engine.models.llama import Llama
 from quire_engine.models.options import LoadOptions
 from quire_engine.models.weights import Checkpoint, resolve_dtype
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """What ``config.json`` says, checked. Raises ``ModelError`` for what cannot be served."""
-    raw = read_config(folder)
-    if covers(architecture_of(folder / "config.json", raw), raw):
+    raw = read_config_json(folder)
+    if is_supported(architecture_of(folder / "config.json", raw), raw):
         return DecoderConfig.read(folder)
-    return FallbackConfig.read(folder)
+    return TransformersConfig.read(folder)
 
 
 def load_model(
@@ -41,29 +41,29 @@ def load_model(
     _check_quantization(config, options)
     _check_deterministic(config, options)
     checkpoint = Checkpoint(folder)
-    dtype = _dtype(config, checkpoint, options)
+    dtype = _model_dtype(config, checkpoint, options)
     if check is not None:
         check(dtype)
-    if isinstance(config, FallbackConfig):
-        return load_fallback(config, folder, dtype, options.device)
+    if isinstance(config, TransformersConfig):
+        return load_transformers_model(config, folder, dtype, options.device)
     assert isinstance(config, DecoderConfig)
     with torch.inference_mode():
         model = Llama(config, Weights(checkpoint, dtype, options))
-    if options.ranks.rank == 0:
-        checkpoint.log_unread()
+    if options.communicator.rank == 0:
+        checkpoint.log_unused()
     return model
 
 
-def _dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
+def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
     """What the model is to compute in."""
-    fallback = isinstance(config, FallbackConfig)
-    stored = checkpoint.main_dtype() if fallback else checkpoint.dtype(EMBEDDING)
+    fallback = isinstance(config, TransformersConfig)
+    stored = checkpoint.dominant_dtype() if fallback else checkpoint.dtype(EMBEDDING_WEIGHT)
     return resolve_dtype(options.config.dtype, stored, options.device)
 
 
 def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
     """Raises ``ModelError`` where what a row comes to cannot be kept from depending on others."""
-    if options.config.deterministic and isinstance(config, FallbackConfig):
+    if options.config.deterministic and isinstance(config, TransformersConfig):
         raise ModelError(
             "--deterministic is for models with code of their own, "
             f"and {config.architecture} runs through transformers."
@@ -78,7 +78,7 @@ def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
         raise ModelError(
             f"The quantization {options.config.quantization} is for the CPU, and the device is {options.device}."
         )
-    if isinstance(config, FallbackConfig):
+    if isinstance(config, TransformersConfig):
         raise ModelError(
             f"The quantization {options.config.quantization} is for models with code of their own, "
             f"and {config.architecture} runs through transformers."

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quire_engine.config import ExecutorConfig
-from quire_engine.models.ranks import ALONE, Ranks
+from quire_engine.models.ranks import SINGLE_RANK, Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,4 +16,4 @@ class LoadOptions:
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    ranks: Ranks = ALONE
+    communicator: Communicator = SINGLE_RANK

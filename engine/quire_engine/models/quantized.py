@@ -14,27 +14,27 @@ class Int8Linear:
     A row of a result depends on its own inputs alone, bit for bit.
     """
 
-    __slots__ = ("_dtype", "_product", "in_features", "out_features")
+    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         self._dtype = weight.dtype
-        self._product = make_product(*quantize(weight), bias, weight.dtype)
+        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
 
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        return self._product.nbytes
+        return self._matmul.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear``."""
-        return self._product.product(self._checked(x), gated=False)
+        return self._matmul.product(self._checked(x), gated=False)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.gated``; gate and up are not rounded before they meet."""
         if self.out_features % 2:
             raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
-        return self._product.product(self._checked(x), gated=True)
+        return self._matmul.product(self._checked(x), gated=True)
 
     def _checked(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, as the compiled kernel may read it."""

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 
-class Ranks(Protocol):
+class Communicator(Protocol):
     """Processes of which each holds a part of the weights and computes a part of every layer.
 
     All ranks call the same methods in the same order with tensors of the same shape and dtype.
@@ -21,43 +21,43 @@ class Ranks(Protocol):
         """How many there are."""
         ...
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts, which may be ``part`` itself, overwritten. Equal on all ranks, bit for bit."""
         ...
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
         """All ranks' parts beside each other in the last dimension, in the order of the ranks, for rank 0. The others
         get their own part back.
         """
         ...
 
 
-class Alone:
-    """One process that holds everything. A ``Ranks``."""
+class SingleRankCommunicator:
+    """One process that holds everything. A ``Communicator``."""
 
     rank = 0
     size = 1
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
         """``part`` itself."""
         return part
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
         """``part`` itself."""
         return part
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRankCommunicator()
 
 
-def share(total: int, ranks: Ranks) -> slice:
+def shard(total: int, ranks: Communicator) -> slice:
     """Which of ``total`` things are this rank's: as many for each, in the order of the ranks, and for the last ones
     what is left, which may be nothing.
     """
-    each = largest_share(total, ranks)
+    each = largest_shard_size(total, ranks)
     return slice(min(total, ranks.rank * each), min(total, (ranks.rank + 1) * each))
 
 
-def largest_share(total: int, ranks: Ranks) -> int:
+def largest_shard_size(total: int, ranks: Communicator) -> int:
     """How many of ``total`` things rank 0 has; no other rank has more."""
     return -(-total // ranks.size)

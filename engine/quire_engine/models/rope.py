@@ -16,7 +16,7 @@ class RotaryEmbedding:
         self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
         self._scale = config.rope_scale
 
-    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, head_dim / 2] float32 for positions [T]; on a GPU they are halves of one tensor, as its
         kernel reads them.
         """

@@ -17,20 +17,20 @@ from safetensors import SafetensorError, safe_open
 
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import read_json
-from quire_engine.models.ranks import ALONE, Ranks, share
+from quire_engine.models.ranks import SINGLE_RANK, Communicator, shard
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Old exports carry this buffer, which is computed from config.json.
-HARMLESS = "rotary_emb.inv_freq"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorInfo:
     """Where a tensor is stored, and in what form."""
 
     path: Path
@@ -42,29 +42,29 @@ class Checkpoint:
     """The tensors of one folder, by name. Every failure is a ``ModelError`` that names the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._listing = folder / SINGLE if (folder / SINGLE).is_file() else folder / INDEX
-        self._entries = _index(self._listing)
-        self._unread = set(self._entries)
+        self._source_path = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
+        self._tensors = _read_tensor_infos(self._source_path)
+        self._unused = set(self._tensors)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._tensors
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype that a tensor is stored in."""
-        return STORED_DTYPES[self._entry(name).dtype]
+        return SAFETENSORS_DTYPES[self._info(name).dtype]
 
-    def main_dtype(self) -> torch.dtype:
+    def dominant_dtype(self) -> torch.dtype:
         """The dtype that the largest tensor is stored in."""
-        return self.dtype(max(sorted(self._entries), key=lambda name: math.prod(self._entries[name].shape)))
+        return self.dtype(max(sorted(self._tensors), key=lambda name: math.prod(self._tensors[name].shape)))
 
-    def fused(
+    def load_fused(
         self,
         names: Sequence[str],
         shapes: Sequence[tuple[int, ...]],
         dtype: torch.dtype,
         device: torch.device,
         *,
-        ranks: Ranks = ALONE,
+        ranks: Communicator = SINGLE_RANK,
         divided: int = 0,
     ) -> torch.Tensor:
         """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``. Of each only this
@@ -72,56 +72,56 @@ class Checkpoint:
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check_shape(name, shape)
-        cuts = [_cut(shape, divided, ranks) for shape in shapes]
+        cuts = [_shard_slices(shape, divided, ranks) for shape in shapes]
         sizes = [[part.stop - part.start for part in cut] for cut in cuts]
         rows = [size[0] for size in sizes]
         target = torch.empty((sum(rows), *sizes[0][1:]), dtype=dtype, device=device)
         for name, cut, part in zip(names, cuts, target.split(rows), strict=True):
-            self._copy(name, cut, part)
+            self._load_slice(name, cut, part)
         return target
 
-    def one_of(
+    def load_row(
         self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """``name[index]`` of a tensor of the given shape, without reading the rest of it."""
         self._check_shape(name, shape)
-        with _opened(self._entry(name).path) as file:
+        with _open_safetensors(self._info(name).path) as file:
             part = torch.empty(shape[1:], dtype=dtype, device=device).copy_(file.get_slice(name)[index])
-        self._unread.discard(name)
+        self._unused.discard(name)
         return part
 
-    def leave(self, names: Iterable[str]) -> None:
+    def mark_used(self, names: Iterable[str]) -> None:
         """Says that these tensors, where they exist, are for other ranks to read."""
-        self._unread.difference_update(names)
+        self._unused.difference_update(names)
 
-    def log_unread(self) -> None:
+    def log_unused(self) -> None:
         """Says in the log which tensors the model had no use for."""
-        strange = sorted(name for name in self._unread if not name.endswith(HARMLESS))
+        strange = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
         if strange:
             shown = ", ".join(strange[:5])
-            log.warning("%s has %d tensors that the model does not use: %s", self._listing, len(strange), shown)
+            log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(strange), shown)
 
-    def _entry(self, name: str) -> Entry:
-        if name not in self._entries:
-            raise ModelError(f"{self._listing} has no tensor {name}.")
-        entry = self._entries[name]
-        if entry.dtype not in STORED_DTYPES:
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._tensors:
+            raise ModelError(f"{self._source_path} has no tensor {name}.")
+        entry = self._tensors[name]
+        if entry.dtype not in SAFETENSORS_DTYPES:
             raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
         return entry
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        entry = self._entry(name)
+        entry = self._info(name)
         if entry.shape != shape:
             raise ModelError(
                 f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."
             )
 
-    def _copy(self, name: str, cut: tuple[slice, ...], target: torch.Tensor) -> None:
-        entry = self._entry(name)
-        with _opened(entry.path) as file:
+    def _load_slice(self, name: str, cut: tuple[slice, ...], target: torch.Tensor) -> None:
+        entry = self._info(name)
+        with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
             target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[cut])
-        self._unread.discard(name)
+        self._unused.discard(name)
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
@@ -130,13 +130,13 @@ def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch
     float16 becomes bfloat16 on the CPU, where products of float16 have no fast path. Raises ``ModelError`` for a name
     that is none, and for bfloat16 on a GPU that has no products of it.
     """
-    dtype = _dtype(name, stored, device)
+    dtype = _resolve_name(name, stored, device)
     if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         raise ModelError("This GPU cannot compute in bfloat16; use --dtype float16 or float32.")
     return dtype
 
 
-def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     if name in DTYPES:
         return DTYPES[name]
     if name not in ("auto", "float16"):
@@ -148,28 +148,28 @@ def _dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if wanted == torch.float64 else wanted
 
 
-def _cut(shape: tuple[int, ...], divided: int, ranks: Ranks) -> tuple[slice, ...]:
+def _shard_slices(shape: tuple[int, ...], divided: int, ranks: Communicator) -> tuple[slice, ...]:
     """This rank's share of the dimension ``divided``, and all of the others."""
     parts = [slice(0, size) for size in shape]
-    parts[divided] = share(shape[divided], ranks)
+    parts[divided] = shard(shape[divided], ranks)
     return tuple(parts)
 
 
-def _index(listing: Path) -> dict[str, Entry]:
+def _read_tensor_infos(listing: Path) -> dict[str, TensorInfo]:
     """All tensors of the single file, or of those files that the index names."""
     if not listing.is_file():
-        raise ModelError(f"The model folder {listing.parent} has neither {SINGLE} nor {INDEX}.")
-    if listing.name == SINGLE:
-        return dict(_entries(listing))
-    names = _weight_map(listing)
-    found = {file: dict(_entries(listing.parent / file)) for file in sorted(set(names.values()))}
+        raise ModelError(f"The model folder {listing.parent} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
+    if listing.name == SINGLE_FILE:
+        return dict(_file_tensors(listing))
+    names = _read_weight_map(listing)
+    found = {file: dict(_file_tensors(listing.parent / file)) for file in sorted(set(names.values()))}
     for name, file in names.items():
         if name not in found[file]:
-            raise ModelError(f"{listing.parent / file} has no tensor {name}, although {INDEX} says so.")
+            raise ModelError(f"{listing.parent / file} has no tensor {name}, although {INDEX_FILE} says so.")
     return {name: found[file][name] for name, file in names.items()}
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
     names = read_json(path).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{path} has no weight_map.")
@@ -179,15 +179,15 @@ def _weight_map(path: Path) -> dict[str, str]:
     return names
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Entry]]:
-    with _opened(path) as file:
+def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+    with _open_safetensors(path) as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping, and not iterable
             view = file.get_slice(name)
-            yield name, Entry(path, tuple(view.get_shape()), view.get_dtype())
+            yield name, TensorInfo(path, tuple(view.get_shape()), view.get_dtype())
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     """A safetensors file, mapped. Raises ``ModelError`` where it is missing, truncated or not safetensors at all."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

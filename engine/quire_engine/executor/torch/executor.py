@@ -19,9 +19,9 @@ from quire_engine.executor.torch.heap import keep_freed_memory
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
 from quire_engine.executor.torch.parts import Parts
 from quire_engine.executor.torch.profile import largest_step, measure_rates
-from quire_engine.executor.torch.ranks.checks import check_size
-from quire_engine.executor.torch.ranks.leader import Leading, lead
-from quire_engine.executor.torch.ranks.memory import decide_for_all, in_memory
+from quire_engine.executor.torch.ranks.checks import check_tensor_parallel_size
+from quire_engine.executor.torch.ranks.leader import RankGroup, start_ranks
+from quire_engine.executor.torch.ranks.memory import compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.sizing import PoolRequest, Pools, table
 from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, timed
@@ -74,10 +74,10 @@ class TorchExecutor:
         size = config.tensor_parallel_size
         threads = (configure_threads if owns_process else usable_threads)(size)
         model, device = read_model_config(config.model), resolve_device(config.device)
-        check_size(model, size, device)
+        check_tensor_parallel_size(model, size, device)
         settings = RankSettings(config, model, str(device), threads)
         with ExitStack() as failing:
-            leading = lead(settings, on_lost)
+            leading = start_ranks(settings, on_lost)
             failing.callback(leading.close)
             executor = cls._load(leading, settings, owns_process=owns_process)
             failing.pop_all()
@@ -85,25 +85,25 @@ class TorchExecutor:
         return executor
 
     @classmethod
-    def _load(cls, leading: Leading, settings: RankSettings, *, owns_process: bool) -> "TorchExecutor":
+    def _load(cls, leading: RankGroup, settings: RankSettings, *, owns_process: bool) -> "TorchExecutor":
         """Loads this process's part of the model, and makes pools on all ranks."""
         config = settings.engine
         request = PoolRequest(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
-        gauge = MemoryGauge(settings.device_of(0))
-        parts = settings.load(leading.ranks)
+        gauge = MemoryGauge(settings.device_for(0))
+        parts = settings.load(leading.communicator)
         if owns_process and parts.device.type == "cpu":
             keep_freed_memory()
-        leading.join()
+        leading.connect()
         with ExitStack() as trials:
             make_trial = partial(cls, parts, parts.smallest_pools, make_runner=leading.make_runner)
             largest = partial(cls._run_largest, make_trial, config, trials)
-            measures = leading.measure(gauge, largest if request.kv_cache_bytes is None else None)
-        pools, measured = decide_for_all(request, measures, parts.smallest_pools)
+            measures = leading.profile_memory(gauge, largest if request.kv_cache_bytes is None else None)
+        pools, measured = compute_rank_cache_sizes(request, measures, parts.smallest_pools)
         overlaps = parts.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         executor = cls(parts, pools, depth=2 if overlaps else 1, make_runner=leading.make_runner)
         tokens = min(config.max_num_batched_tokens, parts.max_model_len)
         executor.rates = measure_rates(executor, tokens, parts.config.vocab_size)
-        capacity = in_memory(executor.kv_cache_config, measures)
+        capacity = with_all_ranks_bytes(executor.kv_cache_config, measures)
         log.info("memory, as decided\n%s", table(request, measured, capacity, parts.max_model_len))
         return executor
 

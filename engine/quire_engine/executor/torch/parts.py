@@ -18,7 +18,7 @@ from quire_engine.models.base import AttentionLayout, Model, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model
 from quire_engine.models.options import LoadOptions
-from quire_engine.models.ranks import ALONE, Ranks
+from quire_engine.models.ranks import SINGLE_RANK, Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class Parts:
         return KvCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
 
 
-def load_parts(config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Ranks = ALONE) -> Parts:
+def load_parts(
+    config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Communicator = SINGLE_RANK
+) -> Parts:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
     ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
     """

@@ -14,7 +14,7 @@ import torch
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.attention.cpu import CpuAttention
 from quire_engine.kernels.tape import NotRecordableError, Tape, record
-from quire_engine.models.base import Inputs, LayeredModel, Model
+from quire_engine.models.base import LayeredModel, LayerInputs, Model
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class _Recorded(NamedTuple):
     """A tape, and where it reads what is new in each step."""
 
     tape: Tape
-    inputs: Inputs
+    inputs: LayerInputs
 
 
 def make_tapes(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "DecodeTapes | None":
@@ -68,15 +68,15 @@ class DecodeTapes:
         known.tape.replay()
         return known.tape.result
 
-    def _record(self, inputs: Inputs) -> torch.Tensor:
-        states = inputs.states.clone()
+    def _record(self, inputs: LayerInputs) -> torch.Tensor:
+        states = inputs.hidden_states.clone()
         try:
             tape = record(lambda: self._model.layers(inputs, self._kv, self._attention))
         except NotRecordableError as error:
             log.info("decode steps are not recorded: %s", error)
             self._gave_up = True
             # What was computed so far only wrote what is now written again.
-            return self._model.layers(inputs._replace(states=states), self._kv, self._attention)
+            return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)
         self._tapes[len(states)] = _Recorded(tape, inputs)
         if len(self._tapes) > MOST_TAPES:
             self._tapes.popitem(last=False)

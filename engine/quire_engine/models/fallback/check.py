@@ -16,15 +16,15 @@ from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.models.base import Model
 from quire_engine.models.errors import ModelError
 
-BLOCK_SIZE, BLOCKS = 4, 12
-LENGTHS = (21, 10)
-TABLES = ((3, 8, 1, 6, 10, 4), (7, 2, 9))
+BLOCK_SIZE, NUM_BLOCKS = 4, 12
+SAMPLE_LENGTHS = (21, 10)
+BLOCK_TABLES = ((3, 8, 1, 6, 10, 4), (7, 2, 9))
 # What a row of logits may be off, relative to its size. Seen with small random models of fifty architectures: 1e-6 in
 # float32, 0.03 in bfloat16.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
 
-class Span(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens ``[start, end)`` of a sequence."""
 
     sequence: int
@@ -32,20 +32,20 @@ class Span(NamedTuple):
     end: int
 
 
-def samples(vocab_size: int, max_length: int) -> list[torch.Tensor]:
+def sample_sequences(vocab_size: int, max_length: int) -> list[torch.Tensor]:
     """The two sequences: tokens from all over the vocabulary."""
-    lengths = [min(length, max_length) for length in LENGTHS]
+    lengths = [min(length, max_length) for length in SAMPLE_LENGTHS]
     return [(torch.arange(length) * 7919 + 11 * length) % vocab_size for length in lengths]
 
 
-def own_logits(causal: Any, tokens: torch.Tensor) -> torch.Tensor:
+def reference_logits(causal: Any, tokens: torch.Tensor) -> torch.Tensor:
     """What transformers' own attention makes of a sequence, [T, vocabulary] in float32."""
     causal.set_attn_implementation("eager")
     logits: torch.Tensor = causal(input_ids=tokens[None].to(causal.device), use_cache=False).logits[0]
     return logits.float()
 
 
-def check(model: Model, sequences: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+def check_paged_logits(model: Model, sequences: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Raises ``ModelError`` where ``model`` makes other logits of the sequences than the expected ones.
 
     In few bits two ways of attention round differently, and a router of experts may then choose differently for some
@@ -53,42 +53,46 @@ def check(model: Model, sequences: Sequence[torch.Tensor], expected: Sequence[to
     are judged by every token.
     """
     theirs = torch.cat(list(expected))
-    whole, chunked = (_paged_logits(model, sequences, steps, theirs.device) for steps in _plans(*map(len, sequences)))
+    whole, chunked = (
+        _paged_logits(model, sequences, steps, theirs.device) for steps in _step_plans(*map(len, sequences))
+    )
     if whole.shape != theirs.shape:
         raise ModelError(f"It makes {whole.shape[-1]} logits for a vocabulary of {theirs.shape[-1]}.")
     tolerance = TOLERANCE[model.dtype]
-    if not (_errors(whole, theirs).median() < tolerance and _errors(chunked, whole).max() < tolerance):
+    if not (
+        _relative_errors(whole, theirs).median() < tolerance and _relative_errors(chunked, whole).max() < tolerance
+    ):
         raise ModelError("In paged memory it makes other logits than by itself.")
 
 
-def _errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def _relative_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """How far each row is off, relative to its size."""
     return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
 
 
-def _plans(first: int, second: int) -> tuple[list[list[Span]], list[list[Span]]]:
+def _step_plans(first: int, second: int) -> tuple[list[list[TokenRange]], list[list[TokenRange]]]:
     """Two ways to run two sequences of so many tokens: one after the other, and in chunks. Of the first there are
     three chunks, the last of them one token, and the whole second one is beside the first chunk.
     """
     bounds = [0, first // 2, first - 1, first]
-    chunked = [[Span(0, start, end)] for start, end in pairwise(bounds) if start < end]
-    chunked[0].append(Span(1, 0, second))
-    return [[Span(0, 0, first)], [Span(1, 0, second)]], chunked
+    chunked = [[TokenRange(0, start, end)] for start, end in pairwise(bounds) if start < end]
+    chunked[0].append(TokenRange(1, 0, second))
+    return [[TokenRange(0, 0, first)], [TokenRange(1, 0, second)]], chunked
 
 
 def _paged_logits(
-    model: Model, sequences: Sequence[torch.Tensor], steps: Sequence[Sequence[Span]], device: torch.device
+    model: Model, sequences: Sequence[torch.Tensor], steps: Sequence[Sequence[TokenRange]], device: torch.device
 ) -> torch.Tensor:
     """Logits of all tokens of the first sequence, then of the second, in float32."""
     layout = model.layout
-    shape = (BLOCKS, layout.num_layers, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
+    shape = (NUM_BLOCKS, layout.num_layers, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
     kv = torch.zeros(shape, dtype=model.dtype, device=device)
     attention = ReferenceAttention(
         AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, BLOCK_SIZE, layout.scale)
     )
     made: list[list[torch.Tensor]] = [[], []]
     for spans in steps:
-        batch = _batch(spans)
+        batch = _attention_batch(spans)
         attention.prepare(batch)
         tokens = torch.cat([sequences[one.sequence][one.start : one.end] for one in spans])
         hidden = model.forward(tokens.to(device), batch.positions.to(device), kv, attention)
@@ -98,8 +102,8 @@ def _paged_logits(
     return torch.cat([part for parts in made for part in parts])
 
 
-def _batch(spans: Sequence[Span]) -> AttentionBatch:
-    pages = [TABLES[one.sequence][: -(-one.end // BLOCK_SIZE)] for one in spans]
+def _attention_batch(spans: Sequence[TokenRange]) -> AttentionBatch:
+    pages = [BLOCK_TABLES[one.sequence][: -(-one.end // BLOCK_SIZE)] for one in spans]
     return AttentionBatch(
         query_indptr=_int32([0, *accumulate(one.end - one.start for one in spans)]),
         page_indptr=_int32([0, *accumulate(map(len, pages))]),

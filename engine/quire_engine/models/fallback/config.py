@@ -5,48 +5,48 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.models.base import ModelConfig
-from quire_engine.models.config import SUPPORTED
+from quire_engine.models.config import SUPPORTED_ARCHITECTURES
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import (
     architecture_of,
+    compute_revision,
     eos_token_ids,
-    is_positive,
+    is_positive_int,
     one_line,
-    parse,
-    read_config,
-    revision,
-    stretched_length,
+    read_config_json,
+    rope_max_length,
+    to_hf_config,
 )
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
 # Up to here it is looked at what a token sees (see ``attention``), so no sequence may be longer.
-MAX_LENGTH = 1 << 20
+MAX_PROBED_LENGTH = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FallbackConfig(ModelConfig):
+class TransformersConfig(ModelConfig):
     """``parsed`` is transformers' configuration, and ``model_class`` the class that it is for."""
 
-    parsed: Any = field(repr=False)
+    hf_config: Any = field(repr=False)
     model_class: Any = field(repr=False)
 
     @classmethod
-    def read(cls, folder: Path) -> "FallbackConfig":
+    def read(cls, folder: Path) -> "TransformersConfig":
         """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``, also for
         models that KV blocks or attention backends cannot serve, as far as their configuration tells.
         """
         path = folder / "config.json"
-        raw = read_config(folder)
+        raw = read_config_json(folder)
         architecture = architecture_of(path, raw)
-        parsed = parse(path, raw, _config_class(path, architecture, raw))
-        _check_kind(path, parsed)
+        parsed = to_hf_config(path, raw, _config_class(path, architecture, raw))
+        _check_text_only(path, parsed)
         return cls(
             architecture=architecture,
-            vocab_size=_size(path, parsed, "vocab_size"),
+            vocab_size=_positive_int(path, parsed, "vocab_size"),
             max_length=_max_length(path, parsed),
             eos_token_ids=eos_token_ids(folder, raw),
-            model_revision=revision(folder),
-            parsed=parsed,
+            model_revision=compute_revision(folder),
+            hf_config=parsed,
             model_class=_model_class(path, architecture),
         )
 
@@ -61,7 +61,7 @@ def _config_class(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
     if not isinstance(model_type, str) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
         raise ModelError(
             f"{path} names {architecture} of type {model_type!r}, which is no causal language model of transformers "
-            f"{__version__}; own code is there for {', '.join(SUPPORTED)}."
+            f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
         )
     return CONFIG_MAPPING[model_type]
 
@@ -77,7 +77,7 @@ def _model_class(path: Path, architecture: str) -> Any:
     return model_class
 
 
-def _check_kind(path: Path, parsed: Any) -> None:
+def _check_text_only(path: Path, parsed: Any) -> None:
     try:
         text_only = parsed.get_text_config() is parsed
     except ValueError:
@@ -85,35 +85,37 @@ def _check_kind(path: Path, parsed: Any) -> None:
     if not text_only:
         raise ModelError(f"{path} describes a model of more than text ({parsed.model_type}), which is not supported.")
     for kind in getattr(parsed, "layer_types", None) or ():
-        if kind not in LAYER_TYPES:
-            raise ModelError(f"{path} has layers of type {kind!r}, and supported are {', '.join(LAYER_TYPES)}.")
+        if kind not in SUPPORTED_LAYER_TYPES:
+            raise ModelError(
+                f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}."
+            )
 
 
-def _size(path: Path, parsed: Any, name: str) -> int:
+def _positive_int(path: Path, parsed: Any, name: str) -> int:
     value: Any = getattr(parsed, name, None)
-    if not is_positive(value):
+    if not is_positive_int(value):
         raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
     return int(value)
 
 
 def _max_length(path: Path, parsed: Any) -> int:
-    _size(path, parsed, "max_position_embeddings")
+    _positive_int(path, parsed, "max_position_embeddings")
     try:
-        return longest_sequence(parsed)
+        return max_sequence_length(parsed)
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
 
 
-def longest_sequence(parsed: Any) -> int:
+def max_sequence_length(parsed: Any) -> int:
     """The longest sequence in tokens, for the rope of every kind of layer.
 
     LongRoPE ends at the length before it was stretched: the frequencies change there, for all keys.
     """
     length = int(parsed.max_position_embeddings)
-    return min([MAX_LENGTH, *(_rope_length(length, rope) for rope in _ropes(parsed))])
+    return min([MAX_PROBED_LENGTH, *(_rope_length(length, rope) for rope in _rope_parameters(parsed))])
 
 
-def _ropes(parsed: Any) -> list[dict[str, Any]]:
+def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
     """The rope parameters: one set for all layers, or one for each kind of layer."""
     parameters = getattr(parsed, "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, dict)]
@@ -124,4 +126,4 @@ def _rope_length(length: int, rope: dict[str, Any]) -> int:
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and original is not None:
         return min(length, int(original))
-    return stretched_length(length, rope)
+    return rope_max_length(length, rope)

@@ -9,24 +9,26 @@ from typing import Any
 import torch
 
 from quire_engine.models.errors import ModelError
-from quire_engine.models.fallback.attention import register
-from quire_engine.models.fallback.check import check, own_logits, samples
-from quire_engine.models.fallback.config import FallbackConfig
+from quire_engine.models.fallback.attention import register_attention
+from quire_engine.models.fallback.check import check_paged_logits, reference_logits, sample_sequences
+from quire_engine.models.fallback.config import TransformersConfig
 from quire_engine.models.fallback.model import TransformersModel
 from quire_engine.models.folder import one_line
 
 log = logging.getLogger(__name__)
 
 
-def load_fallback(config: FallbackConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> TransformersModel:
+def load_transformers_model(
+    config: TransformersConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
     """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model that paged
     attention cannot serve.
     """
-    register()
-    causal = _weights(config, folder, dtype).to(device).eval()
+    register_attention()
+    causal = _load_weights(config, folder, dtype).to(device).eval()
     try:
         with torch.inference_mode():
-            return _paged(causal, config)
+            return _make_checked(causal, config)
     except ModelError as error:
         reason = str(error)
     except Exception as error:  # noqa: BLE001 - what a model does with its input is its own
@@ -34,22 +36,22 @@ def load_fallback(config: FallbackConfig, folder: Path, dtype: torch.dtype, devi
     raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
 
 
-def _paged(causal: Any, config: FallbackConfig) -> TransformersModel:
+def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
     """The model with paged attention, once it was seen that this changes nothing."""
-    sequences = samples(config.vocab_size, config.max_length)
-    expected = [own_logits(causal, tokens) for tokens in sequences]
+    sequences = sample_sequences(config.vocab_size, config.max_length)
+    expected = [reference_logits(causal, tokens) for tokens in sequences]
     model = TransformersModel(causal)
-    check(model, sequences, expected)
+    check_paged_logits(model, sequences, expected)
     return model
 
 
-def _weights(config: FallbackConfig, folder: Path, dtype: torch.dtype) -> Any:
+def _load_weights(config: TransformersConfig, folder: Path, dtype: torch.dtype) -> Any:
     """transformers' model with all of its weights, from safetensors files only."""
     try:
         with _without_progress_bar():
             causal, report = config.model_class.from_pretrained(
                 folder,
-                config=config.parsed,
+                config=config.hf_config,
                 dtype=dtype,
                 use_safetensors=True,
                 local_files_only=True,

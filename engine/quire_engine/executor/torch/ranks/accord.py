@@ -9,71 +9,75 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """A rank's failure in the call ``number``, after it had begun so many ``collectives``; ``text`` says why. It is
     ``user_error`` where the text is a whole sentence for whoever chose the settings.
     """
 
-    number: int
+    call_number: int
     collectives: int
-    text: str
+    reason: str
     user_error: bool = False
 
 
-class Accord:
+class RankFailureTracker:
     """Rank 0's latest call, and what the ``others`` (their number) reported. Not thread-safe."""
 
     def __init__(self, others: int) -> None:
-        self._others = others
-        self._number = 0
-        self._own: Failure | None = None
+        self._num_other_ranks = others
+        self._call_number = 0
+        self._own_failure: RankFailure | None = None
         self._succeeded = True
-        self._reported: dict[int, Failure] = {}
+        self._reported_failures: dict[int, RankFailure] = {}
 
-    def begin(self) -> int:
+    def begin_call(self) -> int:
         """Begins the next call; its number."""
-        self._number += 1
-        self._own, self._succeeded = None, False
-        self._reported.clear()
-        return self._number
+        self._call_number += 1
+        self._own_failure, self._succeeded = None, False
+        self._reported_failures.clear()
+        return self._call_number
 
-    def succeed(self) -> None:
+    def record_success(self) -> None:
         """The call has succeeded on rank 0."""
         self._succeeded = True
 
-    def fail(self, collectives: int, text: str) -> None:
+    def record_failure(self, collectives: int, text: str) -> None:
         """The call has failed on rank 0."""
-        self._own = Failure(self._number, collectives, text)
+        self._own_failure = RankFailure(self._call_number, collectives, text)
 
-    def report(self, rank: int, failure: Failure) -> None:
+    def record_remote_failure(self, rank: int, failure: RankFailure) -> None:
         """The call has failed on another rank."""
-        self._reported[rank] = failure
+        self._reported_failures[rank] = failure
 
     @property
-    def is_settled(self) -> bool:
+    def all_failed_alike(self) -> bool:
         """Whether all ranks have failed in the same place."""
-        return self._own is not None and len(self._reported) == self._others and self.disagreement is None
+        return (
+            self._own_failure is not None
+            and len(self._reported_failures) == self._num_other_ranks
+            and self.divergence is None
+        )
 
     @property
-    def disagreement(self) -> str | None:
+    def divergence(self) -> str | None:
         """What is certain to leave the ranks in different places, as a sentence."""
-        for rank, failure in sorted(self._reported.items()):
-            if failure.user_error and self._own is None:
-                return failure.text
-            if self._succeeded or failure.number < self._number:
-                return f"Rank {rank} failed in a step that rank 0 computed: {failure.text}."
-            if self._own is not None and failure.collectives != self._own.collectives:
-                return f"Rank {rank} failed in another place than rank 0: {failure.text}."
+        for rank, failure in sorted(self._reported_failures.items()):
+            if failure.user_error and self._own_failure is None:
+                return failure.reason
+            if self._succeeded or failure.call_number < self._call_number:
+                return f"Rank {rank} failed in a step that rank 0 computed: {failure.reason}."
+            if self._own_failure is not None and failure.collectives != self._own_failure.collectives:
+                return f"Rank {rank} failed in another place than rank 0: {failure.reason}."
         return None
 
     @property
-    def doubt(self) -> str | None:
+    def suspected_failure(self) -> str | None:
         """What is wrong, as a sentence, unless the ranks that have not failed yet are about to."""
-        if self.is_settled:
+        if self.all_failed_alike:
             return None
-        failed = {rank: each.text for rank, each in self._reported.items()}
-        if self._own is not None:
-            failed[0] = self._own.text
+        failed = {rank: each.reason for rank, each in self._reported_failures.items()}
+        if self._own_failure is not None:
+            failed[0] = self._own_failure.reason
         if not failed:
             return None
         rank = min(failed)

@@ -12,7 +12,7 @@ from quire_engine.models.errors import ModelError
 log = logging.getLogger(__name__)
 
 
-def check_size(config: ModelConfig, size: int, device: torch.device) -> None:
+def check_tensor_parallel_size(config: ModelConfig, size: int, device: torch.device) -> None:
     """Raises ``ModelError`` where ``size`` ranks cannot share the model or the device. Warns where they can, but
     will be slow.
     """
@@ -23,15 +23,15 @@ def check_size(config: ModelConfig, size: int, device: torch.device) -> None:
             f"The tensor parallel size is {size}, and {config.architecture} runs through transformers, where models "
             "are not divided."
         )
-    for count, name in _divided(config):
+    for count, name in _sharded_dimensions(config):
         if count % size:
             raise ModelError(f"The tensor parallel size is {size}, which does not divide the model's {count} {name}.")
     _check_device(size, device)
 
 
-def _divided(config: DecoderConfig) -> list[tuple[int, str]]:
-    dense = config.experts is None or not all(config.experts.layers)
-    inner = [(config.ffn_size, "inner numbers of the feed-forward part")] if dense else []
+def _sharded_dimensions(config: DecoderConfig) -> list[tuple[int, str]]:
+    dense = config.moe is None or not all(config.moe.is_moe_layer)
+    inner = [(config.intermediate_size, "inner numbers of the feed-forward part")] if dense else []
     return [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads"), *inner]
 
 

@@ -1,7 +1,6 @@
-"""``TensorGroup``: the tensors that the ranks of one model exchange, by gloo on the CPU and NCCL on CUDA. Knows no
-model.
+"""The collectives of the ranks of one model: gloo on the CPU, NCCL on CUDA.
 
-Both keep to the loopback interface, and find each other through a file in a private folder: no port is opened that
+Both are restricted to the loopback interface, and rendezvous through a file in a private folder: no port is opened that
 others could reach, and nothing but tensors is sent.
 """
 
@@ -18,12 +17,12 @@ from torch import distributed
 # How long an exchange waits for a rank. On the CPU one that is stopped is waited for, and one that has died is noticed
 # at once; on CUDA neither is noticed by NCCL, and a wait that long is a defect. It has to outlast a rank that compiles
 # kernels for the largest step.
-TIMEOUTS = {"cpu": timedelta(hours=24), "cuda": timedelta(minutes=10)}
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+COLLECTIVE_TIMEOUTS = {"cpu": timedelta(hours=24), "cuda": timedelta(minutes=10)}
+LOOPBACK_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-class TensorGroup:
-    """One rank's end of the group. A ``Ranks``; nothing can be exchanged before ``connect``.
+class TensorParallelGroup:
+    """One rank's end of the group. A ``Communicator``; nothing can be exchanged before ``connect``.
 
     ``collectives`` counts what was begun. ``ordered`` asks for sums whose order of addition is the ranks', wherever in
     a tensor a number stands: what NCCL does, and gloo for more than two ranks, depends on the place. Two numbers have
@@ -33,77 +32,77 @@ class TensorGroup:
     def __init__(self, rank: int, size: int, device: torch.device, *, ordered: bool) -> None:
         self.rank = rank
         self.size = size
-        self.collectives = 0
+        self.num_collectives = 0
         self._device = device
-        self._ordered = size > 2 and (ordered or device.type == "cpu")
-        self._group: Any = None
+        self._ordered_sum = size > 2 and (ordered or device.type == "cpu")
+        self._process_group: Any = None
 
     def connect(self, store: Path) -> None:
         """Meets the others, all of which connect through the same file."""
-        with _loopback():
+        with _loopback_only():
             meeting = distributed.FileStore(str(store), self.size)
-            timeout = TIMEOUTS[self._device.type]
-            self._group = _backend(self._device)(meeting, self.rank, self.size, timeout)
+            timeout = COLLECTIVE_TIMEOUTS[self._device.type]
+            self._process_group = _process_group_class(self._device)(meeting, self.rank, self.size, timeout)
             # gloo chooses its interface when the group is made, NCCL at the first exchange.
-            self.sum(torch.zeros(1, device=self._device))
+            self.all_reduce(torch.zeros(1, device=self._device))
 
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """See ``Ranks.sum``. What is added in order is added in float32."""
-        self.collectives += 1
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """See ``Communicator.all_reduce``. What is added in order is added in float32."""
+        self.num_collectives += 1
         part = part.contiguous()
-        if not self._ordered:
-            self._group.allreduce([part]).wait()
+        if not self._ordered_sum:
+            self._process_group.allreduce([part]).wait()
             return part
         parts = part.new_empty((self.size, *part.shape))
-        self._group.allgather([list(parts.unbind())], [part]).wait()
+        self._process_group.allgather([list(parts.unbind())], [part]).wait()
         total = parts[0].float()
         for other in parts[1:]:
             total += other
         return total.to(part.dtype)
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """See ``Ranks.join``."""
-        self.collectives += 1
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """See ``Communicator.gather``."""
+        self.num_collectives += 1
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
         options = distributed.GatherOptions()
         options.rootRank = 0
-        self._group.gather([parts] if parts else [], [part], options).wait()
+        self._process_group.gather([parts] if parts else [], [part], options).wait()
         return torch.cat(parts, -1) if parts else part
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Writes rank 0's ``tensor`` over those of the others, of the same shape and dtype."""
-        self.collectives += 1
+        self.num_collectives += 1
         options = distributed.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        self._process_group.broadcast([tensor], options).wait()
 
     def abort(self) -> None:
         """Ends, on CUDA, what waits for a rank that has died, with an error; gloo notices that by itself. From any
         thread.
         """
-        if self._group is not None and self._device.type == "cuda":
-            self._group.abort()
+        if self._process_group is not None and self._device.type == "cuda":
+            self._process_group.abort()
 
     def close(self) -> None:
         """Leaves the group. Nothing can be exchanged any more. The other ranks may have ended already: NCCL's orderly
         shutdown would wait for them.
         """
         self.abort()
-        group, self._group = self._group, None
+        group, self._process_group = self._process_group, None
         if group is not None and self._device.type == "cpu":
             group.shutdown()
 
 
-def _backend(device: torch.device) -> Any:
+def _process_group_class(device: torch.device) -> Any:
     return distributed.ProcessGroupGloo if device.type == "cpu" else distributed.ProcessGroupNCCL
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
+def _loopback_only() -> Iterator[None]:
     """Both libraries take the interface from the environment, and would else listen where the host's name leads."""
-    before = {name: os.environ.get(name) for name in LOOPBACK}
-    os.environ.update(LOOPBACK)
+    before = {name: os.environ.get(name) for name in LOOPBACK_ENVIRONMENT}
+    os.environ.update(LOOPBACK_ENVIRONMENT)
     try:
         yield
     finally:

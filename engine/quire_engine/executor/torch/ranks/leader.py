@@ -1,5 +1,5 @@
-"""``Leader``: rank 0's side of a model that several processes share, from the start of the others to their end; and
-``Solo``, the same for a model that one process has for itself. Knows no plans.
+"""``MultiprocLeader``: rank 0's side of a tensor-parallel model, from starting the other processes to ending them; and
+``SingleProcess``, the same interface for a model in one process.
 """
 
 import logging
@@ -13,30 +13,30 @@ from quire_engine.executor.torch.devices import computing
 from quire_engine.executor.torch.gauge import MemoryGauge
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
 from quire_engine.executor.torch.parts import Parts
-from quire_engine.executor.torch.ranks.calls import Call
-from quire_engine.executor.torch.ranks.leading_runner import LeadingRunner, together
+from quire_engine.executor.torch.ranks.calls import RpcMethod
+from quire_engine.executor.torch.ranks.leading_runner import MultiprocRunner, call_all_ranks
 from quire_engine.executor.torch.ranks.settings import RankSettings
-from quire_engine.executor.torch.ranks.wire import as_json
-from quire_engine.executor.torch.ranks.workers import Workers
+from quire_engine.executor.torch.ranks.wire import json_to_array
+from quire_engine.executor.torch.ranks.workers import RankWorkers
 from quire_engine.executor.torch.sizing import Measured, Pools
-from quire_engine.models.ranks import ALONE, Ranks
+from quire_engine.models.ranks import SINGLE_RANK, Communicator
 
 log = logging.getLogger(__name__)
 
 
-class Leading(Protocol):
+class RankGroup(Protocol):
     """What an executor needs of the ranks of its model, however many there are."""
 
     @property
-    def ranks(self) -> Ranks:
+    def communicator(self) -> Communicator:
         """Them, as the model sees them."""
         ...
 
-    def join(self) -> None:
+    def connect(self) -> None:
         """Waits until all have loaded their parts, and connects them. Raises ``ModelError`` and ``RankError``."""
         ...
 
-    def measure(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
         """What each has measured, in their order. ``largest_step`` has all of them compute."""
         ...
 
@@ -49,94 +49,96 @@ class Leading(Protocol):
         ...
 
 
-class Solo:
-    """One rank. A ``Leading``."""
+class SingleProcess:
+    """One rank. A ``RankGroup``."""
 
-    ranks: Ranks = ALONE
+    communicator: Communicator = SINGLE_RANK
 
-    def join(self) -> None:
+    def connect(self) -> None:
         """There is nobody else."""
 
-    def measure(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
-        """See ``Leading.measure``."""
+    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+        """See ``RankGroup.profile_memory``."""
         return [gauge.read(largest_step)]
 
     def make_runner(self, parts: Parts, pools: Pools) -> Runner:
-        """See ``Leading.make_runner``."""
+        """See ``RankGroup.make_runner``."""
         return ModelRunner(parts, pools)
 
     def close(self) -> None:
         """There is nobody else."""
 
 
-class Leader:
-    """Starts the other ranks, which begin to load their parts. A ``Leading``.
+class MultiprocLeader:
+    """Starts the other ranks, which begin to load their parts. A ``RankGroup``.
 
     ``on_lost`` is told, on another thread, why the model cannot be run any more: a rank has died or has failed alone;
     without it, the log is. The other processes exist until then or until ``close``.
     """
 
     def __init__(self, settings: RankSettings, on_lost: Callable[[str], None] | None) -> None:
-        self._device = settings.device_of(0)
-        self._group = settings.group_of(0)
-        self._meeting = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
+        self._device = settings.device_for(0)
+        self._group = settings.make_group(0)
+        self._rendezvous_folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
         self._on_lost = on_lost
-        self._workers = Workers(settings.size, self._lose)
+        self._workers = RankWorkers(settings.size, self._on_rank_lost)
         try:
             # Rank 0 speaks for all of what all of them find.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
-            settings = replace(settings, store=self._store, log_level=level)
-            self._loading = self._workers.ask(Call.LOAD, [as_json(settings.to_plain())])
+            settings = replace(settings, store=self._store_path, log_level=level)
+            self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
         except BaseException:
             self.close()
             raise
         log.info("rank 0 has started the others: processes %s", ", ".join(map(str, self._workers.pids)))
 
     @property
-    def ranks(self) -> Ranks:
-        """See ``Leading.ranks``."""
+    def communicator(self) -> Communicator:
+        """See ``RankGroup.communicator``."""
         return self._group
 
-    def join(self) -> None:
-        """See ``Leading.join``."""
-        self._workers.answers(self._loading)
+    def connect(self) -> None:
+        """See ``RankGroup.connect``."""
+        self._workers.wait_for_replies(self._load_call)
         with computing(self._device):
-            number, _ = together(self._workers, self._group, Call.JOIN, [], lambda: self._group.connect(self._store))
-        self._workers.answers(number)
+            number, _ = call_all_ranks(
+                self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._store_path)
+            )
+        self._workers.wait_for_replies(number)
         if self._device.type == "cpu":
-            self._meeting.cleanup()  # NCCL goes on to look into it
+            self._rendezvous_folder.cleanup()  # NCCL goes on to look into it
 
-    def measure(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
-        """See ``Leading.measure``. The calls of the step are made by the others within theirs."""
-        number = self._workers.ask(Call.MEASURE, [as_json(largest_step is not None)])
+    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+        """See ``RankGroup.profile_memory``. The calls of the step are made by the others within theirs."""
+        number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
         own = gauge.read(largest_step)
         if largest_step is not None:
-            self._workers.ask(Call.END_MEASURE)
-        return [own, *(Measured(**answer) for answer in self._workers.answers(number))]
+            self._workers.request(RpcMethod.END_PROFILE)
+        return [own, *(Measured(**answer) for answer in self._workers.wait_for_replies(number))]
 
     def make_runner(self, parts: Parts, pools: Pools) -> Runner:
-        """See ``Leading.make_runner``."""
-        return LeadingRunner(self._workers, self._group, parts, pools)
+        """See ``RankGroup.make_runner``."""
+        return MultiprocRunner(self._workers, self._group, parts, pools)
 
     def close(self) -> None:
-        """See ``Leading.close``."""
+        """See ``RankGroup.close``."""
         self._workers.close()
         self._group.close()
-        self._meeting.cleanup()
+        self._rendezvous_folder.cleanup()
 
     @property
-    def _store(self) -> Path:
-        return Path(self._meeting.name) / "store"
+    def _store_path(self) -> Path:
+        return Path(self._rendezvous_folder.name) / "store"
 
-    def _lose(self, sentence: str) -> None:
+    def _on_rank_lost(self, sentence: str) -> None:
         self._group.abort()
-        self._meeting.cleanup()
+        self._rendezvous_folder.cleanup()
         if self._on_lost is None:
             log.error("%s", sentence)
         else:
             self._on_lost(sentence)
 
 
-def lead(settings: RankSettings, on_lost: Callable[[str], None] | None = None) -> Leading:
-    """The ranks of a model with these settings, started where there are others. See ``Leader``."""
-    return Solo() if settings.size == 1 else Leader(settings, on_lost)
+def start_ranks(settings: RankSettings, on_lost: Callable[[str], None] | None = None) -> RankGroup:
+    """The ranks of a model with these settings, started where there are others. See ``MultiprocLeader``."""
+    return SingleProcess() if settings.size == 1 else MultiprocLeader(settings, on_lost)

@@ -1,4 +1,4 @@
-"""``LeadingRunner``: rank 0's runner, which has all ranks make each call together. Knows batches and block copies."""
+"""``MultiprocRunner``: rank 0's runner, which has all ranks make each call together. Knows batches and block copies."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from quire_engine.executor.torch.batch import ForwardBatch
 from quire_engine.executor.torch.graphs import NO_GRAPHS, RecordingError
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
 from quire_engine.executor.torch.parts import Parts
-from quire_engine.executor.torch.ranks.calls import Call, batch_to_arrays, copies_to_arrays
-from quire_engine.executor.torch.ranks.group import TensorGroup
-from quire_engine.executor.torch.ranks.wire import Array, as_json
-from quire_engine.executor.torch.ranks.workers import Workers
+from quire_engine.executor.torch.ranks.calls import RpcMethod, batch_to_arrays, copies_to_arrays
+from quire_engine.executor.torch.ranks.group import TensorParallelGroup
+from quire_engine.executor.torch.ranks.wire import RpcArray, json_to_array
+from quire_engine.executor.torch.ranks.workers import RankWorkers
 from quire_engine.executor.torch.sizing import Pools
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
@@ -23,7 +23,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class LeadingRunner:
+class MultiprocRunner:
     """The ``Runner`` of a model that ``workers`` share with this process: each rank has a runner of its own, with its
     ``parts`` and KV memory of ``pools``. Decode steps are recorded as graphs on all ranks or on none.
 
@@ -31,38 +31,38 @@ class LeadingRunner:
     ``RankError``.
     """
 
-    def __init__(self, workers: Workers, group: TensorGroup, parts: Parts, pools: Pools) -> None:
+    def __init__(self, workers: RankWorkers, group: TensorParallelGroup, parts: Parts, pools: Pools) -> None:
         self._workers = workers
         self._group = group
         try:
-            self._own = self._make(parts, pools)
+            self._own_runner = self._make_runners(parts, pools)
         except RecordingError as error:
             log.warning(NO_GRAPHS, error)
-            self._own = self._make(replace(parts, graph_sizes=()), pools)
+            self._own_runner = self._make_runners(replace(parts, graph_sizes=()), pools)
 
-    def _make(self, parts: Parts, pools: Pools) -> Runner:
-        arrays = [as_json(asdict(pools)), as_json(bool(parts.graph_sizes))]
-        number, own = together(
-            self._workers, self._group, Call.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
+    def _make_runners(self, parts: Parts, pools: Pools) -> Runner:
+        arrays = [json_to_array(asdict(pools)), json_to_array(bool(parts.graph_sizes))]
+        number, own = call_all_ranks(
+            self._workers, self._group, RpcMethod.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
         )
-        self._workers.answers(number)
+        self._workers.wait_for_replies(number)
         return own
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """See ``Runner.kv_cache_config``. Blocks are everyone's; the bytes of one are a rank's."""
-        return self._own.kv_cache_config
+        return self._own_runner.kv_cache_config
 
     @property
     def dtype(self) -> torch.dtype:
         """See ``Runner.dtype``."""
-        return self._own.dtype
+        return self._own_runner.dtype
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """See ``Runner.copy``."""
         if out or within or into:
             arrays = copies_to_arrays((out, within, into))
-            self._together(Call.COPY, arrays, lambda: self._own.copy(out, within, into))
+            self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
 
     def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``. Tokens that are pending go from device to device."""
@@ -70,36 +70,36 @@ class LeadingRunner:
         def compute() -> torch.Tensor:
             if pending is not None:
                 self._group.broadcast(pending)
-            return self._own.forward(batch, pending)
+            return self._own_runner.forward(batch, pending)
 
-        return self._together(Call.FORWARD, batch_to_arrays(batch), compute)
+        return self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
-        return self._together(Call.LOGITS, [rows.numpy()], lambda: self._own.logits(hidden, rows))
+        return self._call_all_ranks(RpcMethod.LOGITS, [rows.numpy()], lambda: self._own_runner.logits(hidden, rows))
 
     def close(self) -> None:
         """See ``Runner.close``. Does nothing for ranks that are gone."""
-        if self._workers.usable:
-            self._workers.ask(Call.CLOSE_RUNNER)
-        self._own.close()
+        if self._workers.is_usable:
+            self._workers.request(RpcMethod.CLOSE_RUNNER)
+        self._own_runner.close()
 
-    def _together(self, call: Call, arrays: Sequence[Array], work: Callable[[], T]) -> T:
-        return together(self._workers, self._group, call, arrays, work)[1]
+    def _call_all_ranks(self, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
+        return call_all_ranks(self._workers, self._group, call, arrays, work)[1]
 
 
-def together(
-    workers: Workers, group: TensorGroup, call: Call, arrays: Sequence[Array], work: Callable[[], T]
+def call_all_ranks(
+    workers: RankWorkers, group: TensorParallelGroup, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]
 ) -> tuple[int, T]:
     """Has the other ranks make ``call`` while this one does ``work``: the call's number, and what ``work`` returns.
     Raises what it raises where all ranks fail alike, else ``RankError``.
     """
-    number = workers.begin(call, arrays)
-    before = group.collectives
+    number = workers.begin_call(call, arrays)
+    before = group.num_collectives
     try:
         result = work()
     except Exception as error:
-        workers.failed(group.collectives - before, error)
+        workers.call_failed(group.num_collectives - before, error)
         raise
-    workers.succeeded()
+    workers.call_succeeded()
     return number, result

@@ -7,7 +7,9 @@ from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, dec
 from quire_engine.kv.capacity import KVCacheConfig
 
 
-def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest: Pools) -> tuple[Pools, Measured]:
+def compute_rank_cache_sizes(
+    request: PoolRequest, measures: Sequence[Measured], smallest: Pools
+) -> tuple[Pools, Measured]:
     """The pools of each rank, equal on all, and what decided them. ``measures`` are the ranks', ``smallest`` is the
     least for one rank.
 
@@ -18,7 +20,7 @@ def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest:
     if size == 1:
         return decide(request, measures[0], smallest), measures[0]
     if measures[0].host is None:
-        whole = together(measures)
+        whole = sum_profiles(measures)
         pools = decide(request, whole, Pools(smallest.kv_cache_bytes * size, smallest.swap_bytes * size))
         return Pools(pools.kv_cache_bytes // size, pools.swap_bytes // size), whole
     each = replace(request, swap_bytes=request.swap_bytes // size)
@@ -28,15 +30,13 @@ def decide_for_all(request: PoolRequest, measures: Sequence[Measured], smallest:
     return Pools(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
 
 
-def in_memory(capacity: KVCacheConfig, measures: Sequence[Measured]) -> KVCacheConfig:
-    """The blocks as they lie in the memory that ``decide_for_all`` names: each with all ranks' parts where the ranks
-    share it.
-    """
+def with_all_ranks_bytes(capacity: KVCacheConfig, measures: Sequence[Measured]) -> KVCacheConfig:
+    """``capacity`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
     parts = len(measures) if measures[0].host is None else 1
     return replace(capacity, block_bytes=capacity.block_bytes * parts)
 
 
-def together(measures: Sequence[Measured]) -> Measured:
+def sum_profiles(measures: Sequence[Measured]) -> Measured:
     """The ranks of one memory as one: what they hold adds up. What they share, as code, counts for each."""
     first, loaded = measures[0], sum(one.loaded for one in measures)
     peaks = [one.peak for one in measures if one.peak is not None]

@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-SECONDS_TO_END = 2.0
+EXIT_TIMEOUT_SECONDS = 2.0
 # What runs a rank's process; its number, that of its end of the link, and that of rank 0's process follow.
 COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.torch.ranks.worker")
 
@@ -33,21 +33,21 @@ class RankProcess:
         """Its number in the system."""
         return self._popen.pid
 
-    def epitaph(self) -> str:
+    def exit_reason(self) -> str:
         """How it ended, as a sentence; to be asked for once its link was closed."""
-        return f"Rank {self.rank} (process {self.pid}) {self._end()}, and the engine cannot go on without it."
+        return f"Rank {self.rank} (process {self.pid}) {self._exit_status()}, and the engine cannot go on without it."
 
     def kill(self) -> None:
         """Ends it at once, even where it is stopped."""
         with suppress(ProcessLookupError):
             self._popen.kill()
 
-    def hang_up(self) -> None:
+    def close_link(self) -> None:
         """Ends the link, at which the process ends."""
         with suppress(OSError):
             self.link.shutdown(socket.SHUT_RDWR)
 
-    def end(self, deadline: float) -> None:
+    def wait_or_kill(self, deadline: float) -> None:
         """Waits for its end, which is forced at ``deadline``, by the monotonic clock. It is gone afterwards."""
         try:
             self._popen.wait(max(0.0, deadline - time.monotonic()))
@@ -56,9 +56,9 @@ class RankProcess:
             self._popen.wait()
         self.link.close()
 
-    def _end(self) -> str:
+    def _exit_status(self) -> str:
         try:
-            code = self._popen.wait(SECONDS_TO_END)
+            code = self._popen.wait(EXIT_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             return "does not answer any more"
         if code == -signal.SIGKILL:

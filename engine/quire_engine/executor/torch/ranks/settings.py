@@ -8,10 +8,10 @@ import torch
 
 from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.parts import Parts, load_parts
-from quire_engine.executor.torch.ranks.group import TensorGroup
+from quire_engine.executor.torch.ranks.group import TensorParallelGroup
 from quire_engine.models.base import ModelConfig
 from quire_engine.models.config import DecoderConfig
-from quire_engine.models.ranks import Ranks
+from quire_engine.models.ranks import Communicator
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +32,18 @@ class RankSettings:
         """The number of ranks."""
         return self.engine.tensor_parallel_size
 
-    def device_of(self, rank: int) -> torch.device:
+    def device_for(self, rank: int) -> torch.device:
         """The device of a rank."""
         device = torch.device(self.device)
         return device if device.type == "cpu" or self.size == 1 else torch.device(device.type, rank)
 
-    def group_of(self, rank: int) -> TensorGroup:
+    def make_group(self, rank: int) -> TensorParallelGroup:
         """A rank's end of the group, not connected yet."""
-        return TensorGroup(rank, self.size, self.device_of(rank), ordered=self.engine.deterministic)
+        return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
 
-    def load(self, ranks: Ranks) -> Parts:
+    def load(self, ranks: Communicator) -> Parts:
         """Loads the part of one of ``ranks``. Raises ``ModelError``."""
-        return load_parts(self.engine, self.config, self.device_of(ranks.rank), ranks)
+        return load_parts(self.engine, self.config, self.device_for(ranks.rank), ranks)
 
     def to_plain(self) -> dict[str, Any]:
         """As values that JSON has."""

@@ -13,39 +13,39 @@ import sys
 import time
 from threading import Thread
 
-_SET_PARENT_DEATH_SIGNAL = 1
-SECONDS_TO_END = 1.0
+_PR_SET_PDEATHSIG = 1
+EXIT_GRACE_SECONDS = 1.0
 
 
 def main() -> None:
     """Serves calls until rank 0 ends the link."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, link, parent = map(int, sys.argv[1:])
-    _die_with(parent)
-    Thread(target=_end_with, args=(link,), name="link-watch", daemon=True).start()
+    _kill_with_parent(parent)
+    Thread(target=_exit_with_link, args=(link,), name="link-watch", daemon=True).start()
     from quire_engine.executor.torch import limit_product_caches
 
     limit_product_caches()
-    from quire_engine.executor.torch.ranks.serving import CallServer
+    from quire_engine.executor.torch.ranks.serving import RankWorker
 
-    CallServer(socket.socket(fileno=link), rank).run()
+    RankWorker(socket.socket(fileno=link), rank).run()
 
 
-def _die_with(parent: int) -> None:
+def _kill_with_parent(parent: int) -> None:
     """Has the system kill this process when the thread that started it ends, however it ends and whatever this process
     is doing then, even if it is stopped.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
 
 
-def _end_with(link: int) -> None:
+def _exit_with_link(link: int) -> None:
     """Ends this process soon after the link, also when a collective waits for ranks that are gone."""
     poll = select.poll()
     poll.register(link, select.POLLRDHUP)
     poll.poll()
-    time.sleep(SECONDS_TO_END)
+    time.sleep(EXIT_GRACE_SECONDS)
     os._exit(0)
 
 
