@@ -29,14 +29,14 @@ WASTE_INTERVAL = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequest:
     """Runs a request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequest:
     """Ends a request, or, where ``indexes`` are given, those of its choices."""
 
     request_id: str
@@ -44,24 +44,24 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspect:
+class GetSnapshot:
     """Calls ``reply`` when all is published that was done, with the load and everything in the prefix cache."""
 
     reply: Callable[[EngineLoad, list[BlockStored]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Shutdown:
     """Ends the loop when the step under way is done; what is running is left as it is."""
 
 
-Command = Add | Abort | Inspect | Stop
+Command = AddRequest | AbortRequest | GetSnapshot | Shutdown
 
 
 @dataclass(slots=True)
 class StepTrace:
     """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
-    ``passed`` are those from the start of its planning to its end.
+    ``elapsed`` are those from the start of its planning to its end.
 
     ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_draws`` the tokens
     that were to be drawn. Where steps overlap, others are planned and ended in the ``pause`` between the launch of a
@@ -73,7 +73,7 @@ class StepTrace:
     timings: StepTimings
     schedule: float
     emit: float
-    passed: float
+    elapsed: float
     num_prefill: int
     num_decode: int
     num_tokens: int
@@ -91,7 +91,7 @@ class StepTrace:
     @property
     def pause(self) -> float:
         """Seconds that passed without any of the step's parts; next to none where steps do not overlap."""
-        return max(0.0, self.passed - self.duration)
+        return max(0.0, self.elapsed - self.duration)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class EngineCoreOutputs:
     load: EngineLoad
     kv_events: list[KVCacheEvent]
     trace: StepTrace
-    waste: KVCacheFragmentation | None = None
+    fragmentation: KVCacheFragmentation | None = None
 
 
 class EngineCore:
@@ -124,7 +124,7 @@ class EngineCore:
         self._waiting_since: float | None = None
 
     @property
-    def silence(self) -> float:
+    def seconds_since_progress(self) -> float:
         """Seconds since the loop last came round while it has something to do, 0 when it waits for work. An old one
         means that the loop hangs. May be read from any thread.
         """
@@ -138,7 +138,7 @@ class EngineCore:
         self._commands.put(command)
 
     def run(self) -> None:
-        """Steps until ``Stop``. Raises what no single request is to blame for: then the engine must end."""
+        """Steps until ``Shutdown``. Raises what no single request is to blame for: then the engine must end."""
         while not self._stopped:
             self._take_commands()
             if self._has_work:
@@ -195,12 +195,12 @@ class EngineCore:
             timings=result.timings,
             schedule=flight.schedule,
             emit=ended - ran,
-            passed=ended - flight.begun,
+            elapsed=ended - flight.begun,
             num_prefill=sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
             num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
             num_tokens=plan.num_tokens,
-            preempted=plan.preempted,
-            swapped_blocks=plan.num_copies,
+            preempted=plan.num_preempted,
+            swapped_blocks=plan.num_swapped_blocks,
             failed=bool(result.errors),
             request_ids=request_ids,
             num_draws=sum(len(chunk.draws) for chunk in plan.chunks),
@@ -249,14 +249,14 @@ class EngineCore:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Add(request):
+            case AddRequest(request):
                 self._add(request)
-            case Abort(request_id, indexes):
+            case AbortRequest(request_id, indexes):
                 self.scheduler.abort_request(request_id, indexes)
-            case Inspect(reply):
+            case GetSnapshot(reply):
                 self._land_all()  # what is under way has changed the prefix cache already
                 reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
-            case Stop():
+            case Shutdown():
                 self._stopped = True
 
     def _add(self, request: Request) -> None:

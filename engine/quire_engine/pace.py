@@ -76,7 +76,7 @@ class PaceMeter:
 
     def on_step(self, trace: StepTrace) -> None:
         """Takes in a step of the core. Where steps overlap, it lasts from the end of the one before."""
-        ended = trace.started + int(1e9 * trace.passed)
+        ended = trace.started + int(1e9 * trace.elapsed)
         lasted = ended - max(trace.started, self._ended)
         self._ended = ended
         if not trace.failed:

@@ -31,7 +31,7 @@ class Request:
     """What a router submitted, checked.
 
     ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
-    and the next token is drawn for the position after them. ``delivered`` says the same of each choice, and takes
+    and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
     precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
     ``traceparent`` is carried for the service's traces and means nothing here.
     """
@@ -42,15 +42,15 @@ class Request:
     output_token_ids: Tokens[int] = ()
     cache_salt: bytes = b""
     traceparent: str = ""
-    delivered: Tokens[ResumedOutput] = ()
+    resumed_outputs: Tokens[ResumedOutput] = ()
     priority: int = 0
     grammar: Grammar | None = None
 
     @property
-    def history(self) -> Tokens[ResumedOutput]:
+    def all_resumed_outputs(self) -> Tokens[ResumedOutput]:
         """What earlier attempts delivered, in one form."""
-        if self.delivered or not self.output_token_ids:
-            return self.delivered
+        if self.resumed_outputs or not self.output_token_ids:
+            return self.resumed_outputs
         return (ResumedOutput(0, self.output_token_ids),)
 
 
@@ -86,52 +86,77 @@ class SequenceTimings:
     finished: int = 0
     first_step: int = 0
     last_step: int = 0
-    moments: list[SequenceEvent] = field(default_factory=list)
+    events: list[SequenceEvent] = field(default_factory=list)
 
     def copy(self) -> "SequenceTimings":
         """The same past for a sequence that parts from this one."""
-        return replace(self, moments=[*self.moments])
+        return replace(self, events=[*self.events])
 
 
 class SequenceGroup:
     """The sequences of one request.
 
-    ``open`` are the choices whose end has not been told, and ``sequences`` the ones that live, by id. Until they part,
-    one sequence (the *root*) stands for all choices. ``age`` is the order of first admission. ``num_cached`` of the
-    prompt's tokens were found in the prefix cache then, and ``num_told`` have had their log-probabilities told.
-    ``beams`` is the state of a beam search, and ``candidates`` what its next step chooses from, of the beams that have
-    been computed; its sequences advance together, so they are preempted together.
+    ``unfinished``: indexes of the choices without a finish reason. ``sequences``: live sequences by id. Before the
+    first sampled token one sequence (the *root*) represents all choices. ``admission_index``: the order of first
+    admission; ``num_cached_tokens``: prompt tokens that were found in the prefix cache then. ``next_prompt_logprob``:
+    position of the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam
+    search; ``candidates``: what its next step chooses from, for the beams that have been computed. Its sequences
+    advance together, so they are preempted together.
     """
 
-    __slots__ = ("age", "beams", "candidates", "num_cached", "num_prompt", "num_told", "open", "request", "sequences")
+    __slots__ = (
+        "admission_index",
+        "beam_search",
+        "candidates",
+        "next_prompt_logprob",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "request",
+        "sequences",
+        "unfinished",
+    )
 
     def __init__(self, request: Request, beams: "BeamSearch | None") -> None:
         self.request = request
-        self.beams = beams
+        self.beam_search = beams
         self.sequences: dict[int, Sequence] = {}
         self.candidates: dict[int, BeamCandidates] = {}
-        self.open: dict[int, None] = {}
-        self.age: int | None = None
-        self.num_cached: int | None = None
-        self.num_prompt = len(request.prompt_token_ids)
-        self.num_told = 1
+        self.unfinished: dict[int, None] = {}
+        self.admission_index: int | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.next_prompt_logprob = 1
 
 
 class Sequence:
     """The tokens of one output being made, or of several that have not parted yet.
 
-    ``token_ids`` are all known tokens, prompt and output; ``num_computed`` of them are in KV memory, and
-    ``num_scheduled`` will be once the steps under way are done. Everything the scheduler decides follows from these
-    three: there is no prefill phase and no decode phase. ``index`` is the choice that it is an output of. ``draws`` say
-    how its next token is drawn: once, or once for each output that parts from it then. At ``limit`` tokens it ends.
-    ``width`` counts the sequences that it has places for. ``precedence`` orders what has been admitted: whoever is last
-    gives way first. ``rank`` orders what waits, and ``served_at_arrival`` are the tokens that the engine had computed
-    before it came.
+    ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
+    ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows from
+    these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
+    ``draws``: how its next token is sampled, one for each output that is forked from it then. At ``limit`` tokens it
+    ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``. ``num_output_sent``: output tokens
+    that were published. ``preemption_key`` orders admitted sequences: the largest is preempted first. ``queue_key``
+    orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
     """
 
     __slots__ = (
-        "draws", "group", "id", "index", "limit", "num_computed", "num_reported", "num_scheduled", "precedence",
-        "rank", "served_at_arrival", "status", "table", "timeline", "token_ids", "width",
+        "draws",
+        "group",
+        "id",
+        "index",
+        "limit",
+        "num_computed_tokens",
+        "num_output_sent",
+        "num_scheduled_tokens",
+        "num_slots",
+        "preemption_key",
+        "queue_key",
+        "served_at_arrival",
+        "status",
+        "table",
+        "timings",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -142,7 +167,7 @@ class Sequence:
         token_ids: list[int],
         *,
         table: BlockTable,
-        timeline: SequenceTimings,
+        timings: SequenceTimings,
         limit: int,
     ) -> None:
         self.id = sequence_id
@@ -150,15 +175,15 @@ class Sequence:
         self.index = index
         self.token_ids = token_ids
         self.table = table
-        self.timeline = timeline
+        self.timings = timings
         self.draws: tuple[SampleRequest, ...] = ()
         self.limit = limit
-        self.width = 1
-        self.num_computed = 0
-        self.num_scheduled = 0
-        self.num_reported = self.num_output
-        self.precedence = (0, 0, sequence_id)
-        self.rank = 0.0
+        self.num_slots = 1
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_output_sent = self.num_output
+        self.preemption_key = (0, 0, sequence_id)
+        self.queue_key = 0.0
         self.served_at_arrival = 0
         self.status = SequenceStatus.WAITING
 
@@ -173,24 +198,24 @@ class Sequence:
         return len(self.token_ids)
 
     @property
-    def num_uncomputed(self) -> int:
+    def num_uncomputed_tokens(self) -> int:
         """Known tokens that are not in KV memory: at least 1, except in a beam that waits for the other beams."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def num_unscheduled(self) -> int:
+    def num_unscheduled_tokens(self) -> int:
         """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
         being drawn. For that one nothing is planned if the sequence certainly ends with it, parts there into several,
         or is a beam, which waits for the others.
         """
-        return len(self.token_ids) - self.num_scheduled or int(self._runs_ahead)
+        return len(self.token_ids) - self.num_scheduled_tokens or int(self._runs_ahead)
 
     @property
     def _runs_ahead(self) -> bool:
         goes_on = len(self.token_ids) + 1 < self.limit
-        return goes_on and len(self.draws) == 1 and self.group.beams is None
+        return goes_on and len(self.draws) == 1 and self.group.beam_search is None
 
     @property
     def num_output(self) -> int:
         """Output tokens, those of earlier attempts included."""
-        return len(self.token_ids) - self.group.num_prompt
+        return len(self.token_ids) - self.group.num_prompt_tokens

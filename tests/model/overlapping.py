@@ -37,7 +37,7 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        return self.draw.token_ids[self.draw.num_prompt :]
+        return self.draw.token_ids[self.draw.num_prompt_tokens :]
 
     @property
     def is_done(self) -> bool:
@@ -48,11 +48,17 @@ class Sequence:
         id, known = self.draw.sequence_id, self.draw.token_ids + [PLACEHOLDER_TOKEN_ID] * self.pending
         end = min(len(known), self.computed + most)
         first, start = 1 + id * BLOCKS_EACH, self.computed
-        targets = self.draw.token_ids[start + 1 : min(end + 1, self.draw.num_prompt)]
+        targets = self.draw.token_ids[start + 1 : min(end + 1, self.draw.num_prompt_tokens)]
         draws = (self.draw,) if end == len(known) else ()
         self.computed = end
         return ScheduledChunk(
-            id, known[start:end], start, list(range(first, first + BLOCKS_EACH)), draws, targets=targets, num_top=2
+            id,
+            known[start:end],
+            start,
+            list(range(first, first + BLOCKS_EACH)),
+            draws,
+            prompt_logprob_targets=targets,
+            num_prompt_logprobs=2,
         )
 
 

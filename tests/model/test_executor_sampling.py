@@ -86,8 +86,8 @@ def test_prompt_logprobs_are_those_of_transformers_however_the_prompt_is_cut(
         part = tokens[start : start + size]
         targets = tokens[start + 1 : start + size + 1]
         draws = (make_draw(1, tokens),) if start + size >= len(tokens) else ()
-        beside = ScheduledChunk(9, other[:20], 0, [11, 12], targets=other[1:4])
-        mine = ScheduledChunk(1, part, start, BLOCKS, draws, targets=targets, num_top=3)
+        beside = ScheduledChunk(9, other[:20], 0, [11, 12], prompt_logprob_targets=other[1:4])
+        mine = ScheduledChunk(1, part, start, BLOCKS, draws, prompt_logprob_targets=targets, num_prompt_logprobs=3)
         result = executor.execute_model(SchedulerOutput(start, [beside, mine]))
         made += result.prompt_logprobs.get(1, [])
         assert len(result.prompt_logprobs[9]) == 3
@@ -166,7 +166,7 @@ def test_what_was_kept_for_a_sequence_goes_when_it_ends(executor: TorchExecutor)
     )
     kept = executor._sampler._states
     assert len(kept) == 3
-    executor.execute_model(SchedulerOutput(1, ended=[0, 2, 99]))
+    executor.execute_model(SchedulerOutput(1, finished_seq_ids=[0, 2, 99]))
     assert len(kept) == 1
 
 

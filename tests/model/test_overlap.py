@@ -50,7 +50,7 @@ def test_overlapped_steps_make_what_steps_make_one_after_the_other(
     assert {one.error for one in apart} == {None, ErrorCode.INVALID}
     assert [len(one.output) for one in apart].count(14) == len(apart) - 2
     for one, other in zip(overlapped, apart, strict=True):
-        assert len(one.prompt_logprobs) == one.draw.num_prompt - 1
+        assert len(one.prompt_logprobs) == one.draw.num_prompt_tokens - 1
         assert_equal(one.logprobs, other.logprobs)
         assert_equal(one.prompt_logprobs, other.prompt_logprobs)
 

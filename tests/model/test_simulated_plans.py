@@ -63,11 +63,18 @@ def normal(plan: SchedulerOutput) -> Any:
             chunk.end,
             tuple(chunk.block_ids),
             tuple(draw.sequence_id for draw in chunk.draws),
-            len(chunk.targets),
+            len(chunk.prompt_logprob_targets),
         )
         for chunk in plan.chunks
     ]
-    return chunks, plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in, plan.ended, plan.preempted
+    return (
+        chunks,
+        plan.blocks_to_swap_out,
+        plan.blocks_to_copy,
+        plan.blocks_to_swap_in,
+        plan.finished_seq_ids,
+        plan.num_preempted,
+    )
 
 
 @dataclass(frozen=True)

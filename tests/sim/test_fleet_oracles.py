@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from quire_engine.executor.latency import Latency
-from quire_engine.executor.mixing import mix
+from quire_engine.executor.latency import LatencyModel
+from quire_engine.executor.mixing import splitmix
 from quire_router.fleet import cadence
 from quire_router.simulation.recorder import Life
 from quire_router.simulation.work import work
@@ -83,7 +83,7 @@ def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_t
 def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes too soon after the first for its router to tell of it at once."""
     monkeypatch.setattr(cadence, "IN_A_ROW", 1)
-    seed = next(seed for seed in range(100) if [mix(seed, index) % 2 for index in range(3)] == [0, 0, 1])
+    seed = next(seed for seed in range(100) if [splitmix(seed, index) % 2 for index in range(3)] == [0, 0, 1])
     jobs = [unique(0, 0.0, 900), unique(1, 0.05, 1000), unique(2, 0.5, 10)]
     shape = {**TINY, "policies": ["least_load"], "replicas": 2, "load_age": 1e3, "seed": seed}
     told = run(jobs, **shape, share_age=0.4).lives
@@ -94,7 +94,7 @@ def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has(monkeypatc
 
 
 def test_work_is_what_full_steps_take() -> None:
-    latency = Latency(1000, 0.0, 1e-6, 1e-6, 1e-3, 0.02, 1.0)
+    latency = LatencyModel(1000, 0.0, 1e-6, 1e-6, 1e-3, 0.02, 1.0)
     # 29 tokens of a step of 10 that adds 20 ms; chunks of 10, 10 and 5 tokens with their pairs; 4 tokens that see what
     # is before them; and five draws.
     pairs = 10 * 11 / 2 + (11 + 20) * 10 / 2 + (21 + 25) * 5 / 2

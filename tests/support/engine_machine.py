@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs
+from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.events import BlockStored
 from quire_engine.kv.memory import KVCacheManager
@@ -102,7 +102,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan: SchedulerOutput) -> None:
         """A step that preempts takes nobody in."""
-        if plan.preempted:
+        if plan.num_preempted:
             assert not plan.blocks_to_swap_in
             assert all(chunk.sequence_id in self.ran_before for chunk in plan.chunks)
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
@@ -111,8 +111,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.check_ended(plan)
 
     def check_ended(self, plan: SchedulerOutput) -> None:
-        assert self.told.isdisjoint(plan.ended), "an end was told twice"
-        self.told.update(plan.ended)
+        assert self.told.isdisjoint(plan.finished_seq_ids), "an end was told twice"
+        self.told.update(plan.finished_seq_ids)
 
     @rule(
         count=st.integers(1, 4),
@@ -134,7 +134,9 @@ class EngineMachine(RuleBasedStateMachine):
                 self.expected(prompt, params, i)[: max(0, delivered - i)] if prompt else [] for i in range(params.n)
             ]
             history = [ResumedOutput(i, output) for i, output in enumerate(outputs) if output]
-            self.add(Request(f"r{len(self.clients)}", prompt, params, delivered=history, priority=priority), outputs)
+            self.add(
+                Request(f"r{len(self.clients)}", prompt, params, resumed_outputs=history, priority=priority), outputs
+            )
 
     @rule(
         shared=st.sampled_from([1, 3, 6, 9]),
@@ -153,12 +155,12 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, request: Request, outputs: list[list[int]]) -> None:
         choices = {index: Choice(list(output)) for index, output in enumerate(outputs)}
         self.clients[request.request_id] = Client(request, choices)
-        self.core._carry_out(Add(request))
+        self.core._carry_out(AddRequest(request))
 
     @rule(which=st.integers(0, 10_000), indexes=st.sampled_from([(), (), (0,), (1,), (0, 2)]))
     def abort(self, which, indexes):
         if self.clients:
-            self.core._carry_out(Abort(f"r{which % len(self.clients)}", indexes))
+            self.core._carry_out(AbortRequest(f"r{which % len(self.clients)}", indexes))
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps):
@@ -234,11 +236,11 @@ class EngineMachine(RuleBasedStateMachine):
             return
         scheduler = self.scheduler
         for queue in (scheduler.waiting, scheduler.preempted):
-            assert not any(s.table.block_ids or s.num_computed or s.num_scheduled for s in queue)
+            assert not any(s.table.block_ids or s.num_computed_tokens or s.num_scheduled_tokens for s in queue)
         assert not any(s.table.block_ids for s in scheduler.swapped)
-        assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed for s in scheduler.waiting)
-        assert scheduler.running.width == sum(s.width for s in scheduler.running)
-        assert scheduler.running.width <= scheduler.config.max_num_seqs
+        assert scheduler.waiting.uncomputed_tokens == sum(s.num_uncomputed_tokens for s in scheduler.waiting)
+        assert scheduler.running.num_slots == sum(s.num_slots for s in scheduler.running)
+        assert scheduler.running.num_slots <= scheduler.config.max_num_seqs
         assert len(scheduler.swapped) <= scheduler.config.max_swapped
         queued = [s.id for queue in self.queues() for s in queue]
         assert sorted(queued) == sorted(scheduler._registry._sequences), "a sequence is in no queue, or in two"
@@ -272,7 +274,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def fits(self, request: Request) -> bool:
         params, prompt = request.sampling, len(request.prompt_token_ids)
-        delivered = max((len(each.token_ids) for each in request.history), default=0)
+        delivered = max((len(each.token_ids) for each in request.all_resumed_outputs), default=0)
         fits = 0 < prompt <= self.limit - params.max_tokens and delivered < params.max_tokens
         if params.beam_width:
             own = self.memory.num_blocks_for(params.max_tokens) + 2

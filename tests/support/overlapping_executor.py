@@ -118,7 +118,7 @@ class OverlappingPagedExecutor(PagedExecutor):
             raise FailureError(f"step {plan.step} failed: {where}")
 
     def _forget(self, plan: SchedulerOutput) -> None:
-        for sequence_id in plan.ended:
+        for sequence_id in plan.finished_seq_ids:
             drawing = (d.sequence_id for step in self.under_way for c in step.plan.chunks for d in c.draws)
             require(sequence_id not in drawing, "the end of a sequence was told while it is drawn for")
             require(sequence_id not in self.ended, "the end of a sequence was told twice")
@@ -211,7 +211,12 @@ class PagedStep:
 def as_given(plan: SchedulerOutput) -> SchedulerOutput:
     """What a device is given at the launch: the scheduler's lists as they are now, but for the draws'."""
     chunks = [
-        replace(chunk, token_ids=[*chunk.token_ids], block_ids=[*chunk.block_ids], targets=[*chunk.targets])
+        replace(
+            chunk,
+            token_ids=[*chunk.token_ids],
+            block_ids=[*chunk.block_ids],
+            prompt_logprob_targets=[*chunk.prompt_logprob_targets],
+        )
         for chunk in plan.chunks
     ]
     copies = {name: [*getattr(plan, name)] for name in ("blocks_to_swap_out", "blocks_to_copy", "blocks_to_swap_in")}

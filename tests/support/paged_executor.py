@@ -108,8 +108,8 @@ class PagedExecutor:
             parent, prefix = prefix, digest(prefix, token_id)
             self.parents[prefix] = parent
             self._write(chunk.block_ids, position, prefix)
-        if chunk.targets:
-            pairs = zip(chunk.targets, range(chunk.start, chunk.end), strict=False)
+        if chunk.prompt_logprob_targets:
+            pairs = zip(chunk.prompt_logprob_targets, range(chunk.start, chunk.end), strict=False)
             told = [TokenLogprobs(float(position + 1), ((token_id, 0.0),)) for token_id, position in pairs]
             result.prompt_logprobs[chunk.sequence_id] = told
         return prefix
@@ -125,7 +125,7 @@ class PagedExecutor:
         if draw.num_candidates:
             result.candidates[draw.sequence_id] = candidates(prefix, draw.num_candidates)
             return
-        is_early = len(token_ids) - draw.num_prompt < draw.params.min_tokens
+        is_early = len(token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
         token_id = next_token(prefix, draw.seed, draw.stop_token_ids if is_early else ())
         result.token_ids[draw.sequence_id] = token_id
         if draw.params.wants_logprobs:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs
+from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
 from quire_engine.request import Request, ResumedOutput
@@ -90,7 +90,7 @@ class Scenario:
         self.caching = random.choice(("none", "device", "host"))
         self.rates = random.choice((Rates(1.0, 1e9), Rates(1.0, 1e9), Rates(1e9, 1.0)))
         self.arrivals: dict[int, list[Request]] = {}
-        self.aborts: dict[int, list[Abort]] = {}
+        self.aborts: dict[int, list[AbortRequest]] = {}
         for index in range(random.randint(3, 16)):
             self._plan_request(f"r{index}", random.randint(0, 15))
 
@@ -99,10 +99,12 @@ class Scenario:
         shared, own = random.randint(0, 9), random.randint(1, 6)
         prompt = [*range(shared), *(random.randrange(VOCAB_SIZE) for _ in range(own))]
         params = self._params()
-        request = Request(request_id, prompt, params, delivered=self._history(params), priority=random.randint(0, 2))
+        request = Request(
+            request_id, prompt, params, resumed_outputs=self._history(params), priority=random.randint(0, 2)
+        )
         self.arrivals.setdefault(arrival, []).append(request)
         if random.random() < 0.25:
-            abort = Abort(request_id, random.choice(((), (), (0,), (1,))))
+            abort = AbortRequest(request_id, random.choice(((), (), (0,), (1,))))
             self.aborts.setdefault(arrival + random.randint(0, 20), []).append(abort)
 
     def _params(self) -> SamplingParams:
@@ -158,10 +160,10 @@ class Run:
         )
 
     def _add(self, request: Request) -> None:
-        history = {one.index: [*one.token_ids] for one in request.history}
+        history = {one.index: [*one.token_ids] for one in request.all_resumed_outputs}
         choices = {index: Choice(history.get(index, [])) for index in range(request.sampling.num_returned)}
         self.answers[request.request_id] = Answer(choices)
-        self.core._carry_out(Add(request))
+        self.core._carry_out(AddRequest(request))
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:

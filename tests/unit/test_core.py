@@ -4,7 +4,7 @@ from threading import Event, Thread
 from time import sleep
 
 import pytest
-from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect, Stop
+from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot, Shutdown
 from quire_engine.executor.base import CopyError
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.events import BlockStored
@@ -44,11 +44,11 @@ class Engine:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 6) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        self.core.send(Add(Request(request_id, prompt, params)))
+        self.core.send(AddRequest(Request(request_id, prompt, params)))
 
     def run(self) -> dict[str, list[EngineCoreOutput]]:
         """Steps until nothing is left; the outputs of each request."""
-        self.core.send(Stop())
+        self.core.send(Shutdown())
         self.core.run()
         for _ in range(1000):
             if self.core.scheduler.has_work:
@@ -105,11 +105,11 @@ def test_a_failed_copy_ends_the_engine() -> None:
 
 def test_an_abort_frees_everything_by_the_next_step() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
-    engine.core._carry_out(Add(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
+    engine.core._carry_out(AddRequest(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
     for _ in range(5):
         engine.core.step()
     assert engine.memory.device_pool.num_free < engine.memory.device_pool.num_blocks
-    engine.core._carry_out(Abort("a"))
+    engine.core._carry_out(AbortRequest("a"))
     assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     engine.core.step()
     (end,) = engine.steps[-1].outputs
@@ -129,9 +129,9 @@ def test_a_snapshot_is_taken_between_two_steps() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
     seen: list[tuple[int, set[BlockStored]]] = []
     engine.add("a", [1] * 20)
-    engine.core.send(Inspect(lambda load, stored: seen.append((load.waiting, set(stored)))))
+    engine.core.send(GetSnapshot(lambda load, stored: seen.append((load.waiting, set(stored)))))
     engine.run()
-    engine.core._carry_out(Inspect(lambda load, stored: seen.append((load.running, set(stored)))))
+    engine.core._carry_out(GetSnapshot(lambda load, stored: seen.append((load.running, set(stored)))))
     assert seen[0] == (1, set())
     assert seen[1] == (0, set(engine.memory.stored_blocks()))
     assert len(seen[1][1]) == 6
@@ -151,14 +151,14 @@ def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
     thread.start()
     idle = 1.0
     sleep(idle)
-    assert engine.core.silence == 0.0, "idle time counts as a hang"
+    assert engine.core.seconds_since_progress == 0.0, "idle time counts as a hang"
     engine.add("a", [1, 2, 3])
     assert entered.wait(30)
-    assert engine.core.silence < idle, "idle time counts as a hang once work comes"
+    assert engine.core.seconds_since_progress < idle, "idle time counts as a hang once work comes"
     sleep(0.3)
-    assert engine.core.silence >= 0.3
+    assert engine.core.seconds_since_progress >= 0.3
     released.set()
-    engine.core.send(Stop())
+    engine.core.send(Shutdown())
     thread.join(30)
 
 

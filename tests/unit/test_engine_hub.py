@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2 as pb
 from quire.v1 import types_pb2 as types
-from quire_engine.core import Abort, Add, Command, EngineCore, EngineCoreOutputs
+from quire_engine.core import AbortRequest, AddRequest, Command, EngineCore, EngineCoreOutputs
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.events import BlockRemoved, BlockStored, KVCacheEvent, Tier
 from quire_engine.kv.memory import KVCacheManager
@@ -370,7 +370,7 @@ def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
     message = pb.Submit(request_id="r", prompt_token_ids=[1], priority=-3)
     message.delivered.add(index=1, token_ids=[4, 5], finished=True)
     request = request_from_proto(message, "7")
-    (delivered,) = request.delivered
+    (delivered,) = request.resumed_outputs
     assert (delivered.index, delivered.token_ids, delivered.finished) == (1, (4, 5), True)
     assert request.priority == -3
 
@@ -447,8 +447,8 @@ async def test_a_request_reaches_the_core_with_its_grammar_and_others_do_not_wai
     (other,) = engine.commands()
     await engine.compile()
     (slow,) = engine.commands()
-    assert isinstance(other, Add)
-    assert isinstance(slow, Add)
+    assert isinstance(other, AddRequest)
+    assert isinstance(slow, AddRequest)
     assert other.request.grammar is None
     assert isinstance(slow.request.grammar, EmptyGrammar)
     assert slow.request.grammar.structured.text == "a+"
@@ -520,8 +520,8 @@ async def test_choices_that_are_cancelled_while_the_grammar_is_compiled_are_not_
     engine.hub.cancel(session, "r", (0, 2))
     await engine.compile()
     add, abort = engine.commands()
-    assert isinstance(add, Add)
-    assert abort == Abort(add.request.request_id, (0, 2))
+    assert isinstance(add, AddRequest)
+    assert abort == AbortRequest(add.request.request_id, (0, 2))
     engine.core.send(add)
     engine.core.send(abort)
     engine.step(2)
@@ -551,7 +551,7 @@ async def test_an_id_that_was_cancelled_while_its_grammar_was_compiled_can_be_su
     engine.submit_structured(session, "r", "two")
     await engine.compile()
     (add,) = engine.commands()
-    assert isinstance(add, Add)
+    assert isinstance(add, AddRequest)
     assert isinstance(add.request.grammar, EmptyGrammar)
     assert add.request.grammar.structured.text == "two"
     engine.core.send(add)

@@ -29,7 +29,7 @@ def step(*outputs: EngineCoreOutput) -> EngineCoreOutputs:
 
 def end(index: int, finished: int, *, last: bool = False) -> EngineCoreOutput:
     times = SequenceTimings(arrived=1, admitted=2, first_token=3, finished=finished)
-    return EngineCoreOutput("k", index=index, finish_reason=FinishReason.STOP, timeline=times, ends_request=last)
+    return EngineCoreOutput("k", index=index, finish_reason=FinishReason.STOP, timings=times, ends_request=last)
 
 
 def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
@@ -70,8 +70,8 @@ def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
     builder = SpanBuilder(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
     builder.on_submit(Request("k", [1, 2], SamplingParams(), traceparent=PARENT))
     output = end(0, 90, last=True)
-    output.timeline = SequenceTimings(
-        10, 20, 50, 90, moments=[SequenceEvent("recompute", 40), SequenceEvent("recompute", 60)]
+    output.timings = SequenceTimings(
+        10, 20, 50, 90, events=[SequenceEvent("recompute", 40), SequenceEvent("recompute", 60)]
     )
     builder.on_step(step(output))
     events = {span.name: [event.timestamp for event in span.events] for span in exporter.get_finished_spans()}

@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def tables(scheduler: Scheduler) -> list[tuple[BlockTable, int]]:
-    return [(s.table, s.num_computed) for queue in (scheduler.running, scheduler.swapped) for s in queue]
+    return [(s.table, s.num_computed_tokens) for queue in (scheduler.running, scheduler.swapped) for s in queue]
 
 
 def counted(scheduler: Scheduler) -> KVCacheFragmentation:
@@ -26,8 +26,8 @@ def counted(scheduler: Scheduler) -> KVCacheFragmentation:
     held = {block_id for table, _ in tables(scheduler) for block_id in table.block_ids}
     filled = {
         (table.block_ids[position // SIZE], position % SIZE)
-        for table, num_computed in tables(scheduler)
-        for position in range(num_computed)
+        for table, num_computed_tokens in tables(scheduler)
+        for position in range(num_computed_tokens)
         if table.block_ids
     }
     return KVCacheFragmentation(len(held) * SIZE - len(filled), len(held) * SIZE)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect, Stop
+from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot, Shutdown
 from quire_engine.executor.base import CopyError, Executor
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
@@ -47,7 +47,7 @@ class Engine:
     def add(self, request_id: str, prompt: list[int] = PROMPT, **params: object) -> Request:
         sampling = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params})
         request = Request(request_id, prompt, sampling)
-        self.core._carry_out(Add(request))
+        self.core._carry_out(AddRequest(request))
         return request
 
     def step(self, count: int = 1) -> None:
@@ -137,7 +137,7 @@ def test_the_end_of_a_sequence_is_told_when_nothing_draws_for_it_any_more() -> N
     engine.add("a", max_tokens=20, stop_token_ids=(stop,))
     engine.add("b", [5, 6], max_tokens=12)
     engine.run()
-    (told,) = [plan.step for plan in engine.plans if 0 in plan.ended]
+    (told,) = [plan.step for plan in engine.plans if 0 in plan.finished_seq_ids]
     last = max(plan.step for plan in engine.plans if any(chunk.sequence_id == 0 for chunk in plan.chunks))
     order = [event for event in engine.executor.events if event in (("result", last), ("launch", told))]
     assert order == [("result", last), ("launch", told)]
@@ -154,10 +154,10 @@ def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
     engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
     engine.add("many", n=4, max_tokens=3)
     engine.step(2 if engine.executor.depth > 1 else 1)
-    engine.core._carry_out(Abort("many", aborted))
+    engine.core._carry_out(AbortRequest("many", aborted))
     engine.run()
     engine.plan()
-    told = [sequence_id for plan in engine.plans for sequence_id in plan.ended]
+    told = [sequence_id for plan in engine.plans for sequence_id in plan.finished_seq_ids]
     assert sorted(told) == [0, 1, 2, 3]
 
 
@@ -165,7 +165,7 @@ def test_an_abort_frees_everything_at_once_and_its_step_is_thrown_away() -> None
     engine = Engine()
     engine.add("a", [1] * 20, max_tokens=50)
     engine.step(5)
-    engine.core._carry_out(Abort("a"))
+    engine.core._carry_out(AbortRequest("a"))
     assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     assert engine.scheduler.has_work, "a step under way is to be taken"
     engine.add("b", [2] * 20, max_tokens=6)
@@ -257,8 +257,8 @@ def test_a_prompt_that_gives_way_while_its_first_tokens_are_drawn_draws_them_aga
     for device_blocks in range(12, 24):
         engine = Engine(capacity=KVCacheConfig(2, device_blocks, host_blocks))
         planner = engine.scheduler._planner
-        lose = planner.lose
-        planner.lose = lambda sequence, lose=lose: (ways.append(sequence.status), lose(sequence))
+        lose = planner.invalidate_kv
+        planner.invalidate_kv = lambda sequence, lose=lose: (ways.append(sequence.status), lose(sequence))
         old = {f"old{number}": [number] * 7 for number in range(2)}
         for request_id, prompt in old.items():
             engine.add(request_id, prompt, max_tokens=4)
@@ -289,7 +289,7 @@ def test_a_snapshot_is_of_what_was_told_although_a_step_is_under_way() -> None:
     engine.add("a", list(range(9)), max_tokens=5)
     engine.step()
     seen: list[set[object]] = []
-    engine.core._carry_out(Inspect(lambda load, stored: seen.append(set(stored))))
+    engine.core._carry_out(GetSnapshot(lambda load, stored: seen.append(set(stored))))
     assert not engine.executor.under_way
     assert seen == [{event for step in engine.steps for event in step.kv_events}]
     outputs = engine.run()
@@ -301,7 +301,7 @@ def test_the_loop_takes_what_is_under_way_when_it_is_stopped() -> None:
     engine.add("a", max_tokens=50)
     engine.step(3)
     assert engine.executor.under_way
-    engine.core.send(Stop())
+    engine.core.send(Shutdown())
     engine.core.run()
     assert not engine.executor.under_way
     assert len(tokens([output for step in engine.steps for output in step.outputs])) == len(engine.plans)
@@ -317,8 +317,8 @@ def test_an_output_says_which_step_made_its_last_token(make_executor: Callable[[
     ends = [(step.trace.step, each) for step in engine.steps for each in step.outputs if each.finish_reason]
     assert len(ends) == 2
     for step, output in ends:
-        assert output.timeline is not None
-        assert output.timeline.last_step == step
+        assert output.timings is not None
+        assert output.timings.last_step == step
 
 
 def test_a_step_lasts_until_it_is_told_and_holds_the_planning_of_the_next_one() -> None:
@@ -328,7 +328,7 @@ def test_a_step_lasts_until_it_is_told_and_holds_the_planning_of_the_next_one() 
     traces = [step.trace for step in engine.steps]
     assert len(traces) == 9
     for trace, following in pairwise(traces):
-        assert trace.passed >= trace.duration + following.schedule
+        assert trace.elapsed >= trace.duration + following.schedule
         assert trace.pause >= following.schedule
 
 
@@ -337,7 +337,7 @@ def test_every_refusal_and_every_end_is_told_with_or_without_a_step_under_way() 
     engine.add("a", max_tokens=4)
     engine.add("refused")
     engine.step()
-    engine.core._carry_out(Abort("a"))
+    engine.core._carry_out(AbortRequest("a"))
     outputs = engine.run()
     assert [output.finish_reason for output in outputs["refused"]] == [FinishReason.ERROR]
     assert [output.finish_reason for output in outputs["a"]] == [FinishReason.ABORT]

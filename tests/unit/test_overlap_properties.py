@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
-from quire_engine.core import Inspect
+from quire_engine.core import GetSnapshot
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.events import BlockStored, Tier
 from quire_engine.kv.memory import CachedBlock
@@ -106,7 +106,7 @@ class OverlapMachine(EngineMachine):
     @rule()
     def inspect(self):
         with no_misuse():
-            self.core._carry_out(Inspect(self.check_snapshot))
+            self.core._carry_out(GetSnapshot(self.check_snapshot))
 
     def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
         assert not self.executor.under_way

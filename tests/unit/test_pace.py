@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
@@ -23,7 +23,7 @@ CAPACITY = KVCacheConfig(16, 4000, 0, block_bytes=1000)
 Step = tuple[int, int, float]
 
 
-def steps(latency: Latency, count: int, seed: int) -> Iterator[Step]:
+def steps(latency: LatencyModel, count: int, seed: int) -> Iterator[Step]:
     """Prompt tokens, sequences and seconds of an engine's steps under a load that rises and falls."""
     source, made = random.Random(seed), []
     executor = SimulatedExecutor(CAPACITY, latency, sleep=lambda _: None)
@@ -38,13 +38,13 @@ def steps(latency: Latency, count: int, seed: int) -> Iterator[Step]:
         yield taken(made.pop(), latency)
 
 
-def taken(step: EngineCoreOutputs, latency: Latency) -> Step:
+def taken(step: EngineCoreOutputs, latency: LatencyModel) -> Step:
     trace, times = step.trace, step.trace.timings
     seconds = times.forward + times.sample + latency.overhead_seconds
     return trace.num_tokens - trace.num_decode, trace.num_draws, seconds
 
 
-def learned(latency: Latency, rates: Rates, count: int = 400) -> tuple[Pace, list[Step]]:
+def learned(latency: LatencyModel, rates: Rates, count: int = 400) -> tuple[Pace, list[Step]]:
     meter, seen = PaceMeter(rates, 1000, warm=0), list(steps(latency, count + 200, seed=1))
     for step in seen[:count]:
         meter.observe(*step)
@@ -57,9 +57,9 @@ def mean_error(pace: Pace, seen: list[Step]) -> float:
     return sum(errors) / len(errors)
 
 
-def latencies(**more: st.SearchStrategy[float]) -> st.SearchStrategy[Latency]:
+def latencies(**more: st.SearchStrategy[float]) -> st.SearchStrategy[LatencyModel]:
     return st.builds(
-        Latency,
+        LatencyModel,
         tokens_per_second=st.floats(500, 50_000),
         weights_seconds=more.get("weights", st.just(0.0)),
         context_seconds=st.just(0.0),
@@ -76,7 +76,7 @@ wrong = st.sampled_from([0.2, 1.0, 5.0])
 
 @given(latencies(), wrong)
 @settings(max_examples=25, deadline=None)
-def test_steps_that_are_a_sum_are_predicted_within_some_percent(latency: Latency, factor: float) -> None:
+def test_steps_that_are_a_sum_are_predicted_within_some_percent(latency: LatencyModel, factor: float) -> None:
     pace, later = learned(latency, Rates(factor * latency.tokens_per_second, 1e9))
     # The token that ends a prompt is one of the prompt's and one that a draw follows: it is counted twice.
     ends = 1.1 * pace.token_seconds
@@ -89,7 +89,7 @@ def test_steps_that_are_a_sum_are_predicted_within_some_percent(latency: Latency
 @given(latencies(weights=st.floats(0, 0.01), jitter=st.floats(0, 0.1)), wrong)
 @settings(max_examples=25, deadline=None)
 def test_steps_that_are_no_sum_and_jitter_are_predicted_within_a_fifth_on_average(
-    latency: Latency, factor: float
+    latency: LatencyModel, factor: float
 ) -> None:
     pace, later = learned(latency, Rates(factor * latency.tokens_per_second, 1e9))
     assert mean_error(pace, later) < 0.2

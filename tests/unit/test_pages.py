@@ -156,5 +156,5 @@ def busy_engine() -> EngineMetrics:
     told = EngineMetrics("m", statistics, lambda: 0.0)
     told.on_grammar(Outcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
-    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, waste=KVCacheFragmentation(0, 0, 0)))
+    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, fragmentation=KVCacheFragmentation(0, 0, 0)))
     return told

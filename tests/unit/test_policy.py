@@ -191,6 +191,6 @@ def test_a_victim_goes_the_way_that_costs_least_and_says_why(
         bench.step()
     victim = next(iter(bench.scheduler.swapped or bench.scheduler.preempted))
     assert (victim.request.request_id, victim.status) == ("two", status)
-    assert [moment.reason for moment in victim.timeline.moments] == [reason]
+    assert [moment.reason for moment in victim.timings.events] == [reason]
     way = PreemptionMode.SWAP if status is SequenceStatus.SWAPPED else PreemptionMode.RECOMPUTE
     assert bench.scheduler.stats.preemptions == {(way, reason): 1}

@@ -48,7 +48,9 @@ class Machine:
         for chunk in plan.chunks:
             assert all(1 <= block < self.kv_cache_config.device_blocks for block in chunk.block_ids)
         assert all(copy.target < self.kv_cache_config.host_blocks for copy in plan.blocks_to_swap_out)
-        seconds = plan.num_tokens * self._token + plan.num_copies * self.kv_cache_config.block_bytes * self._byte
+        seconds = (
+            plan.num_tokens * self._token + plan.num_swapped_blocks * self.kv_cache_config.block_bytes * self._byte
+        )
         self.now += seconds + self._noise[len(self.runs) % len(self._noise)]
         self.runs.append(plan)
         return ModelOutput()
@@ -90,4 +92,4 @@ def test_a_slow_machine_is_not_kept_waiting(timed: Callable[[Machine], Machine])
 def test_only_a_few_blocks_are_touched(timed: Callable[[Machine], Machine]) -> None:
     machine = timed(Machine(KVCacheConfig(16, 1 << 20, 1 << 20, 1 << 20), noise=[0.0]))
     measure_rates(machine, 2048, VOCAB)
-    assert max(plan.num_copies for plan in machine.runs) <= 16
+    assert max(plan.num_swapped_blocks for plan in machine.runs) <= 16

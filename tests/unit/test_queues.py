@@ -10,8 +10,8 @@ from quire_proto.sampling import SamplingParams
 
 def sequence(sequence_id: int, rank: float = 0.0, tokens: int = 3) -> Sequence:
     group = SequenceGroup(Request(str(sequence_id), [1] * tokens, SamplingParams()), None)
-    made = Sequence(sequence_id, group, 0, [1] * tokens, table=BlockTable(b""), timeline=SequenceTimings(0), limit=99)
-    made.rank = rank
+    made = Sequence(sequence_id, group, 0, [1] * tokens, table=BlockTable(b""), timings=SequenceTimings(0), limit=99)
+    made.queue_key = rank
     return made
 
 
@@ -31,7 +31,7 @@ class NaiveQueue:
         for each in sorted(self.waiting, key=lambda each: each.id):
             if self.max_overtakes is not None and self.overtaken[each.id] >= self.max_overtakes:
                 return each
-        return min(self.waiting, key=lambda each: (each.rank, each.id))
+        return min(self.waiting, key=lambda each: (each.queue_key, each.id))
 
     def admit(self, admitted: Sequence) -> None:
         self.waiting.remove(admitted)
@@ -60,13 +60,13 @@ def test_whoever_is_first_is_first_by_rank_unless_overtaken_too_often(
             continue
         elif action == "admit":
             admitted = queue.first()
-            queue.admit(admitted)
+            queue.remove_admitted(admitted)
             naive.admit(admitted)
         elif action == "remove":
             queue.remove(chosen)
             naive.waiting.remove(chosen)
         else:
-            queue.rank(chosen, float(rank))
+            queue.reorder(chosen, float(rank))
         assert list(queue) == naive.waiting
         assert queue.uncomputed_tokens == sum(each.num_tokens for each in naive.waiting)
         if naive.waiting:
@@ -82,12 +82,12 @@ def test_the_queue_keeps_nothing_of_those_that_left() -> None:
     for number in range(1, 200):
         passing = sequence(number)
         queue.push(passing)
-        queue.rank(passing, float(number))
+        queue.reorder(passing, float(number))
         queue.remove(passing)
     assert len(queue._by_rank) < 40
     assert len(queue._turns) < 40
     assert queue.first() is stays
-    assert queue.next_in_turn() is stays
+    assert queue.next_round_robin() is stays
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=30, unique=True))
@@ -96,14 +96,14 @@ def test_who_was_admitted_stands_in_the_order_of_precedence(keys: list[tuple[int
     members = []
     for number, (priority, age) in enumerate(keys):
         each = sequence(number)
-        each.precedence = (priority, age, number)
-        each.width = 1 + age
+        each.preemption_key = (priority, age, number)
+        each.num_slots = 1 + age
         members.append(each)
         queue.push(each)
     for leaving in members[::2]:
         queue.remove(leaving)
-    left = sorted(members[1::2], key=lambda each: each.precedence)
+    left = sorted(members[1::2], key=lambda each: each.preemption_key)
     assert list(queue) == left
-    assert queue.width == sum(each.width for each in left)
+    assert queue.num_slots == sum(each.width for each in left)
     if left:
         assert (queue.first(), queue.last()) == (left[0], left[-1])

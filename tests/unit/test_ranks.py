@@ -211,7 +211,11 @@ def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
     for number in range(draw(st.integers(1, 5))):
         start, tokens = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 999), min_size=1, max_size=9))
         tokens[-1] = draw(st.sampled_from([tokens[-1], PLACEHOLDER_TOKEN_ID]))
-        made.append(ScheduledChunk(number, tokens, start, list(range(20)), targets=tokens[: draw(st.integers(0, 3))]))
+        made.append(
+            ScheduledChunk(
+                number, tokens, start, list(range(20)), prompt_logprob_targets=tokens[: draw(st.integers(0, 3))]
+            )
+        )
     return made
 
 

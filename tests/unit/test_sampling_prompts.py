@@ -19,14 +19,16 @@ VOCAB = 30
 
 def chunk(id: int, count: int, num_targets: int, num_top: int = 0) -> ScheduledChunk:
     tokens = some_tokens(count + 1, VOCAB, seed=id)
-    return ScheduledChunk(id, tokens[:count], 0, [], targets=tokens[1 : num_targets + 1], num_top=num_top)
+    return ScheduledChunk(
+        id, tokens[:count], 0, [], prompt_logprob_targets=tokens[1 : num_targets + 1], num_prompt_logprobs=num_top
+    )
 
 
 def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOutput, list[int]]:
     """The result, and how many rows of ``logits`` were asked for at a time. Each chunk's rows follow the last one's."""
     result, asked, rows, start = ModelOutput(), [], [], 0
     for one in chunks:
-        rows += range(start, start + len(one.targets))
+        rows += range(start, start + len(one.prompt_logprob_targets))
         start += len(one.token_ids)
 
     def logits_of(part: torch.Tensor) -> torch.Tensor:
@@ -34,7 +36,7 @@ def scored(chunks: list[ScheduledChunk], logits: torch.Tensor) -> tuple[ModelOut
         return logits[part]
 
     compute_prompt_logprobs(
-        [one for one in chunks if one.targets], torch.tensor(rows), logits.shape[1], logits_of, result
+        [one for one in chunks if one.prompt_logprob_targets], torch.tensor(rows), logits.shape[1], logits_of, result
     )
     return result, asked
 
@@ -46,16 +48,16 @@ def test_each_target_has_the_logprob_that_the_row_before_it_gives(shapes: list[t
     logits = some_logits(sum(len(one.token_ids) for one in chunks), VOCAB).round()
     result, asked = scored(chunks, logits)
     assert all(count <= MAX_ROWS for count in asked)
-    assert sum(asked) == sum(len(one.targets) for one in chunks)
+    assert sum(asked) == sum(len(one.prompt_logprob_targets) for one in chunks)
     start = 0
     for one in chunks:
-        expected = logits[start : start + len(one.targets)].log_softmax(-1).tolist()
+        expected = logits[start : start + len(one.prompt_logprob_targets)].log_softmax(-1).tolist()
         start += len(one.token_ids)
-        assert (one.sequence_id in result.prompt_logprobs) == bool(one.targets)
+        assert (one.sequence_id in result.prompt_logprobs) == bool(one.prompt_logprob_targets)
         for made, target, row in zip(
-            result.prompt_logprobs.get(one.sequence_id, []), one.targets, expected, strict=True
+            result.prompt_logprobs.get(one.sequence_id, []), one.prompt_logprob_targets, expected, strict=True
         ):
-            ranked = sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[: one.num_top]
+            ranked = sorted(enumerate(row), key=lambda pair: (-pair[1], pair[0]))[: one.num_prompt_logprobs]
             assert (made.logprob, made.top) == (row[target], tuple(ranked))
 
 

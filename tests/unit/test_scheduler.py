@@ -42,7 +42,7 @@ class Bench:
 
 
 def preempted(plan: SchedulerOutput) -> bool:
-    return plan.preempted > 0
+    return plan.num_preempted > 0
 
 
 def lengths(plan: SchedulerOutput) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
@@ -14,7 +14,7 @@ from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledCh
 from quire_proto.sampling import SamplingParams
 
 CAPACITY = KVCacheConfig(block_size=4, device_blocks=100, host_blocks=10, block_bytes=1000)
-LATENCY = Latency(
+LATENCY = LatencyModel(
     tokens_per_second=1000,
     weights_seconds=0.01,
     context_seconds=1e-4,
@@ -26,7 +26,7 @@ LATENCY = Latency(
 VOCAB_SIZE = 40
 
 
-def executor(seed: int = 0, latency: Latency = LATENCY) -> tuple[SimulatedExecutor, list[float]]:
+def executor(seed: int = 0, latency: LatencyModel = LATENCY) -> tuple[SimulatedExecutor, list[float]]:
     slept: list[float] = []
     return SimulatedExecutor(CAPACITY, latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=slept.append), slept
 
@@ -62,8 +62,8 @@ def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
         start,
         list(range(1, 6)),
         tuple(draw(draws(1000 * sequence_id + index, token_ids)) for index in range(count)),
-        targets=[draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(num_targets)],
-        num_top=draw(st.sampled_from([0, 2])),
+        prompt_logprob_targets=[draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(num_targets)],
+        num_prompt_logprobs=draw(st.sampled_from([0, 2])),
     )
 
 
@@ -88,7 +88,9 @@ def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: Schedu
     scored = {draw.sequence_id for draw in asked if draw.params.wants_logprobs and not draw.num_candidates}
     assert set(result.logprobs) == scored
     assert not result.errors
-    targets = {chunk.sequence_id: len(chunk.targets) for chunk in plan.chunks if chunk.targets}
+    targets = {
+        chunk.sequence_id: len(chunk.prompt_logprob_targets) for chunk in plan.chunks if chunk.prompt_logprob_targets
+    }
     assert {key: len(scores) for key, scores in result.prompt_logprobs.items()} == targets
 
 
@@ -110,7 +112,9 @@ def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(pla
 def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: SchedulerOutput) -> None:
     result = executor()[0].execute_model(plan)
     for chunk in plan.chunks:
-        assert all(len(score.top) == chunk.num_top for score in result.prompt_logprobs.get(chunk.sequence_id, []))
+        assert all(
+            len(score.top) == chunk.num_prompt_logprobs for score in result.prompt_logprobs.get(chunk.sequence_id, [])
+        )
         for draw in chunk.draws:
             if draw.num_candidates:
                 assert len(result.candidates[draw.sequence_id].token_ids) == draw.num_candidates
@@ -126,7 +130,7 @@ def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: Scheduler
     for draw in (draw for chunk in plan.chunks for draw in chunk.draws):
         drawn = result.candidates[draw.sequence_id].token_ids if draw.num_candidates else []
         drawn = drawn or [result.token_ids[draw.sequence_id]]
-        if len(draw.token_ids) - draw.num_prompt < draw.params.min_tokens:
+        if len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens:
             assert not draw.stop_token_ids.intersection(drawn)
 
 
@@ -177,9 +181,9 @@ def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
 
 def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
     plan = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
-    exact, shaken = LATENCY, Latency(**{**vars_of(LATENCY), "jitter": 0.2})
+    exact, shaken = LATENCY, LatencyModel(**{**vars_of(LATENCY), "jitter": 0.2})
 
-    def seconds(seed: int, latency: Latency) -> list[float]:
+    def seconds(seed: int, latency: LatencyModel) -> list[float]:
         run, slept = executor(seed, latency)
         for one in plan:
             run.execute_model(one)
@@ -193,7 +197,7 @@ def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
     assert max(first) > 1.15 * always
 
 
-def vars_of(latency: Latency) -> dict[str, float]:
+def vars_of(latency: LatencyModel) -> dict[str, float]:
     return {name: getattr(latency, name) for name in latency.__slots__}
 
 
@@ -202,4 +206,4 @@ def vars_of(latency: Latency) -> dict[str, float]:
 )
 def test_a_latency_that_makes_no_sense_is_refused_with_its_name(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
-        Latency(**{**vars_of(LATENCY), name: value})
+        LatencyModel(**{**vars_of(LATENCY), name: value})

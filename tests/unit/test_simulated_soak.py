@@ -55,7 +55,7 @@ class Client:
         self.ended = output.ends_request
 
     def delivered(self, index: int) -> list[int]:
-        return next(([*one.token_ids] for one in self.request.delivered if one.index == index), [])
+        return next(([*one.token_ids] for one in self.request.resumed_outputs if one.index == index), [])
 
     def check(self, shares: bool) -> None:
         """How it all ended. ``shares``: equal prefixes share their blocks."""
@@ -67,7 +67,7 @@ class Client:
             return
         if self.aborted:
             return
-        finished = sum(one.finished for one in self.request.delivered)
+        finished = sum(one.finished for one in self.request.resumed_outputs)
         assert len(self.reasons) + finished == (params.n if params.beam_width else params.num_sequences)
         for index, reason in self.reasons.items():
             length = len(self.token_ids[index])
@@ -151,7 +151,7 @@ class Soak:
             prompt,
             params,
             cache_salt=self.random.choice((b"", b"", b"other")),
-            delivered=self.make_history(params),
+            resumed_outputs=self.make_history(params),
             priority=self.random.randint(0, 2),
         )
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.config import Batching
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
@@ -19,7 +19,7 @@ from quire_engine.simulation.trace import Arrival, read_trace
 
 from tests.support.traces import public_trace, random_rows, write_azure, write_mooncake
 
-SECOND = Latency(
+SECOND = LatencyModel(
     tokens_per_second=100,
     weights_seconds=1.0,
     context_seconds=0.0,
@@ -45,7 +45,7 @@ def run(
     requests: list[Arrival],
     limits: SchedulerConfig = LIMITS,
     capacity: KVCacheConfig = ROOMY,
-    latency: Latency = SECOND,
+    latency: LatencyModel = SECOND,
     seed: int = 0,
 ) -> Recorder:
     return Simulation(limits, capacity, latency, seed=seed).run(requests)

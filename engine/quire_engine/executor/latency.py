@@ -7,7 +7,7 @@ from quire_engine.scheduling.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
-class Latency:
+class LatencyModel:
     """The roofline of a step: each part takes as long as the slower of computing and reading memory.
 
     ``tokens_per_second``: tokens that the linear layers compute when many share a step. ``weights_seconds``: reading
@@ -45,7 +45,7 @@ class Latency:
         """Seconds of each part of the step, before jitter and without the overhead."""
         num_draws = sum(len(chunk.draws) for chunk in plan.chunks)
         return StepTimings(
-            swap=plan.num_copies * block_bytes / self.bytes_per_second
+            swap=plan.num_swapped_blocks * block_bytes / self.bytes_per_second
             + len(plan.blocks_to_copy) * 2 * block_size * self.context_seconds,
             forward=self._forward(plan) if plan.chunks else 0.0,
             sample=num_draws * self.draw_seconds,

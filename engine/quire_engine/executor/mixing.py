@@ -5,7 +5,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 MIX_A, MIX_B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
-def mix(seed: int, *places: int) -> int:
+def splitmix(seed: int, *places: int) -> int:
     """A number below 2^64 for these places under this seed: the places are folded into one key, which then passes
     through the finaliser of SplitMix64 (Steele, Lea and Flood).
     """
@@ -18,5 +18,5 @@ def mix(seed: int, *places: int) -> int:
 
 
 def uniform(seed: int, *places: int) -> float:
-    """As ``mix``, evenly between 0 and 1, 1 excluded."""
-    return (mix(seed, *places) >> 11) / (1 << 53)
+    """As ``splitmix``, evenly between 0 and 1, 1 excluded."""
+    return (splitmix(seed, *places) >> 11) / (1 << 53)

@@ -8,8 +8,8 @@ from math import log1p
 
 from quire_proto.logprobs import TokenLogprobs
 
-from quire_engine.executor.latency import Latency
-from quire_engine.executor.mixing import mix, uniform
+from quire_engine.executor.latency import LatencyModel
+from quire_engine.executor.mixing import splitmix, uniform
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.plan import (
     PLACEHOLDER_TOKEN_ID,
@@ -38,7 +38,7 @@ class SimulatedExecutor:
     def __init__(
         self,
         capacity: KVCacheConfig,
-        latency: Latency,
+        latency: LatencyModel,
         *,
         seed: int = 0,
         vocab_size: int = VOCAB_SIZE,
@@ -78,7 +78,7 @@ class SimulatedExecutor:
         for chunk in plan.chunks:
             for draw in chunk.draws:
                 self._draw(chunk, draw, result)
-            if chunk.targets:
+            if chunk.prompt_logprob_targets:
                 result.prompt_logprobs[chunk.sequence_id] = self._score(chunk)
         return result
 
@@ -99,7 +99,7 @@ class SimulatedExecutor:
 
     def _draw(self, chunk: ScheduledChunk, draw: SampleRequest, result: ModelOutput) -> None:
         greedy = draw.params.greedy or draw.num_candidates > 0
-        place = mix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
+        place = splitmix(self._seed, chunk.end, _last_token(chunk, draw), 0 if greedy else draw.seed + 1)
         barred = _barred(draw)
         if draw.num_candidates:
             ranking = self._ranking(place, draw.num_candidates, barred)
@@ -128,11 +128,11 @@ class SimulatedExecutor:
 
     def _score(self, chunk: ScheduledChunk) -> list[TokenLogprobs]:
         """Log-probabilities of the chunk's targets, each after the token before it."""
-        positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.targets))
-        followed: Sequence[int] = chunk.token_ids[: len(chunk.targets)]
+        positions = range(chunk.start + 1, chunk.start + 1 + len(chunk.prompt_logprob_targets))
+        followed: Sequence[int] = chunk.token_ids[: len(chunk.prompt_logprob_targets)]
         return [
-            self._score_one(mix(self._seed, position, token_id, 0), target, chunk.num_top)
-            for position, token_id, target in zip(positions, followed, chunk.targets, strict=True)
+            self._score_one(splitmix(self._seed, position, token_id, 0), target, chunk.num_prompt_logprobs)
+            for position, token_id, target in zip(positions, followed, chunk.prompt_logprob_targets, strict=True)
         ]
 
     def _score_one(self, place: int, target: int, num_top: int) -> TokenLogprobs:
@@ -167,7 +167,7 @@ def _last_token(chunk: ScheduledChunk, draw: SampleRequest) -> int:
 
 def _barred(draw: SampleRequest) -> frozenset[int]:
     """Tokens that may not be drawn yet."""
-    is_early = len(draw.token_ids) - draw.num_prompt < draw.params.min_tokens
+    is_early = len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens
     return draw.stop_token_ids if is_early else frozenset()
 
 

@@ -121,24 +121,24 @@ class KVCacheManager:
 
     # Growing
 
-    def num_blocks_needed(self, table: BlockTable, num_computed: int, num_tokens: int) -> int:
-        """Device blocks that it takes to compute ``[num_computed, num_tokens)`` into the table."""
+    def num_blocks_needed(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> int:
+        """Device blocks that it takes to compute ``[num_computed_tokens, num_tokens)`` into the table."""
         more = -(-num_tokens // self.block_size) - len(table.block_ids)
-        parting = table.tail_shared and self._tail_is_shared(table, num_computed)
+        parting = table.tail_shared and self._tail_is_shared(table, num_computed_tokens)
         return more + parting if more > 0 else parting
 
-    def allocate_slots(self, table: BlockTable, num_computed: int, num_tokens: int) -> None:
-        """Lets tokens ``[num_computed, num_tokens)`` be computed into the table, whose last block becomes its own if
-        others share it. The caller made sure that the blocks are there.
+    def allocate_slots(self, table: BlockTable, num_computed_tokens: int, num_tokens: int) -> None:
+        """Lets tokens ``[num_computed_tokens, num_tokens)`` be computed into the table, whose last block becomes its
+        own if others share it. The caller made sure that the blocks are there.
         """
-        if table.tail_shared and self._tail_is_shared(table, num_computed):
-            self._copy_on_write(table, num_computed // self.block_size)
+        if table.tail_shared and self._tail_is_shared(table, num_computed_tokens):
+            self._copy_on_write(table, num_computed_tokens // self.block_size)
         while len(table.block_ids) * self.block_size < num_tokens:
             table.block_ids.append(self.device_pool.allocate())
 
-    def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Makes the blocks that ``num_computed`` tokens fill findable by later requests."""
-        full = num_computed // self.block_size
+    def cache_full_blocks(self, table: BlockTable, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Makes the blocks that ``num_computed_tokens`` tokens fill findable by later requests."""
+        full = num_computed_tokens // self.block_size
         if not self.prefix_caching or full <= table.num_cached_blocks:
             return
         table.extend_block_hashes(token_ids, full, self.block_size)
@@ -148,15 +148,15 @@ class KVCacheManager:
 
     # Swapping
 
-    def can_swap_out(self, num_computed: int) -> bool:
+    def can_swap_out(self, num_computed_tokens: int) -> bool:
         """Whether the host pool has room for all computed blocks; its free blocks with a name count as room."""
-        return 0 < self.num_blocks_for(num_computed) <= self.host_pool.num_free
+        return 0 < self.num_blocks_for(num_computed_tokens) <= self.host_pool.num_free
 
-    def swap_cost(self, table: BlockTable, num_computed: int) -> SwapCost:
+    def swap_cost(self, table: BlockTable, num_computed_tokens: int) -> SwapCost:
         """What it costs to take the table off the device, either way. Blocks that others hold, and those that the host
         has already, are cached.
         """
-        blocks = self.num_blocks_for(num_computed)
+        blocks = self.num_blocks_for(num_computed_tokens)
         on_host = sum(
             self.host_pool.get_cached_block(name) is not None for name in table.block_hashes[: table.num_cached_blocks]
         )
@@ -165,16 +165,16 @@ class KVCacheManager:
             cached += 1
         return SwapCost(
             bytes_to_move=(2 * blocks - on_host) * self.block_bytes,
-            uncached_tokens=max(0, num_computed - cached * self.block_size),
+            uncached_tokens=max(0, num_computed_tokens - cached * self.block_size),
         )
 
-    def swap_out(self, table: BlockTable, num_computed: int) -> int:
+    def swap_out(self, table: BlockTable, num_computed_tokens: int) -> int:
         """Moves the table to the host pool; returns how many blocks are copied for that.
 
         A full block that the host pool holds already is taken from there and not copied.
         """
         before = len(self._pending_copies.blocks_to_swap_out)
-        for index, source in enumerate(table.block_ids[: self.num_blocks_for(num_computed)]):
+        for index, source in enumerate(table.block_ids[: self.num_blocks_for(num_computed_tokens)]):
             target, is_new = self._host_block(table, index)
             table.host_block_ids.append(target)
             if is_new:
@@ -288,9 +288,9 @@ class KVCacheManager:
             if len(self._evicted_after_one_use) > self._max_evicted_hashes:
                 self._evicted_after_one_use.popitem(last=False)
 
-    def _tail_is_shared(self, table: BlockTable, num_computed: int) -> bool:
+    def _tail_is_shared(self, table: BlockTable, num_computed_tokens: int) -> bool:
         """Whether the next token would be written into a block that others hold too."""
-        index = num_computed // self.block_size
+        index = num_computed_tokens // self.block_size
         table.tail_shared = index < len(table.block_ids) and self.device_pool.is_shared(table.block_ids[index])
         return table.tail_shared
 

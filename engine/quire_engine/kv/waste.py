@@ -34,10 +34,10 @@ def measure_fragmentation(memory: KVCacheManager, tables: Iterable[tuple[BlockTa
     """
     size = memory.block_size
     empty: dict[int, int] = {}
-    for table, num_computed in tables:
-        for index in range(num_computed // size, len(table.block_ids)):
+    for table, num_computed_tokens in tables:
+        for index in range(num_computed_tokens // size, len(table.block_ids)):
             block_id = table.block_ids[index]
-            missing = size - max(0, num_computed - index * size)
+            missing = size - max(0, num_computed_tokens - index * size)
             empty[block_id] = min(missing, empty.get(block_id, size))
     return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device_pool) * size)
 

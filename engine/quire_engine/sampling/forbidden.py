@@ -18,7 +18,7 @@ class TokenBans:
 
     def __init__(self, draw: SampleRequest) -> None:
         self._draw = draw
-        self._min_length = draw.num_prompt + draw.params.min_tokens
+        self._min_length = draw.num_prompt_tokens + draw.params.min_tokens
         self._stops = sorted(draw.stop_token_ids)
         self._single_token_words = [word[0] for word in draw.params.bad_words if len(word) == 1]
         # By the token before the last: in most steps none of a sequence's words comes into question.
@@ -39,7 +39,7 @@ class TokenBans:
         return tokens + self._stops if len(self._draw.token_ids) < self._min_length else tokens
 
     def _bad_word_endings(self) -> list[int]:
-        known, length = self._draw.token_ids, len(self._draw.token_ids) - self._draw.num_prompt
+        known, length = self._draw.token_ids, len(self._draw.token_ids) - self._draw.num_prompt_tokens
         if not length:
             return []
         return [

@@ -38,7 +38,7 @@ class GrammarState:
 
     def __init__(self, draw: SampleRequest) -> None:
         self._draw = draw
-        self._num_tokens_taken = draw.num_prompt
+        self._num_tokens_taken = draw.num_prompt_tokens
         self._matcher: GrammarMatcher | None = None
         self._error: QuireError | None = None
 

@@ -22,7 +22,7 @@ def max_rows_at_once(vocab_size: int) -> int:
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     """For each row i of ``logits`` [R, V], any float dtype and finite: the log-probability of ``token_ids[i]``, and the
-    ``num_top[i]`` most probable tokens, best first, equal ones by rising id. Waits for the device.
+    ``num_prompt_logprobs[i]`` most probable tokens, best first, equal ones by rising id. Waits for the device.
     """
     (ids,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
     return to_token_logprobs(compute_logprobs(logits, ids, max(num_top, default=0)), num_top)
@@ -31,8 +31,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequ
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, allow_sync: bool = True
 ) -> list[torch.Tensor]:
-    """The log-probability of the token of each row [R] float32, and with ``num_top`` above 0 those of the most probable
-    tokens and their ids, both [R, min(num_top, V)].
+    """The log-probability of the token of each row [R] float32, and with ``num_prompt_logprobs`` above 0 those of the
+    most probable tokens and their ids, both [R, min(num_top, V)].
     """
     size, chunks = max_rows_at_once(logits.shape[1]), []
     for start in range(0, len(token_ids), size):
@@ -44,8 +44,8 @@ def compute_logprobs(
 
 
 def to_token_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """The tensors of ``compute_logprobs`` as one object a row, row i with ``num_top[i]`` most probable tokens. Waits
-    for the device.
+    """The tensors of ``compute_logprobs`` as one object a row, row i with ``num_prompt_logprobs[i]`` most probable
+    tokens. Waits for the device.
     """
     if not num_top:
         return []

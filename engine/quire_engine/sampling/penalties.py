@@ -44,9 +44,11 @@ class Penalties:
         self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
         self._draw = draw
         self._prompt = (
-            np.unique(np.array(draw.token_ids[: draw.num_prompt], np.int64)) if self.has_repetition else _NO_TOKENS
+            np.unique(np.array(draw.token_ids[: draw.num_prompt_tokens], np.int64))
+            if self.has_repetition
+            else _NO_TOKENS
         )
-        self._num_counted = draw.num_prompt
+        self._num_counted = draw.num_prompt_tokens
         self._slots: dict[int, int] = {}
         self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
 

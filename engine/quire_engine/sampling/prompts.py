@@ -24,15 +24,15 @@ def compute_prompt_logprobs(
     of them. If logits of a chunk are not finite, its sequence and those to be drawn from it get an error. Waits for
     the device after each part of the rows, so that only one part's logits are in memory.
     """
-    targets = [target for chunk in chunks for target in chunk.targets]
-    num_top = [chunk.num_top for chunk in chunks for _ in chunk.targets]
+    targets = [target for chunk in chunks for target in chunk.prompt_logprob_targets]
+    num_top = [chunk.num_prompt_logprobs for chunk in chunks for _ in chunk.prompt_logprob_targets]
     size, logprobs = max_rows_at_once(vocab_size), []
     for start in range(0, len(targets), size):
         part = slice(start, start + size)
         logprobs += _logprobs_if_finite(logits_of(rows[part]), targets[part], num_top[part])
     remaining = iter(logprobs)
     for chunk in chunks:
-        _write_result(chunk, list(islice(remaining, len(chunk.targets))), result)
+        _write_result(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), result)
 
 
 def _logprobs_if_finite(

@@ -32,7 +32,7 @@ def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheMa
 def _check_tokens(request: Request, vocab_size: int) -> None:
     sampling = request.sampling
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
-    for delivered in request.history:
+    for delivered in request.all_resumed_outputs:
         _check_ids("prompt", delivered.token_ids, vocab_size)
     _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
@@ -46,15 +46,15 @@ def _check_ids(param: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _check_history(request: Request) -> None:
-    indexes = [delivered.index for delivered in request.history]
+    indexes = [delivered.index for delivered in request.all_resumed_outputs]
     if len(set(indexes)) < len(indexes) or not all(0 <= index < request.sampling.num_sequences for index in indexes):
         raise invalid("delivered", "Each choice can be delivered once, and there are as many as are drawn.")
     if request.sampling.beam_width and indexes:
         raise invalid("delivered", "Nothing of a beam search is delivered before its end.")
-    finished = sum(delivered.finished for delivered in request.history)
+    finished = sum(delivered.finished for delivered in request.all_resumed_outputs)
     if finished == request.sampling.num_sequences:
         raise invalid("delivered", "All choices have been delivered.")
-    for delivered in request.history:
+    for delivered in request.all_resumed_outputs:
         if not delivered.finished and len(delivered.token_ids) >= request.sampling.max_tokens:
             raise invalid("max_tokens", "The delivered output has reached max_tokens already.")
 

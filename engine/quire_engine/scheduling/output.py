@@ -16,7 +16,7 @@ class EngineCoreOutput:
 
     ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
     included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
-    part of the output. ``timeline`` comes with the end. ``logprobs`` has one entry for each of ``token_ids`` where they
+    part of the output. ``timings`` come with the end. ``logprobs`` has one entry for each of ``token_ids`` where they
     were asked for, and ``prompt_logprobs`` those of the prompt's tokens from ``prompt_position`` on. ``score`` is a
     beam's, at its end. ``ends_request`` is set on the last output of the request.
     """
@@ -27,7 +27,7 @@ class EngineCoreOutput:
     finish_reason: FinishReason | None = None
     error: QuireError | None = None
     cached_tokens: int = 0
-    timeline: SequenceTimings | None = None
+    timings: SequenceTimings | None = None
     index: int = 0
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()

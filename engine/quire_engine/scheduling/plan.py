@@ -23,7 +23,7 @@ class SampleRequest:
     """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
     first of several outputs of one prompt, whose sequences are only made then.
 
-    ``token_ids`` are all known tokens, ``num_prompt`` of them the prompt's; the token is drawn for position
+    ``token_ids`` are all known tokens, ``num_prompt_tokens`` of them the prompt's; the token is drawn for position
     ``len(token_ids)``, which is the chunk's end unless the sequence ended while that was computed. It is the
     scheduler's own list, and it only ever grows: read it while the step runs, never keep a count of what it held under
     anything but ``sequence_id``, never change it. What an executor keeps for a sequence (penalised tokens, a grammar's
@@ -37,7 +37,7 @@ class SampleRequest:
     params: SamplingParams
     seed: int
     token_ids: list[int]
-    num_prompt: int
+    num_prompt_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
     num_candidates: int = 0
@@ -55,8 +55,9 @@ class ScheduledChunk:
 
     ``draws`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be drawn, once
     for each draw, all from the same logits. There are several where one prompt has several outputs, and before they
-    part. ``targets`` are the tokens whose log-probabilities are asked for: ``targets[i]`` follows ``token_ids[i]``,
-    and there are none for tokens that follow the prompt; ``num_top`` most probable tokens are told beside each.
+    part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for: ``prompt_logprob_targets[i]``
+    follows ``token_ids[i]``, and there are none for tokens that follow the prompt; ``num_prompt_logprobs`` most
+    probable tokens are told beside each.
     """
 
     sequence_id: int
@@ -64,8 +65,8 @@ class ScheduledChunk:
     start: int
     block_ids: list[int]
     draws: tuple[SampleRequest, ...] = ()
-    targets: list[int] = field(default_factory=list)
-    num_top: int = 0
+    prompt_logprob_targets: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
 
     @property
     def end(self) -> int:
@@ -74,7 +75,7 @@ class ScheduledChunk:
         """
         return self.start + len(self.token_ids)
 
-    def resolved(self) -> "ScheduledChunk":
+    def resolve_placeholder(self) -> "ScheduledChunk":
         """The same chunk without ``PLACEHOLDER_TOKEN_ID``: what that stood for has been drawn by now."""
         if PLACEHOLDER_TOKEN_ID not in self.token_ids[-1:]:
             return self
@@ -88,9 +89,9 @@ class SchedulerOutput:
 
     Blocks are copied first from the device to the host (``blocks_to_swap_out``), then within the device
     (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
-    may be the target of one copy and the source of a later one. ``ended`` are sequences that have ended: nothing needs
-    to be kept for them any more, and no step in flight draws for them. ``preempted`` counts the sequences that were
-    preempted.
+    may be the target of one copy and the source of a later one. ``finished_seq_ids`` are sequences that have ended:
+    nothing needs to be kept for them any more, and no step in flight draws for them. ``num_preempted`` counts the
+    sequences that were preempted.
     """
 
     step: int
@@ -98,8 +99,8 @@ class SchedulerOutput:
     blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
     blocks_to_copy: list[BlockCopy] = field(default_factory=list)
     blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    preempted: int = 0
+    finished_seq_ids: list[int] = field(default_factory=list)
+    num_preempted: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +108,7 @@ class SchedulerOutput:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
-    def num_copies(self) -> int:
+    def num_swapped_blocks(self) -> int:
         """Blocks that move between the pools."""
         return len(self.blocks_to_swap_out) + len(self.blocks_to_swap_in)
 
@@ -115,14 +116,18 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """Whether an executor has nothing to do."""
         return not (
-            self.chunks or self.blocks_to_swap_out or self.blocks_to_copy or self.blocks_to_swap_in or self.ended
+            self.chunks
+            or self.blocks_to_swap_out
+            or self.blocks_to_copy
+            or self.blocks_to_swap_in
+            or self.finished_seq_ids
         )
 
     def split(self) -> list["SchedulerOutput"]:
         """One plan for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
         ``PLACEHOLDER_TOKEN_ID``.
         """
-        return [SchedulerOutput(self.step, [chunk.resolved()]) for chunk in self.chunks]
+        return [SchedulerOutput(self.step, [chunk.resolve_placeholder()]) for chunk in self.chunks]
 
 
 @dataclass(slots=True)

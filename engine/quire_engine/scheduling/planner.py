@@ -24,13 +24,13 @@ from quire_engine.scheduling.statistics import SchedulerStats
 if TYPE_CHECKING:
     from quire_engine.scheduling.config import SchedulerConfig
 
-RANKED_AGAIN = 4
+REORDERED_PER_STEP = 4
 
-_precedence = attrgetter("precedence")
+_preemption_key = attrgetter("preemption_key")
 
 
 class BatchScheduler:
-    """Owns the queues. ``starved`` are sequences that the last plan found no memory for, however much gave way."""
+    """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class BatchScheduler:
         self.swapped = AdmittedQueue()
         self.preempted = AdmittedQueue()
         self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
-        self.starved: list[Sequence] = []
+        self.out_of_memory: list[Sequence] = []
         self._config = config
-        self._memory = memory
+        self._kv_cache_manager = memory
         self._rates = rates
         self._statistics = statistics
         self._clock = clock
@@ -54,20 +54,20 @@ class BatchScheduler:
         self._by_length = config.scheduling_policy == "sjf"
         self._by_priority = config.scheduling_policy == "priority"
         self._watermark = max(1, int(config.watermark * memory.device_pool.num_blocks))
-        self._ages = 0
+        self._num_admitted = 0
 
-    def enter(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A new sequence waits."""
         sequence.served_at_arrival = self._statistics.computed_tokens
-        sequence.rank = self._rank(sequence)
+        sequence.queue_key = self._queue_key(sequence)
         self.waiting.push(sequence)
 
-    def join(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence) -> None:
         """A sequence that parted from a running one runs too."""
         sequence.status = SequenceStatus.RUNNING
         self.running.push(sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """A sequence ends, wherever it is."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -75,24 +75,30 @@ class BatchScheduler:
             self._queue(sequence.status).remove(sequence)
         sequence.status = SequenceStatus.FINISHED
 
-    def lose(self, sequence: Sequence) -> None:
+    def invalidate_kv(self, sequence: Sequence) -> None:
         """What was computed for a sequence that has given way cannot be used: all of it is computed again."""
         if sequence.status is SequenceStatus.SWAPPED:
             self.swapped.remove(sequence)
-            self._start_over(sequence, PreemptionReason.LOST)
+            self._preempt_recompute(sequence, PreemptionReason.LOST)
 
-    def plan(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
+    def schedule(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
         """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still under way."""
         plan = SchedulerOutput(step)
-        self.starved.clear()
-        budget = self._plan_running(plan, self._config.max_num_batched_tokens)
-        if not plan.preempted:
-            budget = self._plan_returns(plan, budget)
-            if self._next_to_return() is None and self._is_open():
-                self._plan_waiting(plan, budget)
-        if not (ahead or plan.chunks or plan.preempted or self.starved or self._memory.has_pending_copies):
-            self._unblock(plan)
-        copies = self._memory.take_pending_copies()
+        self.out_of_memory.clear()
+        budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
+        if not plan.num_preempted:
+            budget = self._schedule_preempted(plan, budget)
+            if self._next_preempted() is None and self._can_admit():
+                self._schedule_waiting(plan, budget)
+        if not (
+            ahead
+            or plan.chunks
+            or plan.num_preempted
+            or self.out_of_memory
+            or self._kv_cache_manager.has_pending_copies
+        ):
+            self._break_beam_deadlock(plan)
+        copies = self._kv_cache_manager.take_pending_copies()
         plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = (
             copies.blocks_to_swap_out,
             copies.blocks_to_copy,
@@ -102,29 +108,29 @@ class BatchScheduler:
 
     # Running
 
-    def _plan_running(self, plan: SchedulerOutput, budget: int) -> int:
+    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         search: SequenceGroup | None = None
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
         for sequence in list(self.running):
-            if budget == 0 or self.starved or sequence.status is not running:
+            if budget == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
             group = sequence.group
-            if group.beams is not None and group is not search:
+            if group.beam_search is not None and group is not search:
                 # Room for all of them is made at once: none can give way when others have been scheduled.
                 search = group
-                if not self._make_room(_running_beams(group), budget, plan):
+                if not self._preempt_until_fits(_running_beams(group), budget, plan):
                     continue
-            length = min(sequence.num_unscheduled, budget)
-            if length and self._make_room([sequence], length, plan):
+            length = min(sequence.num_unscheduled_tokens, budget)
+            if length and self._preempt_until_fits([sequence], length, plan):
                 budget -= self._schedule(sequence, length, plan)
         return budget
 
-    def _make_room(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
+    def _preempt_until_fits(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
-        while self._missing(unit, budget) > self._memory.device_pool.num_free:
-            victims = self._together(self.running.last())
+        while self._num_blocks_needed(unit, budget) > self._kv_cache_manager.device_pool.num_free:
+            victims = self._preempted_with(self.running.last())
             if unit[0] in victims and len(victims) == len(self.running):
-                self.starved.append(unit[0])
+                self.out_of_memory.append(unit[0])
                 return False
             for victim in victims:
                 self._preempt(victim, plan)
@@ -132,120 +138,124 @@ class BatchScheduler:
                 return False
         return True
 
-    def _missing(self, unit: list[Sequence], budget: int) -> int:
+    def _num_blocks_needed(self, unit: list[Sequence], budget: int) -> int:
         """Device blocks that ``unit`` lacks for what ``budget`` lets it compute."""
         missing = 0
         for sequence in unit:
-            start, length = sequence.num_scheduled, min(sequence.num_unscheduled, budget)
-            missing += self._memory.num_blocks_needed(sequence.table, start, start + length)
+            start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
+            missing += self._kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
             budget -= length
         return missing
 
-    def _together(self, victim: Sequence) -> list[Sequence]:
+    def _preempted_with(self, victim: Sequence) -> list[Sequence]:
         """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
-        return [victim] if victim.group.beams is None else _running_beams(victim.group)[::-1]
+        return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
 
     def _schedule(self, sequence: Sequence, length: int, plan: SchedulerOutput) -> int:
         """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
-        start, known = sequence.num_scheduled, sequence.token_ids
+        start, known = sequence.num_scheduled_tokens, sequence.token_ids
         end = start + length
-        self._memory.allocate_slots(sequence.table, start, end)
+        self._kv_cache_manager.allocate_slots(sequence.table, start, end)
         token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
         draws = sequence.draws if end >= len(known) else ()
         chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
-        if start < sequence.group.num_prompt and self._tells_prompt(sequence.group):
-            chunk.targets = sequence.token_ids[start + 1 : min(end + 1, sequence.group.num_prompt)]
-            chunk.num_top = sequence.request.sampling.prompt_logprobs or 0
+        if start < sequence.group.num_prompt_tokens and self._needs_prompt_logprobs(sequence.group):
+            chunk.prompt_logprob_targets = sequence.token_ids[
+                start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
+            ]
+            chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
         plan.chunks.append(chunk)
-        sequence.num_scheduled = end
+        sequence.num_scheduled_tokens = end
         return length
 
-    def _tells_prompt(self, group: SequenceGroup) -> bool:
+    def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
         """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
         cached.
         """
-        return group.request.sampling.prompt_logprobs is not None and group.num_told < group.num_prompt
+        return (
+            group.request.sampling.prompt_logprobs is not None and group.next_prompt_logprob < group.num_prompt_tokens
+        )
 
     # Giving way
 
     def _preempt(self, victim: Sequence, plan: SchedulerOutput) -> None:
         """Takes a running sequence off the device, the cheaper way."""
-        plan.preempted += 1
+        plan.num_preempted += 1
         self.running.remove(victim)
         way, reason = choose_preemption_mode(
-            self._memory.swap_cost(victim.table, victim.num_scheduled),
+            self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
             self._rates,
-            host_has_room=self._memory.can_swap_out(victim.num_scheduled),
+            host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
             may_swap=len(self.swapped) < self._config.max_swapped,
         )
         self._statistics.preemptions[way, reason] += 1
         if way is PreemptionMode.SWAP:
-            self._swap_out(victim, reason)
+            self._preempt_swap(victim, reason)
         else:
-            self._start_over(victim, reason)
+            self._preempt_recompute(victim, reason)
 
-    def _swap_out(self, victim: Sequence, reason: PreemptionReason) -> None:
+    def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
         # Its blocks are copied after the step under way, so with what that computes for it.
-        victim.num_computed = victim.num_scheduled
-        blocks = self._memory.swap_out(victim.table, victim.num_computed)
+        victim.num_computed_tokens = victim.num_scheduled_tokens
+        blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._statistics.blocks_swapped_out += blocks
         victim.status = SequenceStatus.SWAPPED
         self.swapped.push(victim)
-        self._note(victim, "swap_out", blocks, reason)
+        self._record_event(victim, "swap_out", blocks, reason)
 
-    def _start_over(self, victim: Sequence, reason: PreemptionReason) -> None:
-        self._memory.free(victim.table)
-        victim.num_computed = victim.num_scheduled = 0
+    def _preempt_recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
+        self._kv_cache_manager.free(victim.table)
+        victim.num_computed_tokens = victim.num_scheduled_tokens = 0
         victim.status = SequenceStatus.PREEMPTED
         self.preempted.push(victim)
-        self._note(victim, "recompute", 0, reason)
+        self._record_event(victim, "recompute", 0, reason)
 
-    def _unblock(self, plan: SchedulerOutput) -> None:
+    def _break_beam_deadlock(self, plan: SchedulerOutput) -> None:
         """Nothing can be computed although something is there: beams wait for others of their search that do not fit
         beside what runs. The newest search gives way; one that is alone, and the next to return, ends.
         """
-        returning = self._next_to_return()
+        returning = self._next_preempted()
         if self.running:
-            newest = self._together(self.running.last())
+            newest = self._preempted_with(self.running.last())
             is_alone = len(newest) == len(self.running)
             if is_alone and (returning is None or returning.group is newest[0].group):
-                self.starved.append(newest[-1])
+                self.out_of_memory.append(newest[-1])
                 return
             for victim in newest:
                 self._preempt(victim, plan)
         elif returning is not None:
-            self.starved.append(returning)
+            self.out_of_memory.append(returning)
 
     # Coming back
 
-    def _plan_returns(self, plan: SchedulerOutput, budget: int) -> int:
+    def _schedule_preempted(self, plan: SchedulerOutput, budget: int) -> int:
         """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
-        while budget and (sequence := self._next_to_return()) is not None and self._has_place(sequence):
+        while budget and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
-            if not (self._swap_in(sequence, budget) if is_swapped else self._admit_again(sequence)):
+            if not (self._swap_in(sequence, budget) if is_swapped else self._readmit(sequence)):
                 break
-            if sequence.num_unscheduled:
-                budget -= self._schedule(sequence, min(sequence.num_unscheduled, budget), plan)
+            if sequence.num_unscheduled_tokens:
+                budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
         return budget
 
-    def _next_to_return(self) -> Sequence | None:
+    def _next_preempted(self) -> Sequence | None:
         heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
-        return min(heads, key=_precedence) if heads else None
+        return min(heads, key=_preemption_key) if heads else None
 
     def _swap_in(self, sequence: Sequence, budget: int) -> bool:
-        num_tokens = min(sequence.num_tokens, sequence.num_computed + budget)
-        missing = self._memory.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
-        if missing > self._memory.device_pool.num_free - self._reserve(sequence):
+        num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
+        missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
+        if missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
             return False
         self.swapped.remove(sequence)
-        blocks = self._memory.swap_in(sequence.table)
+        blocks = self._kv_cache_manager.swap_in(sequence.table)
         self._statistics.blocks_swapped_in += blocks
-        self.join(sequence)
-        self._note(sequence, "swap_in", blocks)
+        self.start(sequence)
+        self._record_event(sequence, "swap_in", blocks)
         return True
 
-    def _admit_again(self, sequence: Sequence) -> bool:
-        hits = self._fitting_hits(sequence)
+    def _readmit(self, sequence: Sequence) -> bool:
+        hits = self._cached_blocks_if_fits(sequence)
         if hits is None:
             return False
         self.preempted.remove(sequence)
@@ -254,25 +264,25 @@ class BatchScheduler:
 
     # Admitting
 
-    def _is_open(self) -> bool:
+    def _can_admit(self) -> bool:
         """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
         if self._config.batching == "continuous":
             return True
-        return not any(sequence.timeline.first_token for sequence in self.running)
+        return not any(sequence.timings.first_token for sequence in self.running)
 
-    def _plan_waiting(self, plan: SchedulerOutput, budget: int) -> None:
-        self._rank_some_again()
+    def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
+        self._reorder_some()
         while self.waiting and budget:
             sequence = self._next_waiting()
-            hits = self._fitting_hits(sequence) if self._has_place(sequence) else None
+            hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
                 break
-            self.waiting.admit(sequence)
+            self.waiting.remove_admitted(sequence)
             self._admit(sequence, hits)
-            self._note_admission(sequence, hits, plan.step)
-            budget -= self._schedule(sequence, min(sequence.num_unscheduled, budget), plan)
+            self._record_admission(sequence, hits, plan.step)
+            budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
 
-    def _fitting_hits(self, sequence: Sequence) -> list[CachedBlock] | None:
+    def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
         """What is cached of a sequence that can be admitted now; None when it has to wait.
 
         There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
@@ -282,23 +292,25 @@ class BatchScheduler:
             return None
         hits = (
             []
-            if self._tells_prompt(sequence.group)
-            else self._memory.get_cached_blocks(sequence.table, sequence.token_ids)
+            if self._needs_prompt_logprobs(sequence.group)
+            else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
         )
-        fits = self._memory.num_free_blocks_after(hits, sequence.num_tokens) >= self._reserve(sequence)
+        fits = self._kv_cache_manager.num_free_blocks_after(hits, sequence.num_tokens) >= self._reserve(sequence)
         return hits if fits else None
 
     def _waits_for_other_choice(self, sequence: Sequence) -> bool:
         """Whether another output of the same request is computing what this one could then share."""
         others = sequence.group.sequences
         return (
-            self._memory.prefix_caching
+            self._kv_cache_manager.prefix_caching
             and len(others) > 1
-            and any(other.status is SequenceStatus.RUNNING and other.num_uncomputed > 1 for other in others.values())
+            and any(
+                other.status is SequenceStatus.RUNNING and other.num_uncomputed_tokens > 1 for other in others.values()
+            )
         )
 
-    def _has_place(self, sequence: Sequence) -> bool:
-        return self.running.width + sequence.width <= self._config.max_num_seqs
+    def _has_free_slots(self, sequence: Sequence) -> bool:
+        return self.running.num_slots + sequence.num_slots <= self._config.max_num_seqs
 
     def _reserve(self, sequence: Sequence) -> int:
         """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
@@ -307,49 +319,55 @@ class BatchScheduler:
 
     def _admit(self, sequence: Sequence, hits: list[CachedBlock]) -> None:
         group = sequence.group
-        if group.age is None:
-            group.age = self._ages
-            self._ages += 1
-        sequence.precedence = (group.request.priority if self._by_priority else 0, group.age, sequence.id)
-        sequence.num_computed = sequence.num_scheduled = self._memory.attach_cached_blocks(sequence.table, hits)
-        self.join(sequence)
+        if group.admission_index is None:
+            group.admission_index = self._num_admitted
+            self._num_admitted += 1
+        sequence.preemption_key = (
+            group.request.priority if self._by_priority else 0,
+            group.admission_index,
+            sequence.id,
+        )
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
+            sequence.table, hits
+        )
+        self.start(sequence)
 
-    def _note_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
+    def _record_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
         """What is counted when a sequence is admitted for the first time."""
-        sequence.timeline.admitted = self._clock()
-        sequence.timeline.first_step = step
+        sequence.timings.admitted = self._clock()
+        sequence.timings.first_step = step
         group = sequence.group
-        if group.num_cached is not None:
+        if group.num_cached_tokens is not None:
             return
-        group.num_cached = min(sequence.num_computed, group.num_prompt)
-        on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._memory.block_size
-        self._statistics.prefix_query_tokens += group.num_prompt
-        self._statistics.prefix_host_tokens += min(on_host, group.num_cached)
-        self._statistics.prefix_device_tokens += group.num_cached - min(on_host, group.num_cached)
+        group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
+        on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._kv_cache_manager.block_size
+        self._statistics.prefix_query_tokens += group.num_prompt_tokens
+        self._statistics.prefix_host_tokens += min(on_host, group.num_cached_tokens)
+        self._statistics.prefix_device_tokens += group.num_cached_tokens - min(on_host, group.num_cached_tokens)
 
     # Ranking
 
     def _next_waiting(self) -> Sequence:
         """Who is next. A rank by what is cached may be out of date, so that of the first is looked at again."""
         sequence = self.waiting.first()
-        for _ in range(RANKED_AGAIN if self._by_length else 0):
-            self.waiting.rank(sequence, self._rank(sequence))
+        for _ in range(REORDERED_PER_STEP if self._by_length else 0):
+            self.waiting.reorder(sequence, self._queue_key(sequence))
             first = self.waiting.first()
             if first is sequence:
                 break
             sequence = first
         return sequence
 
-    def _rank_some_again(self) -> None:
+    def _reorder_some(self) -> None:
         """What was cached since they arrived makes jobs shorter: a few are looked at in each step, in turn."""
-        for _ in range(min(RANKED_AGAIN, len(self.waiting)) if self._by_length else 0):
-            sequence = self.waiting.next_in_turn()
-            self.waiting.rank(sequence, self._rank(sequence))
+        for _ in range(min(REORDERED_PER_STEP, len(self.waiting)) if self._by_length else 0):
+            sequence = self.waiting.next_round_robin()
+            self.waiting.reorder(sequence, self._queue_key(sequence))
 
-    def _rank(self, sequence: Sequence) -> float:
-        looks = self._by_length and not self._tells_prompt(sequence.group)
-        cached = len(self._memory.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
-        uncached = sequence.num_tokens - cached * self._memory.block_size
+    def _queue_key(self, sequence: Sequence) -> float:
+        looks = self._by_length and not self._needs_prompt_logprobs(sequence.group)
+        cached = len(self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
+        uncached = sequence.num_tokens - cached * self._kv_cache_manager.block_size
         return self._policy(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
 
     def _queue(self, status: SequenceStatus) -> AdmittedQueue:
@@ -359,10 +377,12 @@ class BatchScheduler:
             SequenceStatus.PREEMPTED: self.preempted,
         }[status]
 
-    def _note(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
-        sequence.timeline.moments.append(SequenceEvent(name, self._clock(), blocks, reason))
+    def _record_event(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
+        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason))
 
 
 def _running_beams(group: SequenceGroup) -> list[Sequence]:
     """The beams of a search that run, by precedence."""
-    return sorted((beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_precedence)
+    return sorted(
+        (beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_preemption_key
+    )

@@ -8,15 +8,15 @@ from operator import attrgetter
 
 from quire_engine.request import Sequence
 
-_precedence = attrgetter("precedence")
+_preemption_key = attrgetter("preemption_key")
 
 
 class AdmittedQueue:
-    """Sequences that were admitted once, in the order of their precedence. ``width`` counts the places they take."""
+    """Sequences that were admitted once, in the order of their preemption keys. ``num_slots``: the sum of theirs."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
-        self.width = 0
+        self.num_slots = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -26,8 +26,8 @@ class AdmittedQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Adds where its precedence puts it."""
-        insort(self._sequences, sequence, key=_precedence)
-        self.width += sequence.width
+        insort(self._sequences, sequence, key=_preemption_key)
+        self.num_slots += sequence.num_slots
 
     def first(self) -> Sequence:
         """The one that gives way last."""
@@ -39,8 +39,8 @@ class AdmittedQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands."""
-        del self._sequences[bisect_left(self._sequences, sequence.precedence, key=_precedence)]
-        self.width -= sequence.width
+        del self._sequences[bisect_left(self._sequences, sequence.preemption_key, key=_preemption_key)]
+        self.num_slots -= sequence.num_slots
 
 
 class WaitingQueue:
@@ -67,8 +67,8 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Adds the newest arrival, with its rank set."""
         self._by_arrival[sequence.id] = sequence
-        self.uncomputed_tokens += sequence.num_uncomputed
-        heappush(self._by_rank, (sequence.rank, sequence.id))
+        self.uncomputed_tokens += sequence.num_uncomputed_tokens
+        heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._turns.append(sequence.id)
 
     def first(self) -> Sequence:
@@ -79,21 +79,21 @@ class WaitingQueue:
             heappop(self._by_rank)
         return self._by_arrival[self._by_rank[0][1]]
 
-    def next_in_turn(self) -> Sequence:
+    def next_round_robin(self) -> Sequence:
         """Everyone in turn, again and again."""
         while (sequence_id := self._turns.popleft()) not in self._by_arrival:
             pass
         self._turns.append(sequence_id)
         return self._by_arrival[sequence_id]
 
-    def rank(self, sequence: Sequence, rank: float) -> None:
+    def reorder(self, sequence: Sequence, rank: float) -> None:
         """Moves one to where its new rank puts it."""
-        if rank != sequence.rank:
-            sequence.rank = rank
+        if rank != sequence.queue_key:
+            sequence.queue_key = rank
             heappush(self._by_rank, (rank, sequence.id))
             self._compact()
 
-    def admit(self, sequence: Sequence) -> None:
+    def remove_admitted(self, sequence: Sequence) -> None:
         """Takes one out because its turn has come; call it before anything of the sequence changes."""
         if self._max_overtakes is not None:
             insort(self._overtakers, sequence.id)
@@ -102,18 +102,18 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
         del self._by_arrival[sequence.id]
-        self.uncomputed_tokens -= sequence.num_uncomputed
+        self.uncomputed_tokens -= sequence.num_uncomputed_tokens
         self._compact()
         self._forget_overtakers()
 
     def _is_current(self, rank: float, sequence_id: int) -> bool:
         sequence = self._by_arrival.get(sequence_id)
-        return sequence is not None and sequence.rank == rank
+        return sequence is not None and sequence.queue_key == rank
 
     def _compact(self) -> None:
         """Throws out what has left, once that is most of the heap: constant work for each one that left."""
         if len(self._by_rank) > 2 * len(self._by_arrival) + 16:
-            self._by_rank = sorted((sequence.rank, sequence.id) for sequence in self._by_arrival.values())
+            self._by_rank = sorted((sequence.queue_key, sequence.id) for sequence in self._by_arrival.values())
         if len(self._turns) > 2 * len(self._by_arrival) + 16:
             self._turns = deque(self._by_arrival)
 

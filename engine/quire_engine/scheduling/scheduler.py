@@ -61,21 +61,21 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._clock = clock
         self._registry = Registry(config, kv_cache_manager, clock)
-        self._planner = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
-        self.waiting = self._planner.waiting
-        self.running = self._planner.running
-        self.swapped = self._planner.swapped
-        self.preempted = self._planner.preempted
+        self._batch_scheduler = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
+        self.waiting = self._batch_scheduler.waiting
+        self.running = self._batch_scheduler.running
+        self.swapped = self._batch_scheduler.swapped
+        self.preempted = self._batch_scheduler.preempted
         self._step = 0
-        self._committed = 0
-        self._under_way: deque[SchedulerOutput] = deque()
+        self._last_step = 0
+        self._in_flight: deque[SchedulerOutput] = deque()
         self._outputs: list[EngineCoreOutput] = []
-        self._complete: list[SequenceGroup] = []
+        self._complete_searches: list[SequenceGroup] = []
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
-        return len(self._registry) > 0 or bool(self._outputs) or bool(self._under_way)
+        return len(self._registry) > 0 or bool(self._outputs) or bool(self._in_flight)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
@@ -84,8 +84,8 @@ class Scheduler:
         if len(self.waiting) >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
         check_request(request, self.config, self.kv_cache_manager)
-        for sequence in self._registry.open(request):
-            self._planner.enter(sequence)
+        for sequence in self._registry.create(request):
+            self._batch_scheduler.add(sequence)
 
     def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
         """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
@@ -94,10 +94,10 @@ class Scheduler:
         group = self._registry.group(request_id)
         if group is None:
             return
-        ending = [index for index in indexes if index in group.open] if indexes else list(group.open)
-        if len(ending) == len(group.open):
+        ending = [index for index in indexes if index in group.unfinished] if indexes else list(group.unfinished)
+        if len(ending) == len(group.unfinished):
             self._abort_all(group)
-        elif group.beams is None:
+        elif group.beam_search is None:
             for index in ending:
                 self._abort_choice(group, index)
 
@@ -105,16 +105,18 @@ class Scheduler:
         """What the next step does. Empty when nothing can be computed, which may be for want of what the step under way
         makes; an empty plan need not be committed.
         """
-        assert len(self._under_way) < MAX_DEPTH, "more than one step ahead"
+        assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
         self._step += 1
-        ahead = bool(self._under_way)
-        plan = self._planner.plan(self._step, ahead=ahead)
-        for sequence in () if ahead else self._planner.starved:  # ahead of the commit that may end it, nobody starves
+        ahead = bool(self._in_flight)
+        plan = self._batch_scheduler.schedule(self._step, ahead=ahead)
+        for sequence in (
+            () if ahead else self._batch_scheduler.out_of_memory
+        ):  # ahead of the commit that may end it, nobody starves
             self.stats.out_of_memory += 1
             self._fail(sequence.group, _out_of_memory())
-        plan.ended = self._registry.take_ended(self._under_way)
+        plan.finished_seq_ids = self._registry.take_finished(self._in_flight)
         if not plan.is_empty:
-            self._under_way.append(plan)
+            self._in_flight.append(plan)
         return plan
 
     def split_for_retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
@@ -126,9 +128,9 @@ class Scheduler:
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
         """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
-        if self._under_way and self._under_way[0] is plan:
-            self._under_way.popleft()
-        self._committed = plan.step
+        if self._in_flight and self._in_flight[0] is plan:
+            self._in_flight.popleft()
+        self._last_step = plan.step
         self._count_copies(plan)
         for chunk in plan.chunks:
             sequence = self._registry.sequence(chunk.sequence_id)
@@ -146,7 +148,7 @@ class Scheduler:
     def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
-        admitted = sum(s.num_uncomputed for queue in (self.running, self.preempted) for s in queue)
+        admitted = sum(s.num_uncomputed_tokens for queue in (self.running, self.preempted) for s in queue)
         return EngineLoad(
             running=len(self.running),
             waiting=len(self.waiting) + len(self.preempted),
@@ -161,7 +163,7 @@ class Scheduler:
     def get_fragmentation(self) -> KVCacheFragmentation:
         """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
         device = measure_fragmentation(
-            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled) for sequence in self.running)
+            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled_tokens) for sequence in self.running)
         )
         if self.has_work:
             return device
@@ -173,7 +175,7 @@ class Scheduler:
         if sequence is None:
             return False
         if sequence.status is not SequenceStatus.RUNNING:
-            self._planner.lose(sequence)
+            self._batch_scheduler.invalidate_kv(sequence)
         return sequence.status is SequenceStatus.RUNNING
 
     def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
@@ -181,35 +183,35 @@ class Scheduler:
         if error is not None:
             self._fail(sequence.group, error)
             return
-        num_computed = len(chunk.token_ids)
+        num_computed_tokens = len(chunk.token_ids)
         if sequence.table.block_ids:  # else it has given way, and this was counted then
-            end = sequence.num_computed = chunk.start + num_computed
+            end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
             self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
-        self.stats.computed_tokens += num_computed
-        if chunk.targets:
-            self._tell_prompt(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
+        self.stats.computed_tokens += num_computed_tokens
+        if chunk.prompt_logprob_targets:
+            self._emit_prompt_logprobs(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
         if not chunk.draws:
             return
-        if sequence.group.beams is not None:
+        if sequence.group.beam_search is not None:
             self._collect(sequence, result.candidates[sequence.id])
         elif len(chunk.draws) == 1:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
         elif sequence.status is SequenceStatus.RUNNING:
-            self._part(sequence, chunk, result)
+            self._fork_choices(sequence, chunk, result)
         else:  # it gave way and has no blocks to share: the same tokens are drawn when it is back
-            self._planner.lose(sequence)
+            self._batch_scheduler.invalidate_kv(sequence)
 
-    def _part(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
+    def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
         """The first token of each choice is drawn, and each goes its own way."""
         self.running.remove(root)
-        self._registry.part(root)
+        self._registry.split(root)
         self.running.push(root)
         outputs = [root]
         for index, draw in enumerate(chunk.draws):
-            if index and index in root.group.open:
+            if index and index in root.group.unfinished:
                 outputs.append(self._registry.fork(root, draw.sequence_id, index))
-                self._planner.join(outputs[-1])
-        if root.index not in root.group.open:
+                self._batch_scheduler.start(outputs[-1])
+        if root.index not in root.group.unfinished:
             self._remove(outputs.pop(0))
         for sequence in outputs:
             self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
@@ -222,24 +224,24 @@ class Scheduler:
         if len(sequence.token_ids) >= sequence.limit:
             self._end(sequence, FinishReason.LENGTH, logprobs)
         else:
-            self._outputs.append(_news(sequence, logprobs))
+            self._outputs.append(_output_delta(sequence, logprobs))
 
     def _append(self, sequence: Sequence, token_id: int) -> None:
         sequence.token_ids.append(token_id)
         self.stats.generated_tokens += 1
-        if not sequence.timeline.first_token:
-            sequence.timeline.first_token = self._clock()
+        if not sequence.timings.first_token:
+            sequence.timings.first_token = self._clock()
 
-    def _tell_prompt(self, group: SequenceGroup, position: int, logprobs: list[TokenLogprobs]) -> None:
+    def _emit_prompt_logprobs(self, group: SequenceGroup, position: int, logprobs: list[TokenLogprobs]) -> None:
         """Tells each of the prompt's tokens once: after a preemption they are computed again."""
-        news = logprobs[group.num_told - position :] if position <= group.num_told else []
+        news = logprobs[group.next_prompt_logprob - position :] if position <= group.next_prompt_logprob else []
         if news:
-            index = next(iter(group.open))
+            index = next(iter(group.unfinished))
             output = EngineCoreOutput(
-                group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.num_told
+                group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.next_prompt_logprob
             )
-            output.cached_tokens = group.num_cached or 0
-            group.num_told += len(news)
+            output.cached_tokens = group.num_cached_tokens or 0
+            group.next_prompt_logprob += len(news)
             self._outputs.append(output)
 
     def _count_copies(self, plan: SchedulerOutput) -> None:
@@ -252,24 +254,24 @@ class Scheduler:
     def _collect(self, beam: Sequence, candidates: BeamCandidates) -> None:
         group = beam.group
         group.candidates[beam.id] = candidates
-        if len(group.candidates) == len(group.sequences) and group not in self._complete:
-            self._complete.append(group)
+        if len(group.candidates) == len(group.sequences) and group not in self._complete_searches:
+            self._complete_searches.append(group)
 
     def _advance_beams(self) -> None:
         """Every search whose beams are all there goes on. One of whose beams has been preempted meanwhile waits."""
-        if not self._complete:
+        if not self._complete_searches:
             return
-        ready = [group for group in self._complete if all(map(_is_ready, group.sequences.values()))]
-        self._complete = [group for group in self._complete if group.sequences and group not in ready]
+        ready = [group for group in self._complete_searches if all(map(_is_ready, group.sequences.values()))]
+        self._complete_searches = [group for group in self._complete_searches if group.sequences and group not in ready]
         for group in ready:
             if group.sequences:
                 self._advance(group)
 
     def _advance(self, group: SequenceGroup) -> None:
-        assert group.beams is not None
+        assert group.beam_search is not None
         beams = list(group.sequences.values())
-        histories = [(beam.token_ids[group.num_prompt :], group.candidates[beam.id]) for beam in beams]
-        continuations = group.beams.advance(histories)
+        histories = [(beam.token_ids[group.num_prompt_tokens :], group.candidates[beam.id]) for beam in beams]
+        continuations = group.beam_search.advance(histories)
         group.candidates.clear()
         if continuations:
             self._continue(group, beams, continuations)
@@ -279,9 +281,9 @@ class Scheduler:
     def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
         """Beams that go on more than once part, and those that do not go on leave."""
         for beam in beams:
-            if beam.width > 1:
+            if beam.num_slots > 1:
                 self.running.remove(beam)
-                beam.width = 1
+                beam.num_slots = 1
                 self.running.push(beam)
         successors: list[Sequence] = []
         taken: set[int] = set()
@@ -298,17 +300,17 @@ class Scheduler:
 
     def _fork_beam(self, parent: Sequence) -> Sequence:
         child = self._registry.fork(parent)
-        self._planner.join(child)
+        self._batch_scheduler.start(child)
         return child
 
     def _end_search(self, group: SequenceGroup) -> None:
-        assert group.beams is not None
-        if len(group.beams.finished) < len(group.open):
-            self._fail(group, _too_few_beams(len(group.beams.finished)))
+        assert group.beam_search is not None
+        if len(group.beam_search.finished) < len(group.unfinished):
+            self._fail(group, _too_few_beams(len(group.beam_search.finished)))
             return
         last = next(iter(group.sequences.values()))
-        for index, hypothesis in enumerate(group.beams.finished[: len(group.open)]):
-            output = self._final(last, index, hypothesis.finish_reason)
+        for index, hypothesis in enumerate(group.beam_search.finished[: len(group.unfinished)]):
+            output = self._finish_output(last, index, hypothesis.finish_reason)
             output.token_ids, output.position, output.score = hypothesis.token_ids, 0, hypothesis.score
             self._outputs.append(output)
         self._outputs[-1].ends_request = True
@@ -318,49 +320,51 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, logprobs: TokenLogprobs | None = None) -> None:
         """A choice has ended by itself."""
-        output = self._final(sequence, sequence.index, reason)
-        news = _news(sequence, logprobs)
+        output = self._finish_output(sequence, sequence.index, reason)
+        news = _output_delta(sequence, logprobs)
         output.token_ids, output.position, output.logprobs = news.token_ids, news.position, news.logprobs
         self._finish_choice(output, sequence.group)
         self._remove(sequence)
 
     def _abort_choice(self, group: SequenceGroup, index: int) -> None:
         """Ends one choice of several. Before they part there is no sequence of its own to end."""
-        own = next((each for each in group.sequences.values() if each.index == index and each.width == 1), None)
+        own = next((each for each in group.sequences.values() if each.index == index and each.num_slots == 1), None)
         sequence = own or next(iter(group.sequences.values()))
-        self._finish_choice(self._final(sequence, index, FinishReason.ABORT), group)
+        self._finish_choice(self._finish_output(sequence, index, FinishReason.ABORT), group)
         if own is not None:
             self._remove(own)
 
     def _abort_all(self, group: SequenceGroup) -> None:
         sequences = {each.index: each for each in group.sequences.values()}
         some = next(iter(group.sequences.values()))
-        for index in list(group.open):
-            self._finish_choice(self._final(sequences.get(index, some), index, FinishReason.ABORT), group)
+        for index in list(group.unfinished):
+            self._finish_choice(self._finish_output(sequences.get(index, some), index, FinishReason.ABORT), group)
         self._remove_all(group)
 
     def _fail(self, group: SequenceGroup, error: QuireError) -> None:
         """Ends a request with an error, all its choices together."""
-        output = self._final(next(iter(group.sequences.values())), next(iter(group.open)), FinishReason.ERROR)
+        output = self._finish_output(
+            next(iter(group.sequences.values())), next(iter(group.unfinished)), FinishReason.ERROR
+        )
         output.error, output.ends_request = error, True
         self._outputs.append(output)
         self._remove_all(group)
 
     def _finish_choice(self, output: EngineCoreOutput, group: SequenceGroup) -> None:
-        del group.open[output.index]
-        output.ends_request = not group.open
+        del group.unfinished[output.index]
+        output.ends_request = not group.unfinished
         self._outputs.append(output)
 
-    def _final(self, sequence: Sequence, index: int, reason: FinishReason) -> EngineCoreOutput:
+    def _finish_output(self, sequence: Sequence, index: int, reason: FinishReason) -> EngineCoreOutput:
         """The last output of a choice, without its tokens."""
-        sequence.timeline.finished = self._clock()
-        sequence.timeline.last_step = self._committed
+        sequence.timings.finished = self._clock()
+        sequence.timings.last_step = self._last_step
         return EngineCoreOutput(
             sequence.request.request_id,
-            position=sequence.num_reported,
+            position=sequence.num_output_sent,
             finish_reason=reason,
-            cached_tokens=sequence.group.num_cached or 0,
-            timeline=sequence.timeline,
+            cached_tokens=sequence.group.num_cached_tokens or 0,
+            timings=sequence.timings,
             index=index,
         )
 
@@ -370,21 +374,21 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         """The one way out for a sequence: leaves its queue, gives its blocks back, is forgotten."""
-        self._planner.leave(sequence)
+        self._batch_scheduler.remove(sequence)
         self.kv_cache_manager.free(sequence.table)
-        self._registry.close(sequence)
+        self._registry.free(sequence)
 
 
-def _news(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
     """What the outside has not seen of the sequence yet."""
-    group, position = sequence.group, sequence.num_reported
-    token_ids = sequence.token_ids[group.num_prompt + position :]
-    sequence.num_reported = position + len(token_ids)
+    group, position = sequence.group, sequence.num_output_sent
+    token_ids = sequence.token_ids[group.num_prompt_tokens + position :]
+    sequence.num_output_sent = position + len(token_ids)
     return EngineCoreOutput(
         group.request.request_id,
         token_ids,
         position,
-        cached_tokens=group.num_cached or 0,
+        cached_tokens=group.num_cached_tokens or 0,
         index=sequence.index,
         logprobs=() if logprobs is None else (logprobs,),
     )
@@ -397,7 +401,7 @@ def _error_of(chunk: ScheduledChunk, result: ModelOutput) -> QuireError | None:
 
 
 def _is_ready(beam: Sequence) -> bool:
-    return beam.status is SequenceStatus.RUNNING and beam.num_uncomputed == 0
+    return beam.status is SequenceStatus.RUNNING and beam.num_uncomputed_tokens == 0
 
 
 def _too_few_beams(count: int) -> QuireError:

@@ -12,7 +12,7 @@ from itertools import count
 from quire.v1 import engine_pb2 as pb
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_engine.core import Abort, Add, EngineCore, EngineCoreOutputs, Inspect
+from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot
 from quire_engine.kv.events import BlockStored
 from quire_engine.pace import PaceMeter
 from quire_engine.request import Request
@@ -144,7 +144,7 @@ class SessionHub:
             del self._live[key]
             self._spans.on_abandoned(key)
             if self._compilations.withdraw(key) is None:
-                self.core.send(Abort(key))
+                self.core.send(AbortRequest(key))
         self._ended.set()
 
     def submit(self, session: Session, message: pb.Submit) -> None:
@@ -162,7 +162,7 @@ class SessionHub:
         if not indexes and (request := self._compilations.withdraw(key)) is not None:
             self._end_early(key, abort_to_proto(request_id, request))
         else:
-            self.core.send(Abort(key, indexes))
+            self.core.send(AbortRequest(key, indexes))
 
     def publish(self, step: EngineCoreOutputs) -> None:
         """Takes in one step's news and hands every session its share: at once where it has requests, else in time."""
@@ -231,9 +231,9 @@ class SessionHub:
             self._compilations.start(request, grammar)
 
     def _run(self, request: Request, cancelled: Sequence[tuple[int, ...]] = ()) -> None:
-        self.core.send(Add(request))
+        self.core.send(AddRequest(request))
         for indexes in cancelled:
-            self.core.send(Abort(request.request_id, indexes))
+            self.core.send(AbortRequest(request.request_id, indexes))
 
     def _refuse(self, request: Request, error: QuireError) -> None:
         _, request_id = self._live[request.request_id]
@@ -260,7 +260,7 @@ class SessionHub:
         def reply(load: EngineLoad, stored: list[BlockStored]) -> None:
             loop.call_soon_threadsafe(self._register, session_id, load, stored, opened)
 
-        self.core.send(Inspect(reply))
+        self.core.send(GetSnapshot(reply))
         try:
             return await opened
         except asyncio.CancelledError:

@@ -31,7 +31,9 @@ def request_from_proto(message: pb.Submit, key: str) -> Request:
         output_token_ids=tuple(message.output_token_ids),
         cache_salt=message.cache_salt,
         traceparent=message.traceparent,
-        delivered=tuple(ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered),
+        resumed_outputs=tuple(
+            ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered
+        ),
         priority=message.priority,
     )
 
@@ -61,7 +63,7 @@ def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutp
 
 def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
     """The ends of all choices of a request that was cancelled before it reached the core."""
-    earlier = {delivered.index: delivered for delivered in request.history}
+    earlier = {delivered.index: delivered for delivered in request.all_resumed_outputs}
     ends: list[pb.SequenceOutput] = []
     for index in range(request.sampling.num_returned):
         delivered = earlier.get(index, ResumedOutput(index, ()))

@@ -96,8 +96,8 @@ class EngineMetrics:
             ("emit", times.emit),
         ):
             self._phases.labels(self._model, phase).observe(seconds)
-        if step.waste is not None:
-            self._set_waste(step.waste)
+        if step.fragmentation is not None:
+            self._set_waste(step.fragmentation)
         self._count()
 
     def _count(self) -> None:

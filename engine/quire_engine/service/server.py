@@ -18,7 +18,7 @@ from quire_proto.certificates import Certificates
 from quire_proto.supervise import SupervisedTask
 from quire_proto.tls import ServerTls
 
-from quire_engine.core import EngineCore, EngineCoreOutputs, Stop
+from quire_engine.core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.executor.base import Executor
 from quire_engine.pace import PaceMeter
 from quire_engine.scheduling.scheduler import Scheduler
@@ -86,7 +86,7 @@ class EngineServer:
         description.generation = secrets.randbits(64)
         self._core = EngineCore(scheduler, executor, self._publish)
         name = description.served_model_names[0]
-        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.silence)
+        self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
         spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
         pace = PaceMeter(executor.rates, executor.kv_cache_config.block_bytes)
@@ -114,7 +114,7 @@ class EngineServer:
         await self._drain()
         await beating.stop()
         await server.stop(grace=1.0)
-        self._core.send(Stop())
+        self._core.send(Shutdown())
         await asyncio.to_thread(thread.join, 5.0)
         await asyncio.to_thread(self._grammars.close)
         probes.close()
@@ -194,7 +194,7 @@ class EngineServer:
 
     def _is_live(self) -> bool:
         failing = any(task.failing for task in self._tasks)
-        return self._failure is None and not failing and self._core.silence < self._config.stall_timeout
+        return self._failure is None and not failing and self._core.seconds_since_progress < self._config.stall_timeout
 
     def _supervise(self, kind: str, work: Callable[[], Coroutine[Any, Any, None]]) -> SupervisedTask:
         """Begins a task that lives as long as the engine; ``/live`` says no while it keeps failing."""

@@ -114,7 +114,7 @@ class SpanBuilder:
 
     def _export_choice(self, traced: _Traced, output: EngineCoreOutput) -> None:
         """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
-        times = output.timeline
+        times = output.timings
         if times is None:
             return
         if not traced.told:
@@ -134,7 +134,7 @@ class SpanBuilder:
                 Attribute.FIRST_STEP: times.first_step,
             }
             read = times.first_token or end
-            early = [moment for moment in times.moments if moment.time < read]
+            early = [moment for moment in times.events if moment.time < read]
             self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
 
     def _export_decode(self, traced: _Traced, output: EngineCoreOutput, times: SequenceTimings) -> None:
@@ -150,15 +150,15 @@ class SpanBuilder:
             },
         )
         span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
-        _add_events(span, [moment for moment in times.moments if moment.time >= times.first_token])
+        _add_events(span, [moment for moment in times.events if moment.time >= times.first_token])
         span.end(times.finished)
 
     def _export_swaps(self, traced: _Traced, times: SequenceTimings) -> None:
         """A ``swap_out`` lasts for as long as the sequence was off the device."""
-        for index, moment in enumerate(times.moments):
+        for index, moment in enumerate(times.events):
             attributes = {Attribute.BLOCKS: moment.blocks}
             if moment.name == "swap_out":
-                later = times.moments[index + 1 :]
+                later = times.events[index + 1 :]
                 end = next((other.time for other in later if other.name == "swap_in"), times.finished)
                 self._span(Span.SWAP_OUT, traced.context, moment.time, end, attributes)
             elif moment.name == "swap_in":

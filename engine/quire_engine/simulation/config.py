@@ -25,7 +25,7 @@ from quire_engine.config import (
     Policy,
     SchedulingPolicy,
 )
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.simulated import VOCAB_SIZE
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.config import SchedulerConfig
@@ -83,9 +83,9 @@ class EngineSettings(CliSettings):
         return self
 
     @property
-    def latency(self) -> Latency:
+    def latency(self) -> LatencyModel:
         """The preset's, with what was set one by one."""
-        given = {field.name: getattr(self, field.name) for field in fields(Latency)}
+        given = {field.name: getattr(self, field.name) for field in fields(LatencyModel)}
         return replace(self._preset.latency, **{name: value for name, value in given.items() if value is not None})
 
     @property

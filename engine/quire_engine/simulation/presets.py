@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 
 PresetName = Literal["cpu", "a100-8b", "h100-8b"]
 
@@ -15,7 +15,7 @@ class Preset:
     device has left for them. ``max_model_len``: tokens of one sequence.
     """
 
-    latency: Latency
+    latency: LatencyModel
     token_bytes: int
     kv_bytes: int
     max_model_len: int
@@ -23,7 +23,7 @@ class Preset:
 
 PRESETS: Mapping[PresetName, Preset] = {
     "cpu": Preset(
-        Latency(
+        LatencyModel(
             tokens_per_second=3_300,
             weights_seconds=6.3e-3,
             context_seconds=0.5e-6,
@@ -37,7 +37,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         max_model_len=2_048,
     ),
     "a100-8b": Preset(
-        Latency(
+        LatencyModel(
             tokens_per_second=10_400,
             weights_seconds=9.6e-3,
             context_seconds=83e-9,
@@ -51,7 +51,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         max_model_len=131_072,
     ),
     "h100-8b": Preset(
-        Latency(
+        LatencyModel(
             tokens_per_second=29_700,
             weights_seconds=5.8e-3,
             context_seconds=51e-9,

@@ -106,7 +106,7 @@ class Recorder:
     def _sample(self, began: float, ended: float, step: EngineCoreOutputs) -> None:
         load, samples = step.load, self.samples
         waste = measure_fragmentation(
-            self.scheduler.kv_cache_manager, ((s.table, s.num_computed) for s in self.scheduler.running)
+            self.scheduler.kv_cache_manager, ((s.table, s.num_computed_tokens) for s in self.scheduler.running)
         )
         samples.time.append(ended)
         samples.duration.append(ended - began)

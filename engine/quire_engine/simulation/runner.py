@@ -9,7 +9,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams
 
 from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
@@ -30,7 +30,7 @@ class Simulation:
         self,
         limits: SchedulerConfig,
         capacity: KVCacheConfig,
-        latency: Latency,
+        latency: LatencyModel,
         *,
         seed: int = 0,
         prefix_caching: bool = True,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from quire.v1 import engine_pb2
-from quire_engine.executor.mixing import mix
+from quire_engine.executor.mixing import splitmix
 from quire_engine.kv.events import KVCacheEvent
 from quire_engine.kv.waste import count_leaked_blocks
 from quire_engine.scheduling.output import EngineCoreOutput
@@ -56,7 +56,7 @@ class FleetSimulation:
     def __init__(self, fleet: FleetShape, settings: EngineSettings, seed: int) -> None:
         self._fleet = fleet
         self._seed = seed
-        self._engines = [SimulatedEngine(settings, mix(seed, index)) for index in range(fleet.engines)]
+        self._engines = [SimulatedEngine(settings, splitmix(seed, index)) for index in range(fleet.engines)]
         self._news = [EngineNews(News(), News()) for _ in self._engines]
         shares: News[Message] = News()
         words = EngineWords(describe(settings), self._engines[0].report())
@@ -103,7 +103,7 @@ class FleetSimulation:
         return self._record()
 
     def _life(self, index: int, job: Job) -> Life:
-        router = mix(self._seed, index) % len(self._replicas)
+        router = splitmix(self._seed, index) % len(self._replicas)
         return Life(round(job.time * NANOSECONDS), job.tenant, job.num_prompt, router)
 
     # Requests

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from quire_engine.executor.mixing import mix, uniform
+from quire_engine.executor.mixing import splitmix, uniform
 from quire_engine.simulation.clock import NANOSECONDS
 
 from quire_router.simulation.recorder import Life, Record
@@ -38,7 +38,7 @@ def spread_over_tenants(jobs: Sequence[Job], tenants: int, seed: int) -> list[Jo
     """Each job is anybody's; with one tenant it has no name."""
     if tenants == 1:
         return list(jobs)
-    return [replace(job, tenant=f"tenant-{mix(seed, _WHO, index) % tenants}") for index, job in enumerate(jobs)]
+    return [replace(job, tenant=f"tenant-{splitmix(seed, _WHO, index) % tenants}") for index, job in enumerate(jobs)]
 
 
 def flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Job]:

@@ -5,12 +5,12 @@ This is what utilisation means here: at 1, requests bring as many seconds of suc
 
 from collections.abc import Sequence
 
-from quire_engine.executor.latency import Latency
+from quire_engine.executor.latency import LatencyModel
 
 from quire_router.simulation.workload import Job
 
 
-def work(job: Job, latency: Latency, tokens_per_step: int) -> float:
+def work(job: Job, latency: LatencyModel, tokens_per_step: int) -> float:
     """Seconds of one engine for one job: each of its tokens takes its part of a full step, sees all tokens before it,
     and is drawn if it is one of the output. What a step takes less than full costs is not counted, so that no engine
     is faster than this without a cache.
@@ -23,7 +23,7 @@ def work(job: Job, latency: Latency, tokens_per_step: int) -> float:
     return linear + _prefill(prompt, latency, tokens_per_step) + decode + output * latency.draw_seconds
 
 
-def _prefill(prompt: int, latency: Latency, tokens_per_step: int) -> float:
+def _prefill(prompt: int, latency: LatencyModel, tokens_per_step: int) -> float:
     """The attention of a prompt that is computed in chunks of whole steps."""
     seconds, start = 0.0, 0
     while start < prompt:
@@ -34,6 +34,6 @@ def _prefill(prompt: int, latency: Latency, tokens_per_step: int) -> float:
     return seconds
 
 
-def span(jobs: Sequence[Job], utilisation: float, engines: int, latency: Latency, tokens_per_step: int) -> float:
+def span(jobs: Sequence[Job], utilisation: float, engines: int, latency: LatencyModel, tokens_per_step: int) -> float:
     """Seconds within which the jobs have to arrive, for ``utilisation`` of so many engines."""
     return sum(work(job, latency, tokens_per_step) for job in jobs) / (utilisation * engines)

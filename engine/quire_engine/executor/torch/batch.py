@@ -92,7 +92,7 @@ def pack(chunks: Sequence[ScheduledChunk], block_size: int) -> StepBatch:
         draws=[draw for chunk in sampled for draw in chunk.draws],
         draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
         draw_waits=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.draws],
-        scored=[chunk for chunk in chunks if chunk.targets],
+        scored=[chunk for chunk in chunks if chunk.prompt_logprob_targets],
         pending_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID],
     )
 
@@ -132,7 +132,7 @@ def place(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor) ->
 
 def _target_rows(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> torch.Tensor:
     """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
-    counts = np.fromiter((len(chunk.targets) for chunk in chunks), np.int64, len(chunks))
+    counts = np.fromiter((len(chunk.prompt_logprob_targets) for chunk in chunks), np.int64, len(chunks))
     bounds = _bounds(counts)
     return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
 

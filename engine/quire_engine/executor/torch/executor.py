@@ -140,7 +140,7 @@ class TorchExecutor:
         wait for the step, whatever it is that takes long there.
         """
         result = ModelOutput()
-        self._sampler.remove_finished(plan.ended)
+        self._sampler.remove_finished(plan.finished_seq_ids)
         with device_errors(), computing(self._device):
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)

@@ -85,7 +85,13 @@ def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChun
     draw = SampleRequest(number, COSTLY, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
     return ScheduledChunk(
-        number, tokens, 0, blocks, (draw,), targets=tokens[1 : SCORED_TOKENS + 1], num_top=MAX_LOGPROBS
+        number,
+        tokens,
+        0,
+        blocks,
+        (draw,),
+        prompt_logprob_targets=tokens[1 : SCORED_TOKENS + 1],
+        num_prompt_logprobs=MAX_LOGPROBS,
     )
 
 
