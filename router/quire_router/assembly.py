@@ -44,7 +44,7 @@ class Parts:
     """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
 
     def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
-        metrics.begin(settings.models, ATTEMPT_FAILURES)
+        metrics.init_series(settings.models, ATTEMPT_FAILURES)
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
         self.fleet = EnginePool(
@@ -98,7 +98,7 @@ class Parts:
             self.peers.start()
         if self._teller is not None:
             ending.push_async_callback(self._teller.close)
-            self.lifecycle.on_load(self._teller.changed)
+            self.lifecycle.on_load_changed(self._teller.changed)
             self._teller.start()
         ending.push_async_callback(self.load.close)
         ending.push_async_callback(self.fleet.close)
@@ -128,7 +128,7 @@ class Parts:
             limits=limits,
             request_timeout=settings.request_timeout,
             max_background=settings.max_concurrent_requests,
-            tell_route=settings.debug_route,
+            expose_route=settings.debug_route,
         )
 
 

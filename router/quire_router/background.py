@@ -12,7 +12,7 @@ from quire_router.generation import Delta
 
 log = logging.getLogger(__name__)
 
-RETRY_FULL = 5.0  # seconds
+RETRY_AFTER = 5.0  # seconds
 MAX_ORPHANS = 256  # answers beyond which no more are to be taken up that others left
 MAX_ORPHAN_TOKENS = 16_777_216  # of all that was taken up and runs, prompts and answers so far: 64 MiB
 
@@ -26,22 +26,22 @@ class BackgroundRequests:
         self._tokens = 0
 
     @property
-    def wants_more(self) -> bool:
+    def has_orphan_capacity(self) -> bool:
         """Whether there are so few, and so little, that what others left is to be taken up as well: after a router died
         all that it had comes at once.
         """
         return len(self._tasks) < min(MAX_ORPHANS, self._limit) and self._tokens < MAX_ORPHAN_TOKENS
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises ``QuireError`` OVERLOADED when there are as many as there may be."""
         if len(self._tasks) >= self._limit:
             metrics.REJECTIONS.labels(ErrorCode.OVERLOADED.name.lower()).inc()
             message = f"{self._limit} requests run in the background, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_FULL, reason="background_full")
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_AFTER, reason="background_full")
 
     def run(self, answer: AsyncGenerator[Delta], tokens: int = 0) -> None:
         """Begins to read an answer, which was taken up with so many ``tokens`` where others left it."""
-        task = asyncio.create_task(_exhaust(answer), name="background request")
+        task = asyncio.create_task(_read_to_end(answer), name="background request")
         self._tasks.add(task)
         self._tokens += tokens
 
@@ -57,7 +57,7 @@ class BackgroundRequests:
             await asyncio.wait(self._tasks)
 
 
-async def _exhaust(answer: AsyncGenerator[Delta]) -> None:
+async def _read_to_end(answer: AsyncGenerator[Delta]) -> None:
     try:
         async with aclosing(answer) as deltas:
             async for _ in deltas:

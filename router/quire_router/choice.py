@@ -22,7 +22,7 @@ class Choice:
         self.last_token: float | None = None
         self._text = text
 
-    def take(self, output: Output) -> Delta:
+    def process(self, output: Output) -> Delta:
         """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
         after the one that completed it do not belong to it, nor do their log-probabilities.
         """
@@ -38,17 +38,17 @@ class Choice:
         self.token_ids += token_ids
         return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
 
-    def conclude(self, reason: FinishReason) -> Delta:
+    def finish(self, reason: FinishReason) -> Delta:
         """The last piece of a choice that ends without an engine's word."""
-        return self.take(Output([], len(self.token_ids), reason))
+        return self.process(Output([], len(self.token_ids), reason))
 
 
-def open_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
+def create_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
     """So many choices of a request, with nothing in them yet."""
-    return [Choice(index, _open(generation, text)) for index in range(count)]
+    return [Choice(index, _open_text(generation, text)) for index in range(count)]
 
 
-def _open(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
+def _open_text(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
     return text.new_output_stream(
         generation.prompt_token_ids,
         generation.stop,

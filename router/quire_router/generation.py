@@ -83,7 +83,7 @@ def _logprobs_per_token(most_probable: int | None) -> int:
 
 
 def prompt_request_id(request_id: str, number: int) -> str:
-    """The id of another prompt's generation, after the first; no request's own has ``PART`` in it."""
+    """The id of another prompt's generation, after the first; no request's own has ``CHUNK_TOKENS`` in it."""
     return f"{request_id}{PROMPT_SEPARATOR}{number}"
 
 

@@ -31,8 +31,8 @@ class RequestRegistry:
         self.on_change: Callable[[], None] = lambda: None
         self._requests: dict[str, RequestState] = {}
         self._of_model: Counter[str] = Counter()
-        self._none = asyncio.Event()
-        self._none.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._draining = self._drained = False
 
     def __len__(self) -> int:
@@ -55,39 +55,39 @@ class RequestRegistry:
         """Whether the router's time is over."""
         return self._drained
 
-    def check_door(self) -> None:
+    def check_accepting(self) -> None:
         """Raises ``QuireError`` UNAVAILABLE once the router is shutting down."""
         if self._draining:
             metrics.REJECTIONS.labels("unavailable").inc()
             raise shutting_down_error()
 
-    def check_id(self, request_id: str) -> None:
+    def check_unused(self, request_id: str) -> None:
         """Raises ``QuireError`` INTERNAL for an id that is in use."""
         if request_id in self._requests:
             log.error("request id %s is in use twice", request_id)
             raise internal()
 
     @contextmanager
-    def entered(self, progress: RequestState) -> Iterator[None]:
+    def track(self, progress: RequestState) -> Iterator[None]:
         """The request is in flight; all of that is undone here, on every way out, and an answer that is not complete by
         then is left.
         """
         model, timers = progress.generation.model, self._start_timers(progress)
         self._requests[progress.id] = progress
-        self._none.clear()
+        self._idle.clear()
         self._count(model, 1)
         metrics.PROMPT_TOKENS.labels(model).inc(len(progress.generation.prompt_token_ids))
         try:
             yield
         finally:
-            _leave(progress)
+            _release_or_abort(progress)
             for timer in timers:
                 timer.cancel()
             self._count(model, -1)
             if self._requests.get(progress.id) is progress:  # else the same came twice, and the journal held neither
                 del self._requests[progress.id]
             if not self._requests:
-                self._none.set()
+                self._idle.set()
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Closes the door, lets requests end within ``timeout`` seconds, then ends the rest with UNAVAILABLE, for
@@ -96,7 +96,7 @@ class RequestRegistry:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                await self._none.wait()
+                await self._idle.wait()
         except TimeoutError:
             for progress in list(self._requests.values()):
                 progress.interrupt(shutting_down_error())
@@ -124,13 +124,13 @@ class RequestRegistry:
         """What ends the request when its time is over, and only its answer when that of its reader is."""
         error = QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
         ends: list[tuple[float | None, Callable[[], None]]] = [
-            (self._seconds(progress.generation), partial(progress.interrupt, error)),
-            (progress.reader.seconds_left, progress.dismiss),
+            (self._timeout_for(progress.generation), partial(progress.interrupt, error)),
+            (progress.consumer.seconds_left, progress.end_for_consumer),
         ]
         loop = asyncio.get_running_loop()
         return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
 
-    def _seconds(self, generation: GenerationRequest) -> float | None:
+    def _timeout_for(self, generation: GenerationRequest) -> float | None:
         """How long a request may take from now on."""
         if generation.deadline is None:
             return self._timeout
@@ -143,11 +143,11 @@ def unavailable(message: str) -> QuireError:
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
 
 
-def _leave(progress: RequestState) -> None:
+def _release_or_abort(progress: RequestState) -> None:
     """The client left before the answer was complete: it may come back for the rest of some requests, unless somebody
     cancelled them.
     """
     if progress.resumable and not progress.cancelled:
-        progress.leave()
+        progress.release()
     else:
         progress.finish(FinishReason.ABORT)

@@ -42,14 +42,14 @@ _TEMPORARY = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 class RequestRunner:
     """Runs requests that passed the validator.
 
-    ``routing`` finds an engine, and ``limits`` say what a tenant may ask for. A request whose engine is lost is
+    The dispatcher finds an engine, and ``limits`` hold what a tenant may use. A request whose engine is lost is
     submitted to another, ``max_attempts`` times in all without a token between them, and its client sees a pause;
-    engines that are too full to take it do not count. ``request_timeout`` seconds, where given, end a request with
-    DEADLINE, as its own deadline does. At most ``max_background`` requests run without a listener. With ``tell_route``
-    the first piece of an attempt says where it runs.
+    engines that are too full to accept it do not count. ``request_timeout`` seconds, where given, end a request with
+    DEADLINE, as its own deadline does. At most ``max_background`` requests run without a client. With
+    ``expose_route`` the first delta of an attempt says where it runs.
 
-    Requests outlive this router: whatever ends one here without a word from its engine or its client leaves a record
-    that another router, or this one, can go on with (``resume``).
+    Requests outlive this router: a request that ends here without its engine or its client having ended it leaves a
+    record that another router, or this one, can continue (``resume``).
     """
 
     def __init__(
@@ -64,33 +64,33 @@ class RequestRunner:
         request_timeout: float | None = None,
         max_attempts: int = 3,
         max_background: int = 4096,
-        tell_route: bool = False,
+        expose_route: bool = False,
     ) -> None:
         self._fleet = fleet
         self._placer = placer
-        self._routing = routing
+        self._dispatcher = routing
         self._journal = journal
         self._texts = texts
         self._limits = limits or RateLimiter(Tenants())
         self._max_attempts = max_attempts
-        self._tell_route = tell_route
-        self._here = RequestRegistry(request_timeout)
+        self._expose_route = expose_route
+        self._registry = RequestRegistry(request_timeout)
         self._background = BackgroundRequests(max_background)
-        self._resumption = RequestResumer(journal, texts, self._here, self._background, self._go_on)
-        journal.set_listener(self._here)
+        self._resumer = RequestResumer(journal, texts, self._registry, self._background, self._resume_claimed)
+        journal.set_listener(self._registry)
 
     @property
     def in_flight(self) -> int:
         """Requests that have begun and not ended."""
-        return len(self._here)
+        return len(self._registry)
 
     def load(self, model: str) -> int:
         """Requests of the model that have begun and not ended."""
-        return self._here.of_model(model)
+        return self._registry.of_model(model)
 
-    def on_load(self, changed: Callable[[], None]) -> None:
+    def on_load_changed(self, changed: Callable[[], None]) -> None:
         """``changed`` is called from now on when some model's ``load`` is another one."""
-        self._here.on_change = changed
+        self._registry.on_change = changed
 
     # What the API asks (see ``api.backend.Runner``)
 
@@ -106,11 +106,11 @@ class RequestRunner:
         self, generation: GenerationRequest, siblings: PromptGroup | None = None
     ) -> AsyncGenerator[Delta] | None:
         """As ``run``, but None when there is a record of this id already."""
-        self._here.check_door()
-        if generation.request_id in self._here:
+        self._registry.check_accepting()
+        if generation.request_id in self._registry:
             return None  # also where the journal had no room for it
         with ExitStack() as undo:
-            bill = undo.enter_context(await self._charge(generation))
+            bill = undo.enter_context(await self._reserve(generation))
             lease = await self._journal.open_if_absent(generation)
             if lease is None:
                 return None
@@ -122,10 +122,10 @@ class RequestRunner:
         """Runs a request without a listener; False when there is a record of this id already, which is taken up where
         nobody else is at it.
         """
-        self._background.check_room()
+        self._background.check_capacity()
         answer = await self.run_once(generation)
         if answer is None:
-            await self._resumption.adopt_one(generation.request_id)
+            await self._resumer.claim_orphan(generation.request_id)
             return False
         self._background.run(answer)
         return True
@@ -139,56 +139,56 @@ class RequestRunner:
         records = await self._journal.statuses(request_ids, confirm_missing=surely)
         for record in records:
             if record is not None and record.generation.background:
-                await self._resumption.adopt_left(record)
+                await self._resumer.claim_if_orphaned(record)
         return records
 
     def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
         """The answer to an earlier request, with what is before ``mark`` as told; see ``Runner.resume``."""
         reader = ResponseConsumer(context.get_current(), cursor=mark, deadline=deadline)
-        return DeltaStream(self._resumption.resume(record.generation, reader, mark), reader.direct_path)
+        return DeltaStream(self._resumer.resume(record.generation, reader, mark), reader.direct_path)
 
     async def cancel(self, request_id: str) -> bool:
         """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
         that has not ended.
         """
-        if request_id not in self._here:
+        if request_id not in self._registry:
             return await self._journal.cancel(request_id)
-        self._here.on_cancelled(request_id)
+        self._registry.on_cancelled(request_id)
         return True
 
     async def delete(self, request_id: str) -> bool:
         """Forgets what has ended, and ends what has not for that; False when nothing is remembered of it."""
-        here = request_id in self._here
-        self._here.on_cancelled(request_id)
+        here = request_id in self._registry
+        self._registry.on_cancelled(request_id)
         return await self._journal.delete(request_id) or here
 
     # The router's life
 
-    async def adopt(self) -> int:
-        """See ``RequestResumer.adopt``."""
-        return await self._resumption.adopt()
+    async def claim_orphans(self) -> int:
+        """See ``RequestResumer.claim_orphans``."""
+        return await self._resumer.claim_orphans()
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Refuses new requests from now on, lets running ones end within ``timeout`` seconds, then ends the rest with
         UNAVAILABLE, for others to go on with; their generators raise it when they are next iterated.
         """
-        await self._here.drain(timeout)
+        await self._registry.drain(timeout)
         await self._background.wait()
 
     # The story
 
     async def _run(self, generation: GenerationRequest, reader: ResponseConsumer) -> AsyncGenerator[Delta]:
-        self._here.check_door()
-        self._here.check_id(generation.request_id)
+        self._registry.check_accepting()
+        self._registry.check_unused(generation.request_id)
         with ExitStack() as undo:
-            bill = undo.enter_context(await self._charge(generation))
+            bill = undo.enter_context(await self._reserve(generation))
             lease = self._journal.open(generation)
             undo.pop_all()
         async with aclosing(self._begin(generation, lease, bill, reader)) as answer:
             async for delta in answer:
                 yield delta
 
-    def _go_on(self, record: RequestRecord, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
+    def _resume_claimed(self, record: RequestRecord, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
         """The rest of a request that was claimed. It was charged where it began. Its deadline was that of another
         reader, unless it runs for none.
         """
@@ -213,7 +213,7 @@ class RequestRunner:
         try:
             text = self._texts[generation.model]
             progress = RequestState(generation, text, self._journal, lease, reader, record=record, bill=bill)
-            ending.enter_context(self._here.entered(progress))
+            ending.enter_context(self._registry.track(progress))
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)
             self._journal.finish(lease, FinishReason.ERROR, encode_error(internal()))
@@ -236,12 +236,12 @@ class RequestRunner:
                 raise internal() from None
 
     async def _attempts(self, progress: RequestState) -> AsyncGenerator[Delta]:
-        await progress.reread()
-        for delta in progress.recover():
+        await progress.replay_record()
+        for delta in progress.finish_complete_choices():
             yield delta
         if progress.finish_reason is not None:
             return
-        decision = await self._routing.begin(progress)
+        decision = await self._dispatcher.first(progress)
         while decision is not None:
             try:
                 async with aclosing(self._attempt(progress, decision)) as deltas:
@@ -249,26 +249,26 @@ class RequestRunner:
                         yield delta
                 return
             except (EngineFull, EngineLost) as problem:
-                self._note(progress, decision.engine_id, problem)
-            for delta in progress.recover():
+                self._record_failure(progress, decision.engine_id, problem)
+            for delta in progress.finish_complete_choices():
                 yield delta
             if progress.ended:
                 return
-            decision = await self._routing.again(progress)
-        for delta in progress.conclude(FinishReason.ABORT):
+            decision = await self._dispatcher.next(progress)
+        for delta in progress.finish_open_choices(FinishReason.ABORT):
             yield delta
 
     async def _attempt(self, progress: RequestState, decision: Decision) -> AsyncGenerator[Delta]:
-        route = route_header(decision) if self._tell_route else ""
+        route = route_header(decision) if self._expose_route else ""
         progress.attempt += 1
         with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
-            submission = progress.submission(traceparent(span))
+            submission = progress.build_submit(traceparent(span))
             pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
             with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
                 self._placer.placed(decision, progress.generation)
-                progress.follow(outputs)
+                progress.attach_stream(outputs)
                 async for output in outputs:
-                    deltas = progress.take(output)
+                    deltas = progress.process_output(output)
                     if route and deltas:
                         deltas[0], route = replace(deltas[0], route=route), ""
                     if progress.ended:
@@ -279,7 +279,7 @@ class RequestRunner:
         for delta in deltas:
             yield delta
 
-    def _note(self, progress: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
+    def _record_failure(self, progress: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
         """What became of an attempt. Raises ``QuireError`` after too many that came to nothing."""
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
@@ -293,7 +293,7 @@ class RequestRunner:
 
     # Begin and end
 
-    async def _charge(self, generation: GenerationRequest) -> Reservation:
+    async def _reserve(self, generation: GenerationRequest) -> Reservation:
         """What the request may use, charged before there is a record of it: who is refused may ask again."""
         return await self._limits.reserve(generation.tenant, generation.request_id, generation.max_cost)
 
@@ -303,8 +303,8 @@ class RequestRunner:
         again, but not after it lost too many engines, because it may be what they die of.
         """
         lost = progress.generation.background and progress.losses >= self._max_attempts
-        if progress.dismissed or (error.code in _TEMPORARY and progress.resumable and not lost):
-            progress.leave()
+        if progress.consumer_expired or (error.code in _TEMPORARY and progress.resumable and not lost):
+            progress.release()
         else:
-            progress.reader.prompt_group.failed = True
+            progress.consumer.prompt_group.failed = True
             progress.finish(FinishReason.ERROR, encode_error(error))

@@ -104,7 +104,7 @@ STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another rout
 TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
 
 
-def begin(models: Iterable[str], losses: Iterable[str]) -> None:
+def init_series(models: Iterable[str], losses: Iterable[str]) -> None:
     """The series of what has not happened yet: without them, a rate does not see the first time."""
     for model in models:
         PARKED.labels(model)

@@ -1,4 +1,4 @@
-"""What one request has come to: its choices, its record and how it ends. Does no I/O and chooses no engine."""
+"""The state of one request: its choices, its journal record and how it ends. Does no I/O and chooses no engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,36 +15,36 @@ from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router import metrics
 from quire_router.admission.limits import Reservation
-from quire_router.choice import Choice, open_choices
+from quire_router.choice import Choice, create_choices
 from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.namespace import Names
 from quire_router.reader import ResponseConsumer, deadline_exceeded
-from quire_router.retelling import as_told, in_parts, in_turns, parted, with_usage
+from quire_router.retelling import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.selection import BestOfSelection
 from quire_router.tally import token_metrics
 
 RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""
 
-_GRAVITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+_BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
 
 
 class RequestState:
-    """A request between its first and its last piece.
+    """A request between its first and its last delta.
 
-    ``lease`` is on its record, and ``bill`` what it was charged; ``caller`` is the trace context that it came with.
-    ``interrupted`` is done once somebody else than the engine ends the request: with an error, or with None when it was
-    cancelled; it is ``dismissed`` when that was because the ``reader``'s time was over. ``refused_by`` are the engines
-    that were too full, ``attempt`` counts those that it was sent to, and ``losses`` those that were lost since the last
-    token. ``names`` are those of its prompt's blocks that were needed so far. ``finish_reason`` is None until the
-    record is closed; of several choices the gravest reason counts.
+    ``lease`` is on its journal record, and ``bill`` what it was charged; ``trace_context`` is the one that it came
+    with. ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
+    when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
+    ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and ``losses``
+    those that were lost since the last token. ``names`` are the hashes of its prompt's blocks that were needed so far.
+    ``finish_reason`` is None until the record is closed; of several choices the most severe reason counts.
 
-    A request that goes on from its ``record`` begins with what that holds, once it was ``reread``; nothing of that is
-    told again. Its client may have had more than was written down: what is before its reader's mark comes as told. It
-    is ``restored``, so it was admitted before.
+    A request that continues from its ``record`` begins with what that holds, after ``replay_record``; nothing of that
+    is emitted again. Its client may have received more than was written down: what is before its consumer's cursor is
+    emitted as replayed. It is ``restored``: it was admitted before.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RequestState:
         bill: Reservation | None = None,
     ) -> None:
         self.generation = generation
-        self.caller = reader.trace_context
+        self.trace_context = reader.trace_context
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
@@ -69,24 +69,24 @@ class RequestState:
         self._text = text
         self._journal = journal
         self._lease = lease
-        self.reader = reader
-        self.dismissed = False
-        self._mark = reader.cursor
+        self.consumer = reader
+        self.consumer_expired = False
+        self._cursor = reader.cursor
         self._bill = bill
-        self._shortcut = reader.direct_path
+        self._direct_path = reader.direct_path
         self.restored = record is not None
         self._outputs: OutputStream | None = None
-        self._told = [0] * generation.params.n
-        self._reasons: list[FinishReason | None] = [None] * generation.params.n
+        self._recorded = [0] * generation.params.n
+        self._finish_reasons: list[FinishReason | None] = [None] * generation.params.n
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._start_choices()
         self._began = monotonic()
-        self._heard = False
+        self._first_token_seen = False
         self.losses = 0
-        self._made_at_loss = 0
+        self._tokens_at_loss = 0
         self._refusals = 0
-        self._unread: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
-        self._tally = token_metrics(generation.model)
+        self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
+        self._token_metrics = token_metrics(generation.model)
 
     @property
     def id(self) -> str:
@@ -101,61 +101,63 @@ class RequestState:
     @property
     def usage(self) -> Usage:
         """Tokens so far: the prompt once, and the outputs of all choices, also of those that are not told."""
-        made = sum(len(each.token_ids) for each in self._unread or self._choices)
+        made = sum(len(each.token_ids) for each in self._unreplayed or self._choices)
         return Usage(len(self.generation.prompt_token_ids), made, self.cached_tokens or 0)
 
     @property
-    def begun(self) -> bool:
+    def has_output(self) -> bool:
         """Whether anything of the answer was told."""
-        return bool(self._unread) or any(self._told) or any(reason is not None for reason in self._reasons)
+        return (
+            bool(self._unreplayed) or any(self._recorded) or any(reason is not None for reason in self._finish_reasons)
+        )
 
     @property
     def resumable(self) -> bool:
         """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
         if only that of another of its prompts. Nobody does where another prompt's error ended the answer for good.
         """
-        generation, siblings = self.generation, self.reader.prompt_group
+        generation, siblings = self.generation, self.consumer.prompt_group
         if siblings.failed:
             return False
         if generation.background or generation.digest:
             return True
-        return generation.stream and (self.begun or self.restored or siblings.begun)
+        return generation.stream and (self.has_output or self.restored or siblings.begun)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
         """Why each choice has ended; none before the request has."""
         end = self.finish_reason
-        return [] if end is None else [reason or end for reason in self._reasons]
+        return [] if end is None else [reason or end for reason in self._finish_reasons]
 
-    async def reread(self) -> None:
+    async def replay_record(self) -> None:
         """Brings every choice to where the record leaves it, in turns with others: there may be much of it. To be done
         before anything else is asked of the answer.
         """
-        if not self._unread:
+        if not self._unreplayed:
             return
-        async for piece in in_turns(in_parts(self._unread)):
+        async for piece in yielding_to_loop(chunked(self._unreplayed)):
             choice = self._choices[piece.index]
-            choice.take(Output(piece.token_ids, len(choice.token_ids), piece.finish_reason))
+            choice.process(Output(piece.token_ids, len(choice.token_ids), piece.finish_reason))
             if piece.prompt_logprobs:
                 self._prompt_logprobs = []
-        self._unread = []
-        self._told = [len(choice.token_ids) for choice in self._choices]
-        self._reasons = [choice.finish_reason for choice in self._choices]
-        self._unfinished = self._reasons.count(None)
-        self._heard = self.begun
+        self._unreplayed = []
+        self._recorded = [len(choice.token_ids) for choice in self._choices]
+        self._finish_reasons = [choice.finish_reason for choice in self._choices]
+        self._unfinished = self._finish_reasons.count(None)
+        self._first_token_seen = self.has_output
 
     def count_loss(self) -> None:
         """An engine was lost."""
         made = self.usage.completion_tokens
-        self.losses = 1 if made > self._made_at_loss else self.losses + 1
-        self._made_at_loss = made
+        self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
+        self._tokens_at_loss = made
 
     def count_refusal(self, engine_id: str) -> None:
         """An engine was too full to take the request."""
         self._refusals += 1
         self.refused_by.add(engine_id)
 
-    def submission(self, traceparent: str) -> engine_pb2.Submit:
+    def build_submit(self, traceparent: str) -> engine_pb2.Submit:
         """The request from where it stands: its prompt, and what came of each choice."""
         generation, params = self.generation, self.generation.params
         if self._prompt_logprobs is not None:
@@ -168,15 +170,15 @@ class RequestState:
             sampling=sampling_to_proto(params),
             cache_salt=generation.cache_salt,
             traceparent=traceparent,
-            delivered=() if alone else map(_delivered, filter(_has_begun, self._choices)),
+            delivered=() if alone else map(_delivered, filter(_has_output, self._choices)),
             priority=generation.priority,
         )
 
-    def follow(self, outputs: OutputStream) -> None:
+    def attach_stream(self, outputs: OutputStream) -> None:
         """From now on an interruption ends ``outputs``, and pieces come by the shortcut where they can."""
         self._outputs = outputs
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
-            outputs.sink = self.pass_on
+            outputs.sink = self.try_direct_write
 
     def interrupt(self, error: QuireError | None) -> None:
         """Ends the request from outside: with ``error``, or as cancelled. The first interruption counts."""
@@ -188,9 +190,9 @@ class RequestState:
         elif self._outputs is not None and error is not None:
             self._outputs.fail(error)
 
-    def dismiss(self) -> None:
+    def end_for_consumer(self) -> None:
         """Ends the answer because its reader's time is over: the request is left to whoever reads on."""
-        self.dismissed = not self.interrupted.done()
+        self.consumer_expired = not self.interrupted.done()
         self.interrupt(deadline_exceeded())
 
     @property
@@ -204,12 +206,12 @@ class RequestState:
         if error is not None:
             raise error
 
-    def take(self, output: Output) -> list[Delta]:
+    def process_output(self, output: Output) -> list[Delta]:
         """The pieces that an engine's output makes, journalled; the end of the last choice finishes the request. Raises
         the error that the output ends with.
         """
         if output.error is not None:
-            raise _for_client(output.error)
+            raise _client_error(output.error)
         if output.deltas is not None:
             return output.deltas
         if self.cached_tokens is None:
@@ -217,20 +219,20 @@ class RequestState:
         if output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs
         choice, reason = self._choices[output.index], output.finish_reason
-        deltas = self._read(choice, output)
+        deltas = self._to_deltas(choice, output)
         if deltas[-1].finish_reason is not reason and self._outputs is not None:
             self._outputs.cancel(choice.index)  # a stop string, of which the engine knows nothing
-        return self._tell(deltas)
+        return self._emit(deltas)
 
-    def pass_on(self, output: Output) -> bool:
-        """Takes an output by the shortcut: its pieces are written at once. False where it has to be given to ``take``,
-        and to be delivered by the task that reads this request: there is no writer, or a choice ends. Where a stop
-        string in the text ended it, the output has its deltas already.
+    def try_direct_write(self, output: Output) -> bool:
+        """Processes an output and writes its deltas to the sink at once. Returns False if the task that reads the
+        stream has to deliver it, through ``process_output``: there is no open sink, or a choice ends. If a stop string
+        in the text ended it, the output carries its deltas already.
         """
-        writer = self._shortcut.sink
+        writer = self._direct_path.sink
         if writer is None or not writer.is_open or output.finish_reason is not None:
             return False
-        deltas = self.take(output)
+        deltas = self.process_output(output)
         if self._choices[output.index].finish_reason is not None:
             output.deltas = deltas  # a stop string
             return False
@@ -238,11 +240,11 @@ class RequestState:
             writer.write(delta)
         return True
 
-    def conclude(self, reason: FinishReason) -> list[Delta]:
+    def finish_open_choices(self, reason: FinishReason) -> list[Delta]:
         """The last pieces of a request whose choices end without an engine's word, finished."""
-        return self._tell([choice.conclude(reason) for choice in self._choices if choice.finish_reason is None])
+        return self._emit([choice.finish(reason) for choice in self._choices if choice.finish_reason is None])
 
-    def recover(self) -> list[Delta]:
+    def finish_complete_choices(self) -> list[Delta]:
         """What remains to be told where no engine is at work: the ends of choices that lack nothing but its word, and
         that of a record that lacks nothing but its own. The others go on from where they are, but a beam search begins
         anew: another engine's beams need not be the same.
@@ -252,7 +254,7 @@ class RequestState:
             self._start_choices()
             return []
         complete = [choice for choice in self._choices if _is_complete(choice, params.max_tokens)]
-        return self._tell([choice.conclude(FinishReason.LENGTH) for choice in complete])
+        return self._emit([choice.finish(FinishReason.LENGTH) for choice in complete])
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
         """Closes the record and counts the request; the first end counts. One that was cancelled here ends as that:
@@ -264,7 +266,7 @@ class RequestState:
             self._journal.finish(self._lease, reason, error, self.usage)
             self._close(reason)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Ends the request here and leaves its record to whoever goes on with it; the first end counts."""
         if self.finish_reason is None:
             self._journal.release(self._lease)
@@ -277,7 +279,7 @@ class RequestState:
         if self._bill is not None:
             self._settle(self._bill)
         generation = self.generation
-        self._tally.flush()
+        self._token_metrics.flush()
         metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
         metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
 
@@ -291,58 +293,58 @@ class RequestState:
     def _start_choices(self) -> None:
         """Makes all choices, with nothing in them yet."""
         generation, params = self.generation, self.generation.params
-        self._choices = open_choices(generation, self._text, params.num_returned)
+        self._choices = create_choices(generation, self._text, params.num_returned)
         self._unfinished = len(self._choices)
-        self._selection = BestOfSelection(params) if BestOfSelection.needed(params) else None
+        self._selection = BestOfSelection(params) if BestOfSelection.applies_to(params) else None
 
-    def _tell(self, pieces: list[Delta]) -> list[Delta]:
+    def _emit(self, pieces: list[Delta]) -> list[Delta]:
         """What the client gets when ``pieces`` have come, written down."""
         for piece in pieces:
             if piece.finish_reason is not None:
                 self._unfinished -= 1
         if self._selection is not None:
-            pieces = self._select(self._selection, pieces)
+            pieces = self._select_best(self._selection, pieces)
         if self._prompt_logprobs and pieces:
             pieces[0] = replace(pieces[0], prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = []
-        pieces = [self._deliver(piece) for piece in pieces]
+        pieces = [self._record(piece) for piece in pieces]
         if self.ended and self.finish_reason is None:
-            self.finish(max((reason for reason in self._reasons if reason is not None), key=_GRAVITY.index))
-            return with_usage(pieces, self.usage, self._mark)
+            self.finish(max((reason for reason in self._finish_reasons if reason is not None), key=_BY_SEVERITY.index))
+            return with_usage(pieces, self.usage, self._cursor)
         return pieces
 
-    def _read(self, choice: Choice, output: Output) -> list[Delta]:
+    def _to_deltas(self, choice: Choice, output: Output) -> list[Delta]:
         """The piece that an output makes, or two where its reader stands within it."""
-        mark = self._mark if self._selection is None else None
+        mark = self._cursor if self._selection is None else None
         deltas: list[Delta] = []
-        for part in [output] if mark is None else parted(output, mark):
+        for part in [output] if mark is None else split_at_cursor(output, mark):
             if choice.finish_reason is None:
-                deltas.append(choice.take(part))
-                self._count(choice, deltas[-1].token_ids)
+                deltas.append(choice.process(part))
+                self._count_tokens(choice, deltas[-1].token_ids)
         return deltas
 
-    def _select(self, selection: BestOfSelection, pieces: list[Delta]) -> list[Delta]:
+    def _select_best(self, selection: BestOfSelection, pieces: list[Delta]) -> list[Delta]:
         for piece in pieces:
             selection.add(piece)
         return selection.best() if self.ended else []
 
-    def _deliver(self, piece: Delta) -> Delta:
+    def _record(self, piece: Delta) -> Delta:
         """Writes the piece down; returns it, as told if its reader had it."""
         index, reason = piece.index, piece.finish_reason
         if piece.token_ids or reason is not None:
-            self._journal.append(self._lease, self._told[index], piece)
-        self._told[index] += len(piece.token_ids)
-        self._reasons[index] = reason
-        return piece if self._mark is None else as_told(piece, self._told[index], self._mark)
+            self._journal.append(self._lease, self._recorded[index], piece)
+        self._recorded[index] += len(piece.token_ids)
+        self._finish_reasons[index] = reason
+        return piece if self._cursor is None else mark_replayed(piece, self._recorded[index], self._cursor)
 
-    def _count(self, choice: Choice, token_ids: Sequence[int]) -> None:
+    def _count_tokens(self, choice: Choice, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
         now, last = monotonic(), choice.last_token
-        self._tally.add(len(token_ids), None if last is None else now - last)
-        if not self._heard:
+        self._token_metrics.add(len(token_ids), None if last is None else now - last)
+        if not self._first_token_seen:
             metrics.TTFT.labels(self.generation.model).observe(now - self._began)
-            self._heard = True
+            self._first_token_seen = True
         choice.last_token = now
 
 
@@ -351,7 +353,7 @@ def _is_complete(choice: Choice, max_tokens: int) -> bool:
     return choice.finish_reason is None and len(choice.token_ids) >= max_tokens
 
 
-def _has_begun(choice: Choice) -> bool:
+def _has_output(choice: Choice) -> bool:
     return bool(choice.token_ids) or choice.finish_reason is not None
 
 
@@ -365,7 +367,7 @@ def _attempt_id(request_id: str) -> str:
     return f"{request_id[:31]}-{uuid4().hex}"
 
 
-def _for_client(error: QuireError) -> QuireError:
+def _client_error(error: QuireError) -> QuireError:
     """An output's error as the client sees it: that an id is in use there is no client's fault, and an error that will
     pass says when.
     """

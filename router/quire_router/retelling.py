@@ -8,14 +8,14 @@ from typing import TypeVar
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.choice import open_choices
+from quire_router.choice import create_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
 from quire_router.journal.base import AnyDelta, RecordedDelta
 from quire_router.mark import StreamCursor
 from quire_router.selection import BestOfSelection
 
-PART = 256
+CHUNK_TOKENS = 256
 """Tokens of a part: a millisecond or so."""
 P = TypeVar("P", bound=AnyDelta)
 
@@ -28,28 +28,28 @@ class Replayer:
     """
 
     def __init__(self, generation: GenerationRequest, text: ModelTokenizer, mark: StreamCursor) -> None:
-        self._mark = mark
+        self._cursor = mark
         self._prompt_tokens = len(generation.prompt_token_ids)
-        self._together: list[RecordedDelta] | None = [] if BestOfSelection.needed(generation.params) else None
-        self._choices = open_choices(generation, text, generation.params.n)
+        self._deferred: list[RecordedDelta] | None = [] if BestOfSelection.applies_to(generation.params) else None
+        self._choices = create_choices(generation, text, generation.params.n)
 
-    def follow(self, pieces: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
+    def replay(self, pieces: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
         """The answer's pieces for ``pieces`` that go on from those that were given before, ``ended`` with the last."""
-        if self._together is not None:
-            self._together += pieces
-            pieces = self._together if ended else ()
-        for piece in in_parts(pieces):
-            yield from self._retell(piece, 0)
+        if self._deferred is not None:
+            self._deferred += pieces
+            pieces = self._deferred if ended else ()
+        for piece in chunked(pieces):
+            yield from self._replay_piece(piece, 0)
 
-    def catch_up(self, pieces: Iterable[RecordedDelta]) -> Iterator[Delta]:
+    def replay_to_end(self, pieces: Iterable[RecordedDelta]) -> Iterator[Delta]:
         """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
         behind = [len(choice.token_ids) for choice in self._choices]
-        for piece in in_parts(pieces if self._together is None else ()):
+        for piece in chunked(pieces if self._deferred is None else ()):
             known = min(behind[piece.index], len(piece.token_ids))
             behind[piece.index] -= known
-            yield from self._retell(piece, known)
+            yield from self._replay_piece(piece, known)
 
-    def end(self, reason: FinishReason, usage: Usage) -> list[Delta]:
+    def finish(self, reason: FinishReason, usage: Usage) -> list[Delta]:
         """The last pieces: the ends of choices that have none of their own, as they were cut short, and the usage;
         where nobody who ran the request told it, that of what the reader was told.
         """
@@ -58,10 +58,10 @@ class Replayer:
         ends = []
         for choice in self._choices:
             if choice.finish_reason is None:
-                ends.append(as_told(choice.conclude(reason), len(choice.token_ids), self._mark))
-        return with_usage(ends, usage, self._mark)
+                ends.append(mark_replayed(choice.finish(reason), len(choice.token_ids), self._cursor))
+        return with_usage(ends, usage, self._cursor)
 
-    def _retell(self, piece: RecordedDelta, known: int) -> Iterator[Delta]:
+    def _replay_piece(self, piece: RecordedDelta, known: int) -> Iterator[Delta]:
         """``known`` of the piece's tokens were retold."""
         choice = self._choices[piece.index]
         if choice.finish_reason is not None or (known == len(piece.token_ids) and piece.finish_reason is None):
@@ -75,33 +75,33 @@ class Replayer:
             score=piece.score,
         )
         prompt = piece.prompt_logprobs
-        for part in parted(output, self._mark):
-            delta = as_told(choice.take(part), len(choice.token_ids), self._mark)
+        for part in split_at_cursor(output, self._cursor):
+            delta = mark_replayed(choice.process(part), len(choice.token_ids), self._cursor)
             yield replace(delta, prompt_logprobs=prompt) if prompt else delta
             prompt = []
 
 
-async def in_turns(pieces: Iterable[P]) -> AsyncGenerator[P]:
+async def yielding_to_loop(pieces: Iterable[P]) -> AsyncGenerator[P]:
     """The pieces, between which others get their turn: there may be many, and each takes a while to make."""
     tokens = 0
     for piece in pieces:
         yield piece
         tokens += len(piece.token_ids) + sum(len(each.top) for each in piece.logprobs)
-        if tokens >= PART:
+        if tokens >= CHUNK_TOKENS:
             tokens = 0
             await asyncio.sleep(0)
 
 
-def in_parts(pieces: Iterable[RecordedDelta]) -> Iterator[RecordedDelta]:
+def chunked(pieces: Iterable[RecordedDelta]) -> Iterator[RecordedDelta]:
     """The same pieces, none of which has so many tokens that making their text would hold up others."""
     for piece in pieces:
-        for start in range(0, len(piece.token_ids) - PART, PART):
-            yield _part(piece, start, start + PART)
-        rest = (max(1, len(piece.token_ids)) - 1) // PART * PART
-        yield piece if rest == 0 else _part(piece, rest, None)
+        for start in range(0, len(piece.token_ids) - CHUNK_TOKENS, CHUNK_TOKENS):
+            yield _chunk(piece, start, start + CHUNK_TOKENS)
+        rest = (max(1, len(piece.token_ids)) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        yield piece if rest == 0 else _chunk(piece, rest, None)
 
 
-def _part(piece: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
+def _chunk(piece: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
     return RecordedDelta(
         piece.index,
         piece.token_ids[start:end],
@@ -112,7 +112,7 @@ def _part(piece: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
     )
 
 
-def parted(output: Output, mark: StreamCursor) -> list[Output]:
+def split_at_cursor(output: Output, mark: StreamCursor) -> list[Output]:
     """The output, in two where its reader stands within it: what it has, and what follows."""
     count = mark.position(output.index) - output.position
     inside = 0 < count < len(output.token_ids)
@@ -124,7 +124,7 @@ def parted(output: Output, mark: StreamCursor) -> list[Output]:
     return [had, output]
 
 
-def as_told(piece: Delta, position: int, mark: StreamCursor) -> Delta:
+def mark_replayed(piece: Delta, position: int, mark: StreamCursor) -> Delta:
     """The piece, as told if its reader had it: it ends at ``position`` of its choice."""
     begun, ended = mark.begun(piece.index), mark.ended(piece.index)
     had = begun and position <= mark.position(piece.index) and (piece.finish_reason is None or ended)

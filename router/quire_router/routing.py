@@ -21,11 +21,11 @@ from quire_router.placement.placer import Placer
 from quire_router.placement.query import Decision
 from quire_router.placement.table import Rows
 from quire_router.progress import RETRY_AFTER, RequestState
-from quire_router.spans import route_span, tell_wait
+from quire_router.spans import record_wait_span, route_span
 
 _TOKEN_BYTES = 12  # of a prompt that is parked: its tokens, its blocks' names, and its text while the API holds it
-_WORTH_TELLING = 1_000_000  # nanoseconds of waiting
-_RETRY_FULL = 0.2  # seconds
+_MIN_REPORTED_WAIT_NS = 1_000_000  # nanoseconds of waiting
+_RETRY_FULL_SECONDS = 0.2  # seconds
 
 
 class Dispatcher:
@@ -50,27 +50,27 @@ class Dispatcher:
         self._policy = policy
         self._explain = explain
 
-    async def begin(self, progress: RequestState) -> Decision | None:
+    async def first(self, progress: RequestState) -> Decision | None:
         """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
-        if progress.begun:
-            return await self.again(progress)
-        await self._named(progress)  # before its turn, as nothing may be waited for after it
-        await self._turn(progress)
-        return None if _is_cancelled(progress) else self._place(progress) or await self.again(progress)
+        if progress.has_output:
+            return await self.next(progress)
+        await self._hash_blocks(progress)  # before its turn, as nothing may be waited for after it
+        await self._wait_turn(progress)
+        return None if _is_cancelled(progress) else self._place(progress) or await self.next(progress)
 
-    async def again(self, progress: RequestState) -> Decision | None:
+    async def next(self, progress: RequestState) -> Decision | None:
         """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
         until = monotonic() + self._hold_timeout
-        while await self._named(progress):
+        while await self._hash_blocks(progress):
             decision = self._place(progress)
             if decision is not None:
                 return decision
-            if monotonic() >= until or (progress.refused_by and not progress.begun):
-                raise self._nowhere(progress)
-            await self._hold(progress, until - monotonic())
+            if monotonic() >= until or (progress.refused_by and not progress.has_output):
+                raise self._no_engine_error(progress)
+            await self._wait_for_engine(progress, until - monotonic())
         return None
 
-    async def _named(self, progress: RequestState) -> bool:
+    async def _hash_blocks(self, progress: RequestState) -> bool:
         """Names the blocks of a long prompt, and lets others run after each piece; False when the request was cancelled
         by then. Raises the error that it was interrupted with.
         """
@@ -80,7 +80,7 @@ class Dispatcher:
                 break
         return not _is_cancelled(progress)
 
-    async def _turn(self, progress: RequestState) -> None:
+    async def _wait_turn(self, progress: RequestState) -> None:
         """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
         began, request_id = time_ns(), progress.id
 
@@ -89,15 +89,15 @@ class Dispatcher:
 
         progress.interrupted.add_done_callback(leave)
         try:
-            await self._turns.acquire(waiting(progress.generation))
+            await self._turns.acquire(queued_request(progress.generation))
         finally:
             progress.interrupted.remove_done_callback(leave)
-            _tell_wait(progress, began, "turn")
+            _record_wait(progress, began, "turn")
 
-    async def _hold(self, progress: RequestState, seconds: float) -> None:
+    async def _wait_for_engine(self, progress: RequestState, seconds: float) -> None:
         """Waits for an engine to be ready, or a moment for the ones that are full."""
         full, model = bool(progress.refused_by), progress.generation.model
-        pause = asyncio.sleep(_RETRY_FULL) if full else self._fleet.wait_ready(seconds, model)
+        pause = asyncio.sleep(_RETRY_FULL_SECONDS) if full else self._fleet.wait_ready(seconds, model)
         await self._wait(progress, pause, "full" if full else "none_ready")
         progress.refused_by.clear()
 
@@ -112,7 +112,7 @@ class Dispatcher:
                 task.result()
         finally:
             task.cancel()
-            _tell_wait(progress, began, reason)
+            _record_wait(progress, began, reason)
 
     def _place(self, progress: RequestState) -> Decision | None:
         span = route_span(progress)
@@ -132,7 +132,7 @@ class Dispatcher:
             return rows
         return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
 
-    def _nowhere(self, progress: RequestState) -> QuireError:
+    def _no_engine_error(self, progress: RequestState) -> QuireError:
         code, reason = ErrorCode.UNAVAILABLE, str(RefusalReason.NONE_READY)
         message = "No engine is ready to run this model."
         if progress.refused_by:
@@ -142,7 +142,7 @@ class Dispatcher:
         return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
 
 
-def waiting(generation: GenerationRequest) -> QueuedRequest:
+def queued_request(generation: GenerationRequest) -> QueuedRequest:
     """The request as the queue sees it."""
     deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
     return QueuedRequest(
@@ -156,9 +156,9 @@ def waiting(generation: GenerationRequest) -> QueuedRequest:
     )
 
 
-def _tell_wait(progress: RequestState, began: int, reason: str) -> None:
-    if time_ns() - began > _WORTH_TELLING:
-        tell_wait(progress.caller, began, reason)
+def _record_wait(progress: RequestState, began: int, reason: str) -> None:
+    if time_ns() - began > _MIN_REPORTED_WAIT_NS:
+        record_wait_span(progress.trace_context, began, reason)
 
 
 def _is_cancelled(progress: RequestState) -> bool:

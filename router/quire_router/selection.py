@@ -10,7 +10,7 @@ from quire_router.generation import Delta
 
 
 @dataclass(slots=True)
-class _Whole:
+class _Candidate:
     """All pieces of one choice."""
 
     texts: list[str] = field(default_factory=list)
@@ -29,16 +29,16 @@ class BestOfSelection:
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
-        self._candidates: dict[int, _Whole] = {}
+        self._candidates: dict[int, _Candidate] = {}
 
     @staticmethod
-    def needed(params: SamplingParams) -> bool:
+    def applies_to(params: SamplingParams) -> bool:
         """Whether the choices of such a request are told together."""
         return params.beam_width > 0 or params.best_of > params.n
 
     def add(self, piece: Delta) -> None:
         """Keeps a piece of a candidate."""
-        whole = self._candidates.setdefault(piece.index, _Whole())
+        whole = self._candidates.setdefault(piece.index, _Candidate())
         whole.texts.append(piece.text)
         whole.token_ids += piece.token_ids
         whole.logprobs += piece.logprobs
@@ -53,9 +53,9 @@ class BestOfSelection:
         if not self._params.beam_width:
             means = [mean_logprob(whole.logprobs) for whole in wholes]
             wholes = [wholes[index] for index in best_of(means, self._params.n)]
-        return [self._piece(index, whole, aborted) for index, whole in enumerate(wholes)]
+        return [self._to_delta(index, whole, aborted) for index, whole in enumerate(wholes)]
 
-    def _piece(self, index: int, whole: _Whole, aborted: bool) -> Delta:
+    def _to_delta(self, index: int, whole: _Candidate, aborted: bool) -> Delta:
         return Delta(
             "".join(whole.texts),
             whole.token_ids,

@@ -17,7 +17,7 @@ from quire_router.progress import RequestState
 tracer = trace.get_tracer("quire.router")
 
 
-def tell_wait(caller: Context, began: int, reason: str) -> None:
+def record_wait_span(caller: Context, began: int, reason: str) -> None:
     """The request was held from ``began`` (nanoseconds since 1970) until now."""
     attributes = {Attribute.QUEUE_REASON: reason}
     tracer.start_span(telemetry.Span.QUEUE, caller, attributes=attributes, start_time=began).end()
@@ -25,7 +25,7 @@ def tell_wait(caller: Context, began: int, reason: str) -> None:
 
 def route_span(progress: RequestState) -> Span:
     """The span of one choice of an engine, to be ended."""
-    return tracer.start_span(telemetry.Span.ROUTE, progress.caller)
+    return tracer.start_span(telemetry.Span.ROUTE, progress.trace_context)
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def attempt_span(progress: RequestState, engine_id: str, zone: str | None = None
     attributes = _attributes(generation, engine_id, progress.attempt)
     if zone is not None:
         attributes[Attribute.ZONE] = zone
-    span = tracer.start_span(name, progress.caller, SpanKind.CLIENT, attributes)
+    span = tracer.start_span(name, progress.trace_context, SpanKind.CLIENT, attributes)
     try:
         yield span
     except (EngineFull, EngineLost, QuireError) as error:

@@ -50,7 +50,7 @@ class Upkeep:
         while True:
             await asyncio.sleep(ADOPTION_PERIOD)
             try:
-                adopted = await self._lifecycle.adopt()
+                adopted = await self._lifecycle.claim_orphans()
             except QuireError:
                 continue  # request state cannot be read now, which the journal tells itself
             except Exception:  # one record that cannot be taken up is no reason to start a router again

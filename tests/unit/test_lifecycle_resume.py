@@ -20,7 +20,7 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_router import background
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.choice import open_choices
+from quire_router.choice import create_choices
 from quire_router.fleet.output import Output
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Journal, Lease, LeaseListener, RecordedDelta, RecordUpdate, RequestRecord
@@ -30,7 +30,7 @@ from quire_router.lifecycle import RequestRunner
 from quire_router.mark import StreamCursor
 from quire_router.progress import RequestState
 from quire_router.reader import ResponseConsumer
-from quire_router.retelling import PART, Replayer
+from quire_router.retelling import CHUNK_TOKENS, Replayer
 from quire_router.siblings import PromptGroup
 
 from tests.support.contract_engine import ContractEngine, Script
@@ -284,8 +284,8 @@ async def test_a_background_request_runs_without_a_reader_and_is_adopted_when_it
         assert record is not None
         assert not record.leased
         async with house(journal=place.journal) as other:
-            assert await other.lifecycle.adopt() == 1
-            assert await other.lifecycle.adopt() == 0
+            assert await other.lifecycle.claim_orphans() == 1
+            assert await other.lifecycle.claim_orphans() == 0
             submit = await other.engine.submit()
             assert list(submit.output_token_ids) == tokens("ab")
             other.engine.send(output(submit.request_id, tokens("c"), 2, STOP))
@@ -305,7 +305,7 @@ async def test_a_background_request_that_no_index_names_is_taken_up_by_who_asks_
         for name, background in (("left", True), ("waits", False)):
             generation = streamed(request_id=name, background=background, stream=not background)
             place.journal.release(place.journal.open(generation))
-        assert await place.lifecycle.adopt() == 0
+        assert await place.lifecycle.claim_orphans() == 0
         told = await place.lifecycle.statuses(["left", "waits", "unknown"])
         assert [record and record.finish_reason for record in told] == [None] * 3
         assert (await place.engine.submit()).request_id.startswith("left")
@@ -374,7 +374,7 @@ class Owned(MemoryJournal):
 
     owners: LeaseListener
 
-    def report_to(self, owners: LeaseListener) -> None:
+    def set_listener(self, owners: LeaseListener) -> None:
         self.owners = owners
         super().set_listener(owners)
 
@@ -446,7 +446,7 @@ async def test_a_router_leaves_background_requests_of_models_it_does_not_serve_t
             place.journal.release(
                 place.journal.open(streamed(request_id=name, model=model, background=True, stream=False))
             )
-        assert await place.lifecycle.adopt() == 1
+        assert await place.lifecycle.claim_orphans() == 1
         assert (await place.engine.submit()).prompt_token_ids == tokens("hello")
         foreign = await place.journal.read("a")
         assert foreign is not None
@@ -467,7 +467,7 @@ async def test_what_cannot_go_on_ends_and_holds_up_nobody() -> None:
         for name, stop in (("bad", (Broken("x"),)), ("good", ())):
             generation = streamed(request_id=name, stop=stop, background=True, stream=False)
             place.journal.release(place.journal.open(generation))
-        assert await place.lifecycle.adopt() == 1
+        assert await place.lifecycle.claim_orphans() == 1
         await place.engine.submit()
         bad = await place.journal.read("bad")
         assert bad is not None
@@ -478,7 +478,7 @@ async def test_a_request_that_is_taken_up_counts_among_its_tenants_own() -> None
     limits = RateLimiter(Tenants(default=Tenant(max_concurrent=1)))
     async with house(limits=limits) as place:
         place.journal.release(place.journal.open(streamed(background=True, stream=False)))
-        assert await place.lifecycle.adopt() == 1
+        assert await place.lifecycle.claim_orphans() == 1
         submit = await place.engine.submit()
         with pytest.raises(QuireError) as caught:
             await collect(place.lifecycle.run(streamed(request_id="second")))
@@ -517,7 +517,7 @@ async def test_a_background_request_that_costs_too_many_engines_ends() -> None:
         async with asyncio.timeout(10):
             while place.lifecycle.in_flight:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.002)
-        assert await place.lifecycle.adopt() == 0
+        assert await place.lifecycle.claim_orphans() == 0
         await place.left_nothing("r", FinishReason.ERROR, "")
 
 
@@ -529,7 +529,7 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
             await place.lifecycle.start(streamed(request_id="c", background=True))
         assert (caught.value.code, caught.value.reason) == (ErrorCode.OVERLOADED, "background_full")
         assert await place.lifecycle.record("c") is None
-        assert await place.lifecycle.adopt() == 0
+        assert await place.lifecycle.claim_orphans() == 0
         await place.lifecycle.drain(0.01)
 
 
@@ -538,12 +538,12 @@ async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch:
     async with house() as place:
         for name in "abc":
             place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
-        assert await place.lifecycle.adopt() == 2
-        assert await place.lifecycle.adopt() == 0
+        assert await place.lifecycle.claim_orphans() == 2
+        assert await place.lifecycle.claim_orphans() == 0
         submit = await place.engine.submit()
         place.engine.send(output(submit.request_id, tokens("c"), 0, STOP))
         async with asyncio.timeout(10):
-            while not await place.lifecycle.adopt():  # noqa: ASYNC110 - no event
+            while not await place.lifecycle.claim_orphans():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.002)
         await place.lifecycle.drain(0.01)
 
@@ -559,7 +559,7 @@ async def test_what_runs_here_is_not_adopted_here() -> None:
     async with house(journal=Forgetful()) as place:
         assert await place.lifecycle.start(streamed(background=True))
         await place.engine.submit()
-        assert await place.lifecycle.adopt() == 0
+        assert await place.lifecycle.claim_orphans() == 0
         await place.lifecycle.drain(0.01)
 
 
@@ -598,18 +598,18 @@ async def test_a_reader_whose_time_is_over_leaves_what_it_took_up(background: bo
         assert (after.leased, after.finish_reason, place.lifecycle.in_flight) == (False, None, 0)
 
 
-@given(st.integers(0, 3 * PART), st.integers(0, 3 * PART), st.booleans())
+@given(st.integers(0, 3 * CHUNK_TOKENS), st.integers(0, 3 * CHUNK_TOKENS), st.booleans())
 @settings(deadline=None)
 def test_a_long_piece_is_told_again_in_parts(first: int, second: int, ended: bool) -> None:
     generation = streamed(params=SamplingParams(seed=7, max_tokens=10_000))
     text = "".join(chr(97 + number % 26) for number in range(first + second))
     reason = FinishReason.STOP if ended else None
     pieces = [RecordedDelta(0, tokens(text[:first])), RecordedDelta(0, tokens(text[first:]), reason)]
-    retold = list(Replayer(generation, TEXT, StreamCursor(1)).follow(pieces, ended=ended))
+    retold = list(Replayer(generation, TEXT, StreamCursor(1)).replay(pieces, ended=ended))
     assert told(retold) == text
     assert [token_id for delta in retold for token_id in delta.token_ids] == tokens(text)
     assert [delta.finish_reason for delta in retold if delta.finish_reason] == [FinishReason.STOP] * ended
-    assert max((len(delta.token_ids) for delta in retold), default=0) <= PART
+    assert max((len(delta.token_ids) for delta in retold), default=0) <= CHUNK_TOKENS
 
 
 def restored(pieces: list[RecordedDelta], journal: MemoryJournal, stop: tuple[str, ...] = ()) -> RequestState:
@@ -624,7 +624,7 @@ def restored(pieces: list[RecordedDelta], journal: MemoryJournal, stop: tuple[st
     )
 
 
-@given(st.lists(st.text("abé", max_size=3 * PART), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
+@given(st.lists(st.text("abé", max_size=3 * CHUNK_TOKENS), max_size=4), st.sampled_from([(), ("ba",), ("aab", "bé")]))
 @settings(deadline=None)
 def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
     texts: list[str], stop: tuple[str, ...]
@@ -634,26 +634,26 @@ def test_what_is_reread_part_by_part_is_what_all_of_it_at_once_would_be(
     async def reread() -> tuple[RequestState, int]:
         progress = restored([RecordedDelta(0, tokens(text)) for text in texts], journal, stop)
         before = progress.usage.completion_tokens
-        await progress.reread()
+        await progress.replay_record()
         return progress, before
 
     progress, before = asyncio.run(reread())
-    (choice,) = open_choices(progress.generation, TEXT, 1)
-    choice.take(Output(tokens("".join(texts)), 0))
-    submission = progress.submission("")
+    (choice,) = create_choices(progress.generation, TEXT, 1)
+    choice.process(Output(tokens("".join(texts)), 0))
+    submission = progress.build_submit("")
     assert before == len(tokens("".join(texts)))
     assert list(submission.output_token_ids) == choice.token_ids
     assert progress.ended == (choice.finish_reason is not None)
     if not progress.ended:
         following = Output(tokens("aé"), len(choice.token_ids), FinishReason.LENGTH)
-        assert progress.take(replace(following))[0].text == choice.take(following).text
+        assert progress.process_output(replace(following))[0].text == choice.process(following).text
         record = asyncio.run(journal.read("r"))
         assert record is not None
         assert (record.choices[0].token_ids, record.finish_reason) == (choice.token_ids, choice.finish_reason)
 
 
 async def test_a_long_record_is_reread_in_turns() -> None:
-    progress, turns = restored([RecordedDelta(0, tokens("a") * 100 * PART)], MemoryJournal()), 0
+    progress, turns = restored([RecordedDelta(0, tokens("a") * 100 * CHUNK_TOKENS)], MemoryJournal()), 0
 
     async def beat() -> None:
         nonlocal turns
@@ -662,6 +662,6 @@ async def test_a_long_record_is_reread_in_turns() -> None:
             turns += 1
 
     beating = asyncio.create_task(beat())
-    await progress.reread()
+    await progress.replay_record()
     beating.cancel()
     assert turns >= 99

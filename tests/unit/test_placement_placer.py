@@ -332,7 +332,7 @@ async def test_however_much_of_a_long_prompt_is_cached_its_blocks_are_named_a_fe
 
     monkeypatch.setattr(hashing, "blake2b", counted)
     running = asyncio.create_task(others())
-    decision = await stage.routing().begin(progress_of(generation(prompt_token_ids=prompt)))
+    decision = await stage.routing().first(progress_of(generation(prompt_token_ids=prompt)))
     running.cancel()
     assert decision is not None
     assert decision.cached_tokens == min(16 * cached, len(prompt) - 1)
@@ -346,7 +346,7 @@ async def test_a_request_that_is_cancelled_while_its_blocks_are_named_is_not_pla
     stage, prompt = Stage(1), array("i", range(131_072))
     stage.index.store(0, Tier.DEVICE, hash_blocks(prompt, 16, extra_key("one", b"")))
     progress = progress_of(generation(prompt_token_ids=prompt))
-    routed = asyncio.create_task(stage.routing().again(progress))
+    routed = asyncio.create_task(stage.routing().next(progress))
     await asyncio.sleep(0)
     progress.interrupted.set_result(None)
     assert await routed is None

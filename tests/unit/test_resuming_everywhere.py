@@ -329,7 +329,7 @@ def check(events: list[Event], said: Teller, where: str) -> list[Told]:
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumption, "FOLLOW_PERIOD", 0.001)
+    monkeypatch.setattr(resumption, "POLL_INTERVAL", 0.001)
 
 
 @pytest.mark.parametrize("late_ends", [False, True], ids=["early ends", "late ends"])

@@ -88,11 +88,11 @@ def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
         generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
         journal, client = MemoryJournal(), Shortened()
         progress = RequestState(generation, TEXT, journal, journal.open(generation), ResponseConsumer())
-        progress._shortcut.sink = client
+        progress._direct_path.sink = client
         ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
-        assert not progress.pass_on(ends)
-        assert [(delta.index, delta.text) for delta in progress.take(goes_on)] == [(1, "xy")]
-        assert [(delta.index, delta.text) for delta in progress.take(ends)] == [(0, "a")]
+        assert not progress.try_direct_write(ends)
+        assert [(delta.index, delta.text) for delta in progress.process_output(goes_on)] == [(1, "xy")]
+        assert [(delta.index, delta.text) for delta in progress.process_output(ends)] == [(0, "a")]
 
     asyncio.run(scenario())
 

@@ -16,7 +16,7 @@ from quire_proto.structured import StructuredKind
 from quire_router.api.identity import ANYONE
 from quire_router.api.schemas import ChatRequest
 from quire_router.api.validate import Validator
-from quire_router.choice import open_choices
+from quire_router.choice import create_choices
 from quire_router.fleet.output import Output
 
 from tests.support.api_stage import MODEL, Limits, ask, chat, open_stage, script_of
@@ -235,8 +235,8 @@ def test_marks_that_are_special_tokens_are_text_of_chats():
     assert "tool_call" not in text.new_output_stream([], ()).push(ids)
     for operation, expected in (("chat", CALL), ("text_completion", text.new_output_stream([], ()).push(ids))):
         generation = replace(generation_of(tokenizer=tokenizer)[0], operation=operation)
-        (choice,) = open_choices(generation, text, 1)
-        assert choice.take(Output(ids, 0)).text == expected
+        (choice,) = create_choices(generation, text, 1)
+        assert choice.process(Output(ids, 0)).text == expected
 
 
 @pytest.mark.parametrize(
