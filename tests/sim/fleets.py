@@ -4,7 +4,7 @@ from typing import Any
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.fleet import FleetSimulation
-from quire_router.simulation.recorder import Record
+from quire_router.simulation.recorder import RunRecord
 from quire_router.simulation.report import Report, make_report
 from quire_router.simulation.runs import at_utilisation, read_jobs
 from quire_router.simulation.workload import Job
@@ -29,7 +29,7 @@ def settings(**changes: Any) -> FleetSettings:
     return FleetSettings(**(SMALL | changes))
 
 
-def run(jobs: list[Job] | None = None, **changes: Any) -> Record:
+def run(jobs: list[Job] | None = None, **changes: Any) -> RunRecord:
     """One policy at one load."""
     config = settings(**({"policies": ["cost"]} | changes))
     (policy,), (load,) = config.placement, config.utilisation
@@ -41,13 +41,13 @@ def report(**changes: Any) -> Report:
     return make_report(run(**changes))
 
 
-def assert_sound(record: Record, jobs: list[Job]) -> None:
+def assert_sound(record: RunRecord, jobs: list[Job]) -> None:
     """Every request ended once, in its order, with all of its tokens or an error, and no memory is lost."""
     assert record.lost_blocks == 0
-    assert record.end == max(life.ended or 0 for life in record.lives)
+    assert record.end == max(life.ended or 0 for life in record.traces)
     assert max(record.busy) <= record.end
-    assert len(record.lives) == len(jobs)
-    for job, life in zip(jobs, record.lives, strict=True):
+    assert len(record.traces) == len(jobs)
+    for job, life in zip(jobs, record.traces, strict=True):
         assert life.ended is not None
         if life.error is not None:
             assert life.num_tokens < job.num_output

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from quire_router.admission.fair import FairQueue
-from quire_router.simulation.flood import TenantReport, spread_over_tenants, tenant_report
+from quire_router.simulation.flood import TenantReport, assign_tenants, tenant_report
 from quire_router.simulation.runs import at_utilisation, with_flood
 from quire_router.simulation.workload import Job
 
@@ -26,7 +26,7 @@ def conversations(count: int) -> Iterator[Job]:
 
 def jobs_at(utilisation: float, count: int = 600, **shape: Any) -> list[Job]:
     config = settings(**SHAPE | shape)
-    return at_utilisation(config, spread_over_tenants(list(conversations(count)), config.tenants, 0), utilisation)
+    return at_utilisation(config, assign_tenants(list(conversations(count)), config.tenants, 0), utilisation)
 
 
 def waits_at(utilisation: float, **shape: Any) -> TenantReport:
@@ -57,7 +57,7 @@ def test_a_tenant_that_is_alone_has_all_the_room(monkeypatch: pytest.MonkeyPatch
     """However much it sends, it is treated as if no room were ever kept."""
     alone = {"tenants": 1, "flood": None}
     jobs = jobs_at(1.5, 150, **alone)
-    lives = run(jobs, **SHAPE | alone).lives
-    assert any(life.placed is not None and life.placed > life.arrived for life in lives)
+    traces = run(jobs, **SHAPE | alone).traces
+    assert any(life.placed is not None and life.placed > life.arrived for life in traces)
     monkeypatch.setattr(FairQueue, "is_ahead", lambda *_: False)
-    assert lives == run(jobs, **SHAPE | alone).lives
+    assert traces == run(jobs, **SHAPE | alone).traces

@@ -6,7 +6,7 @@ import pytest
 from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.mixing import splitmix
 from quire_router.fleet import cadence
-from quire_router.simulation.recorder import Life
+from quire_router.simulation.recorder import RequestTrace
 from quire_router.simulation.work import work
 from quire_router.simulation.workload import Job
 
@@ -15,7 +15,7 @@ from tests.sim.fleets import IDEAL, run
 TINY: dict[str, Any] = {**IDEAL, "engines": 2, "block_size": 16, "policies": ["round_robin"], "swap_space": 0}
 
 
-def milliseconds(life: Life) -> tuple[int, int]:
+def milliseconds(life: RequestTrace) -> tuple[int, int]:
     """Until the first token and until the end."""
     assert life.first_token is not None
     assert life.ended is not None
@@ -30,19 +30,19 @@ def test_requests_share_engines_in_turn_and_steps_are_not_cut_short() -> None:
     jobs = [unique(0, 0.0, 100, 3), unique(1, 0.0, 200), unique(2, 0.05, 40)]
     # The third comes to the first engine 50 ms into its step. The next step computes its 40 tokens and one of the first
     # request; the one after that the first's last.
-    assert [milliseconds(life) for life in run(jobs, **TINY).lives] == [(100, 142), (200, 200), (91, 91)]
+    assert [milliseconds(life) for life in run(jobs, **TINY).traces] == [(100, 142), (200, 200), (91, 91)]
 
 
 def test_a_prefix_that_is_cached_takes_no_time_where_it_is_and_all_of_it_elsewhere() -> None:
     jobs = [unique(7, 0.1 * index, 65) for index in range(3)]
     record = run(jobs, **TINY)
-    assert [milliseconds(life)[0] for life in record.lives] == [65, 65, 1]
-    assert [life.cached_tokens for life in record.lives] == [0, 0, 64]
+    assert [milliseconds(life)[0] for life in record.traces] == [65, 65, 1]
+    assert [life.cached_tokens for life in record.traces] == [0, 0, 64]
 
 
 def test_cost_goes_where_a_prefix_is_cached_once_engines_have_said_how_fast_they_are() -> None:
     jobs = [unique(index, 0.0, 40) for index in range(2)] + [unique(7, 1 + 0.1 * index, 65) for index in range(3)]
-    followed = run(jobs, **(TINY | {"policies": ["cost"]})).lives
+    followed = run(jobs, **(TINY | {"policies": ["cost"]})).traces
     assert [milliseconds(life)[0] for life in followed] == [40, 40, 65, 1, 1]
     assert len({life.engine for life in followed[2:]}) == 1
 
@@ -52,10 +52,10 @@ def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found:
     """Each prompt comes again when its router no longer expects what it sent to be cached, and must be told."""
     names = range(6)
     jobs = [unique(name, 0.1 * name, 65) for name in names] + [unique(name, 5 + 0.1 * name, 65) for name in names]
-    lives = run(jobs, **(TINY | {"engines": 4, "policies": ["prefix_only"], "event_delay": event_delay})).lives
-    followed = [before.engine == after.engine for before, after in zip(lives[:6], lives[6:], strict=True)]
+    traces = run(jobs, **(TINY | {"engines": 4, "policies": ["prefix_only"], "event_delay": event_delay})).traces
+    followed = [before.engine == after.engine for before, after in zip(traces[:6], traces[6:], strict=True)]
     assert found <= sum(followed) < found + 6
-    assert [life.cached_tokens for life in lives[6:]] == [64 * same for same in followed]
+    assert [life.cached_tokens for life in traces[6:]] == [64 * same for same in followed]
 
 
 @pytest.mark.parametrize(("share_age", "together"), [(0.0, True), (None, False)])
@@ -64,8 +64,8 @@ def test_a_new_prefix_goes_where_another_router_sent_it_before_any_engine_tells(
 ) -> None:
     jobs = [unique(name, 0.1 * name + gap, 65) for name in range(12) for gap in (0.0, 0.001)]
     changes = {"engines": 4, "replicas": 2, "policies": ["prefix_only"], "share_delay": 0, "event_delay": 10.0}
-    lives = run(jobs, **(TINY | changes | {"share_age": share_age})).lives
-    pairs = [pair for pair in zip(lives[::2], lives[1::2], strict=True) if pair[0].router != pair[1].router]
+    traces = run(jobs, **(TINY | changes | {"share_age": share_age})).traces
+    pairs = [pair for pair in zip(traces[::2], traces[1::2], strict=True) if pair[0].router != pair[1].router]
     assert len(pairs) >= 4
     assert all(first.engine == second.engine for first, second in pairs) is together
 
@@ -74,7 +74,7 @@ def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_t
     room = {**TINY, "room_seconds": 0.1, "engines": 1, "load_age": 0.0}
     warming = [unique(index, 0.2 * index, 100 + 10 * index) for index in range(9)]  # the router learns its pace
     jobs = [*warming, *(unique(9 + index, 3.0, 120) for index in range(3))]
-    first, second, third = run(jobs, **room).lives[9:]
+    first, second, third = run(jobs, **room).traces[9:]
     assert first.placed == first.arrived
     # With 120 tokens to compute there is no room. The second is sent when they are done, and so is the third.
     assert (second.placed, third.placed) == (first.first_token, second.first_token)
@@ -86,10 +86,10 @@ def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has(monkeypatc
     seed = next(seed for seed in range(100) if [splitmix(seed, index) % 2 for index in range(3)] == [0, 0, 1])
     jobs = [unique(0, 0.0, 900), unique(1, 0.05, 1000), unique(2, 0.5, 10)]
     shape = {**TINY, "policies": ["least_load"], "replicas": 2, "load_age": 1e3, "seed": seed}
-    told = run(jobs, **shape, share_age=0.4).lives
+    told = run(jobs, **shape, share_age=0.4).traces
     assert told[0].engine != told[1].engine
     assert told[2].engine == told[0].engine, "it has less to do"
-    late = run(jobs, **shape, share_age=0.6).lives
+    late = run(jobs, **shape, share_age=0.6).traces
     assert late[2].engine == late[1].engine, "as far as is known, it has nothing to do"
 
 
@@ -108,5 +108,5 @@ def test_at_a_utilisation_above_one_engines_without_a_cache_fall_behind(utilisat
     record = run(
         utilisation=[utilisation], enable_prefix_caching=False, policies=["least_load"], admission=False, engines=2
     )
-    last = record.lives[-1].arrived
+    last = record.traces[-1].arrived
     assert (record.end < 1.15 * last) is keeps_up

@@ -8,7 +8,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from quire_router.simulation.config import POLICIES
 from quire_router.simulation.fleet import FleetSimulation
-from quire_router.simulation.flood import flood
+from quire_router.simulation.flood import add_flood
 from quire_router.simulation.runs import at_utilisation, read_jobs
 
 from tests.sim.fleets import AT_ONCE, UNIQUE, assert_sound, report, run, settings
@@ -41,7 +41,7 @@ def test_every_request_ends_once_and_everything_is_given_back(shape: dict[str, A
     (policy,), (load,) = config.placement, config.utilisation
     jobs = at_utilisation(config, read_jobs(config), load)
     if floods and config.tenants > 1:
-        jobs = flood(jobs, config.tenants, 3.0, config.seed)
+        jobs = add_flood(jobs, config.tenants, 3.0, config.seed)
     simulation = FleetSimulation(config.fleet(policy), config, config.seed)
     assert_sound(simulation.run(jobs), jobs)
     assert simulation.in_flight == 0
@@ -58,10 +58,10 @@ def test_routers_that_know_everything_at_once_decide_as_one_does(policy: str) ->
     """Without shared prefixes: what a router expects to be cached soon, it does not tell the others."""
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "policies": [policy], "utilisation": [0.9]}
     one, four = (run(**shape, admission=False, replicas=replicas) for replicas in (1, 4))
-    assert [(life.engine, life.first_token) for life in one.lives] == [
-        (life.engine, life.first_token) for life in four.lives
+    assert [(life.engine, life.first_token) for life in one.traces] == [
+        (life.engine, life.first_token) for life in four.traces
     ]
-    assert len({life.router for life in four.lives}) == 4
+    assert len({life.router for life in four.traces}) == 4
 
 
 def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost() -> None:
@@ -76,4 +76,4 @@ def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost(
 def test_routers_that_hear_nothing_of_each_other_decide_otherwise() -> None:
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "load_age": 1e3, "utilisation": [0.9], "replicas": 4}
     deaf = run(**shape | {"share_age": None})
-    assert [life.engine for life in deaf.lives] != [life.engine for life in run(**shape).lives]
+    assert [life.engine for life in deaf.traces] != [life.engine for life in run(**shape).traces]

@@ -14,11 +14,11 @@ from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
-from quire_router.simulation.flood import flood, spread_over_tenants
-from quire_router.simulation.news import News, Reader
+from quire_router.simulation.flood import add_flood, assign_tenants
+from quire_router.simulation.news import DelayedFeed, FeedReader
 from quire_router.simulation.shared_prefix import SharedPrefix, generate
 from quire_router.simulation.sharing import Publisher
-from quire_router.simulation.workload import Job, at_pace, from_trace
+from quire_router.simulation.workload import Job, from_trace, stretched_to
 
 from tests.support.hashes import hash_blocks
 from tests.support.traces import write_mooncake
@@ -28,11 +28,11 @@ times = st.lists(st.integers(0, 100), max_size=30).map(sorted)
 
 @given(times, times, st.one_of(st.none(), st.integers(0, 50)))
 def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, delay) -> None:
-    news: News[int] = News()
-    reader = Reader(news, delay)
+    news: DelayedFeed[int] = DelayedFeed()
+    reader = FeedReader(news, delay)
     heard: list[tuple[int, int]] = []
     for number, time in enumerate(told):
-        news.tell(time, number)
+        news.publish(time, number)
     for now in asked:
         due = list(reader.due(now))
         assert all(time <= now for time, _ in due)
@@ -43,7 +43,7 @@ def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, del
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
 def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_interval(changes, interval) -> None:
-    shares: News[Message] = News()
+    shares: DelayedFeed[Message] = DelayedFeed()
     ledger, expectations = parts()
     ledger.add("0").describe(engine_pb2.DescribeResponse())
     publisher = Publisher("a", ledger, expectations, shares, interval)
@@ -52,13 +52,13 @@ def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_
         ledger.begin("0", pending_tokens=1)
         publisher.change(now)
     publisher.flush(changes[-1] + 2 * interval)
-    moments = [time for time, _ in shares.told]
+    moments = [time for time, _ in shares.items]
     assert all(later - earlier >= interval for earlier, later in zip(moments, moments[IN_A_ROW:], strict=False))
     assert moments[:IN_A_ROW] == changes[:IN_A_ROW]
-    for time, message in shares.told:
+    for time, message in shares.items:
         assert message.share.engines["0"][0] >= sum(change < time for change in changes)
         assert message.share.engines["0"][0] <= sum(change <= time for change in changes)
-    assert shares.told[-1][1].share.engines["0"][0] == len(changes)
+    assert shares.items[-1][1].share.engines["0"][0] == len(changes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 100, 1000])), min_size=1, max_size=60))
@@ -86,11 +86,11 @@ def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(pe
 
 
 def test_a_share_that_is_never_told_stays_untold() -> None:
-    shares: News[Message] = News()
+    shares: DelayedFeed[Message] = DelayedFeed()
     publisher = Publisher("a", *parts(), shares, None)
     publisher.change(5)
     publisher.flush(10**12)
-    assert shares.told == []
+    assert shares.items == []
 
 
 def parts() -> tuple[Ledger, Expectations]:
@@ -129,13 +129,13 @@ def test_generated_arrivals_are_poisson_of_one_a_second() -> None:
 
 def test_times_are_stretched_evenly() -> None:
     jobs = [Job(time, ((0, 1),), 1) for time in (2.0, 3.0, 6.0)]
-    assert [job.time for job in at_pace(jobs, 8.0)] == [0.0, 2.0, 8.0]
+    assert [job.time for job in stretched_to(jobs, 8.0)] == [0.0, 2.0, 8.0]
 
 
 @given(st.integers(2, 6), st.floats(1, 20))
 def test_a_flood_adds_what_the_first_tenant_sends_and_shares_nothing_with_others(tenants: int, times: float) -> None:
-    calm = spread_over_tenants(generate(SharedPrefix(3, 20, 10, 5, 2), 0), tenants, 0)
-    flooded = flood(calm, tenants, times, 0)
+    calm = assign_tenants(generate(SharedPrefix(3, 20, 10, 5, 2), 0), tenants, 0)
+    flooded = add_flood(calm, tenants, times, 0)
     extra = len(flooded) - len(calm)
     assert extra == round((times - 1) * len(calm) / tenants)
     assert Counter(job.tenant for job in flooded)["tenant-0"] == Counter(j.tenant for j in calm)["tenant-0"] + extra

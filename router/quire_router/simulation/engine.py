@@ -28,7 +28,11 @@ class SimulatedEngine:
         self.busy = 0
         limits = settings.limits(settings.scheduling_policy)
         executor = SimulatedExecutor(
-            settings.kv_cache_config, settings.latency, seed=seed, vocab_size=limits.vocab_size, sleep=self._pass
+            settings.kv_cache_config,
+            settings.latency,
+            seed=seed,
+            vocab_size=limits.vocab_size,
+            sleep=self._advance_clock,
         )
         self.memory = KVCacheManager(
             settings.kv_cache_config,
@@ -58,7 +62,7 @@ class SimulatedEngine:
         tokens, salt = generation.prompt_token_ids, generation.cache_salt
         self._inbox.append(Request(generation.request_id, tokens, params, cache_salt=salt))
 
-    def take_in(self) -> list[tuple[str, QuireError]]:
+    def admit_arrived(self) -> list[tuple[str, QuireError]]:
         """Looks at what has arrived; returns what it refuses."""
         refused: list[tuple[str, QuireError]] = []
         for request in self._inbox:
@@ -100,5 +104,5 @@ class SimulatedEngine:
     def _time(self) -> int:
         return self._now
 
-    def _pass(self, seconds: float) -> None:
+    def _advance_clock(self, seconds: float) -> None:
         self._now += round(seconds * NANOSECONDS)

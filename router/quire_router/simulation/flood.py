@@ -7,7 +7,7 @@ import numpy as np
 from quire_engine.executor.mixing import splitmix, uniform
 from quire_engine.simulation.clock import NANOSECONDS
 
-from quire_router.simulation.recorder import Life, Record
+from quire_router.simulation.recorder import RequestTrace, RunRecord
 from quire_router.simulation.report import ttft
 from quire_router.simulation.workload import Job
 
@@ -34,14 +34,14 @@ class TenantReport:
     flood: Waits
 
 
-def spread_over_tenants(jobs: Sequence[Job], tenants: int, seed: int) -> list[Job]:
+def assign_tenants(jobs: Sequence[Job], tenants: int, seed: int) -> list[Job]:
     """Each job is anybody's; with one tenant it has no name."""
     if tenants == 1:
         return list(jobs)
     return [replace(job, tenant=f"tenant-{splitmix(seed, _WHO, index) % tenants}") for index, job in enumerate(jobs)]
 
 
-def flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Job]:
+def add_flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Job]:
     """The jobs, and so many more of the first tenant that it sends ``times`` as much as before. Prompts of the flood
     are other tenants' jobs over again, with contents of their own.
     """
@@ -57,20 +57,20 @@ def flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Jo
     return sorted([*jobs, *extra], key=lambda job: job.time)
 
 
-def tenant_report(calm: Record, flooded: Record) -> TenantReport:
+def tenant_report(calm: RunRecord, flooded: RunRecord) -> TenantReport:
     """The two runs beside each other."""
     return TenantReport(
-        _waits(life for life in calm.lives if life.tenant != "tenant-0"),
-        _waits(life for life in flooded.lives if life.tenant != "tenant-0"),
-        _waits(life for life in flooded.lives if life.tenant == "tenant-0"),
+        _measure_waits(trace for trace in calm.traces if trace.tenant != "tenant-0"),
+        _measure_waits(trace for trace in flooded.traces if trace.tenant != "tenant-0"),
+        _measure_waits(trace for trace in flooded.traces if trace.tenant == "tenant-0"),
     )
 
 
-def _waits(lives: Iterable[Life]) -> Waits:
-    asked = list(lives)
-    turns = [(life.placed - life.arrived) / NANOSECONDS for life in asked if life.placed is not None]
-    first = [ttft(life) for life in asked if life.first_token is not None]
-    return Waits(_p95(turns), _p95(first), sum(life.error is not None for life in asked))
+def _measure_waits(traces: Iterable[RequestTrace]) -> Waits:
+    asked = list(traces)
+    turns = [(trace.placed - trace.arrived) / NANOSECONDS for trace in asked if trace.placed is not None]
+    first = [ttft(trace) for trace in asked if trace.first_token is not None]
+    return Waits(_p95(turns), _p95(first), sum(trace.error is not None for trace in asked))
 
 
 def _p95(values: Sequence[float]) -> float:

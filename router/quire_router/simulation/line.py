@@ -6,13 +6,13 @@ from quire_router.admission.fair import FairQueue
 from quire_router.admission.queue import QueueSettings
 from quire_router.admission.tenant import Tenants
 from quire_router.admission.turn import QueuedRequest
-from quire_router.simulation.replica import Replica
+from quire_router.simulation.replica import SimulatedRouter
 
 
-class Line:
+class SimulatedQueue:
     """Requests that wait for room. What ``AdmissionQueue`` does with tasks, this does when it is asked."""
 
-    def __init__(self, replica: Replica, settings: QueueSettings) -> None:
+    def __init__(self, replica: SimulatedRouter, settings: QueueSettings) -> None:
         self._replica = replica
         self._queue = FairQueue(Tenants(), settings.bounds)
 
@@ -34,6 +34,6 @@ class Line:
         is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
         return self._queue.pop(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
 
-    def leave(self, request_id: str) -> bool:
+    def remove(self, request_id: str) -> bool:
         """The request waits no more; False if it did not."""
         return self._queue.remove(request_id)

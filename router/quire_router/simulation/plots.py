@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire_router.simulation.recorder import Record
+from quire_router.simulation.recorder import RunRecord
 from quire_router.simulation.report import ttft
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw_plots(path: Path, records: Mapping[float, Mapping[str, Record]]) -> None:
+def draw_plots(path: Path, records: Mapping[float, Mapping[str, RunRecord]]) -> None:
     """Writes one picture in the format that the file's name says: the mean TTFT of each policy over the utilisation,
     and below it, for each utilisation, its distribution. Raises ``ImportError`` without matplotlib, which is in the
     extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be written.
@@ -32,7 +32,7 @@ def draw_plots(path: Path, records: Mapping[float, Mapping[str, Record]]) -> Non
     figure.savefig(path)
 
 
-def _draw_means(axes: "Axes", records: Mapping[float, Mapping[str, Record]]) -> None:
+def _draw_means(axes: "Axes", records: Mapping[float, Mapping[str, RunRecord]]) -> None:
     loads = sorted(records)
     for name in records[loads[0]]:
         means = [float(np.mean(_values(records[load][name]) or [0.0])) for load in loads]
@@ -41,8 +41,8 @@ def _draw_means(axes: "Axes", records: Mapping[float, Mapping[str, Record]]) -> 
     axes.set_yscale("log")
 
 
-def _values(record: Record) -> list[float]:
-    return sorted(ttft(life) for life in record.lives if life.first_token is not None)
+def _values(record: RunRecord) -> list[float]:
+    return sorted(ttft(trace) for trace in record.traces if trace.first_token is not None)
 
 
 def _label(axes: "Axes", horizontal: str, vertical: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Life:
+class RequestTrace:
     """One request: when it came (to which router), when it was sent to an engine (to which), its first and last token,
     and its end; None for what never came. ``cached_tokens`` of its prompt the engine had. ``error`` is the code of a
     typed end.
@@ -25,12 +25,12 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class RunRecord:
     """All requests in the order of their arrival; for how long each engine stepped; when all was over; how often
     sequences gave way; and how many blocks were never given back, of which there must be none.
     """
 
-    lives: list[Life]
+    traces: list[RequestTrace]
     busy: list[int]
     end: int
     preemptions: int

@@ -1,4 +1,4 @@
-"""One router of a simulated fleet: the ledger, the index and the placer of a real one, and news in place of links.
+"""One router of a simulated fleet: the ledger, the index and the placer of a real one, and updates in place of links.
 
 Its own requests it knows at once; what other routers have in flight, what engines report and what they cache it hears
 of later.
@@ -25,7 +25,7 @@ from quire_router.placement.query import Decision
 from quire_router.placement.settings import PlacementSettings
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
-from quire_router.simulation.news import News, Reader
+from quire_router.simulation.news import DelayedFeed, FeedReader
 from quire_router.simulation.sharing import Publisher
 
 _FOR_EVER = 1 << 62
@@ -53,7 +53,7 @@ class CacheChange:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineWords:
+class EngineHandshake:
     """What an engine says when a router connects: what it is, and its load, at rest."""
 
     description: engine_pb2.DescribeResponse
@@ -61,14 +61,14 @@ class EngineWords:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineNews:
+class EngineFeeds:
     """What one engine tells all routers, after each step."""
 
-    loads: News[engine_pb2.Load]
-    changes: News[list[CacheChange]]
+    loads: DelayedFeed[engine_pb2.Load]
+    changes: DelayedFeed[list[CacheChange]]
 
 
-class Replica:
+class SimulatedRouter:
     """``number`` is its place among the routers, ``engine`` what every engine says at first, and ``shares`` where the
     routers tell each other what they have in flight. ``room_seconds`` is the ledger's. Times are in nanoseconds and
     never go back.
@@ -78,10 +78,10 @@ class Replica:
         self,
         number: int,
         placement: PlacementSettings,
-        engine: EngineWords,
-        engines: Sequence[EngineNews],
+        engine: EngineHandshake,
+        engines: Sequence[EngineFeeds],
         *,
-        shares: News[Message],
+        shares: DelayedFeed[Message],
         delays: Delays,
         room_seconds: float,
     ) -> None:
@@ -99,9 +99,9 @@ class Replica:
         self._placer = Placer(table, self._index, placement, lambda _: namespace, self._seconds)
         self._expectations = Expectations(table, self._index, self._seconds)
         self._placer.on_expected = self._expectations.note
-        self._peers = Reader(shares, delays.share)
-        self._loads = [Reader(engine.loads, delays.load) for engine in engines]
-        self._changes = [Reader(engine.changes, delays.event) for engine in engines]
+        self._peers = FeedReader(shares, delays.share)
+        self._loads = [FeedReader(engine.loads, delays.load) for engine in engines]
+        self._changes = [FeedReader(engine.changes, delays.event) for engine in engines]
         self.publisher = Publisher(str(number), self._ledger, self._expectations, shares, delays.share_interval)
         self._ledger.on_change = lambda: self.publisher.change(self._now)
 
@@ -132,27 +132,27 @@ class Replica:
         pending = len(generation.prompt_token_ids) - decision.cached_tokens
         return self._ledger.begin(decision.engine_id, pending_tokens=pending)
 
-    def listen(self, now: int) -> None:
+    def advance(self, now: int) -> None:
         """It is ``now``: hears of all that has come, in its order. All publishers must have been flushed."""
-        news: list[tuple[int, Callable[[], object]]] = []
+        updates: list[tuple[int, Callable[[], object]]] = []
         for time, message in self._peers.due(now):
-            news.append((time, partial(self._hear, message)))
+            updates.append((time, partial(self._apply_share, message)))
         for account, loads, changes in zip(self._accounts, self._loads, self._changes, strict=True):
-            news += [(time, partial(account.report, load)) for time, load in loads.due(now)]
+            updates += [(time, partial(account.report, load)) for time, load in loads.due(now)]
             for _, batch in changes.due(now):
-                self._learn(account.row, batch)
-        news.sort(key=itemgetter(0))
-        for self._now, hear in news:
-            hear()
+                self._apply_cache_changes(account.row, batch)
+        updates.sort(key=itemgetter(0))
+        for self._now, apply in updates:
+            apply()
         self._now = now
 
-    def _hear(self, message: Message) -> None:
+    def _apply_share(self, message: Message) -> None:
         if message.router_id == str(self.number):
             self._ledger.unseen.heard(message.sequence)
         elif self._ledger.hear(message, _FOR_EVER):
             self._expectations.hear(message.expected)
 
-    def _learn(self, row: int, batch: list[CacheChange]) -> None:
+    def _apply_cache_changes(self, row: int, batch: list[CacheChange]) -> None:
         for change in batch:
             (self._index.store if change.stored else self._index.remove)(row, change.tier, change.names)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire_engine.simulation.clock import NANOSECONDS
 from quire_engine.simulation.report import Spread
 
-from quire_router.simulation.recorder import Life, Record
+from quire_router.simulation.recorder import RequestTrace, RunRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +33,35 @@ class Report:
     preemptions: int
 
 
-def make_report(record: Record) -> Report:
+def make_report(record: RunRecord) -> Report:
     """All figures of a finished run."""
-    lives = record.lives
-    completed = [life for life in lives if life.ended is not None and life.error is None]
+    traces = record.traces
+    completed = [trace for trace in traces if trace.ended is not None and trace.error is None]
     mean_busy = sum(record.busy) / len(record.busy)
-    prompt_tokens = sum(life.num_prompt for life in completed)
+    prompt_tokens = sum(trace.num_prompt for trace in completed)
     return Report(
-        requests=len(lives),
+        requests=len(traces),
         completed=len(completed),
-        errors=dict(sorted(Counter(life.error for life in lives if life.error is not None).items())),
-        arrival_seconds=max(life.arrived for life in lives) / NANOSECONDS,
+        errors=dict(sorted(Counter(trace.error for trace in traces if trace.error is not None).items())),
+        arrival_seconds=max(trace.arrived for trace in traces) / NANOSECONDS,
         seconds=record.end / NANOSECONDS,
-        hit_rate=_ratio(sum(life.cached_tokens for life in completed), prompt_tokens),
-        ttft=Spread.of(ttft(life) for life in completed),
-        itl=Spread.of(_itl(life) for life in completed if life.num_tokens > 1),
-        end_to_end=Spread.of(_seconds(life.arrived, life.ended) for life in completed),
+        hit_rate=_ratio(sum(trace.cached_tokens for trace in completed), prompt_tokens),
+        ttft=Spread.of(ttft(trace) for trace in completed),
+        itl=Spread.of(_itl(trace) for trace in completed if trace.num_tokens > 1),
+        end_to_end=Spread.of(_seconds(trace.arrived, trace.ended) for trace in completed),
         imbalance=_ratio(max(record.busy), mean_busy),
         busy=_ratio(mean_busy, record.end),
         preemptions=record.preemptions,
     )
 
 
-def ttft(life: Life) -> float:
+def ttft(trace: RequestTrace) -> float:
     """Seconds from the arrival to the first token."""
-    return _seconds(life.arrived, life.first_token)
+    return _seconds(trace.arrived, trace.first_token)
 
 
-def _itl(life: Life) -> float:
-    return _seconds(life.first_token, life.last_token) / (life.num_tokens - 1)
+def _itl(trace: RequestTrace) -> float:
+    return _seconds(trace.first_token, trace.last_token) / (trace.num_tokens - 1)
 
 
 def _seconds(begin: int | None, end: int | None) -> float:

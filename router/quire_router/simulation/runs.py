@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 from quire_router.simulation.config import FleetSettings
 from quire_router.simulation.fleet import FleetSimulation
-from quire_router.simulation.flood import flood, spread_over_tenants
-from quire_router.simulation.recorder import Record
+from quire_router.simulation.flood import add_flood, assign_tenants
+from quire_router.simulation.recorder import RunRecord
 from quire_router.simulation.shared_prefix import generate
 from quire_router.simulation.work import span
-from quire_router.simulation.workload import Job, at_pace, from_trace
+from quire_router.simulation.workload import Job, from_trace, stretched_to
 
-Records = dict[float, dict[str, Record]]
+Records = dict[float, dict[str, RunRecord]]
 Change = Callable[[FleetSettings, list[Job]], list[Job]]
 
 
@@ -20,10 +20,10 @@ def read_jobs(settings: FleetSettings) -> list[Job]:
         jobs = generate(settings.shared_prefix, settings.seed)[: settings.limit]
     else:
         jobs = from_trace(settings.trace, start=settings.start, limit=settings.limit, seed=settings.seed)
-    return spread_over_tenants(jobs, settings.tenants, settings.seed)
+    return assign_tenants(jobs, settings.tenants, settings.seed)
 
 
-def as_they_are(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
+def unchanged(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
     """No change of the requests."""
     del settings
     return jobs
@@ -31,10 +31,10 @@ def as_they_are(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
 
 def with_flood(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
     """The requests with those that the first tenant sends besides."""
-    return flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
+    return add_flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
 
 
-def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = as_they_are) -> Records:
+def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = unchanged) -> Records:
     """The records by utilisation and policy; ``change`` is made to the requests once they have their times."""
     records: Records = {}
     for utilisation in settings.utilisation:
@@ -49,4 +49,4 @@ def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = as_th
 def at_utilisation(settings: FleetSettings, jobs: Sequence[Job], utilisation: float) -> list[Job]:
     """The jobs at times that make this utilisation."""
     step = settings.max_num_batched_tokens
-    return at_pace(jobs, span(jobs, utilisation, settings.engines, settings.latency, step))
+    return stretched_to(jobs, span(jobs, utilisation, settings.engines, settings.latency, step))

@@ -6,7 +6,7 @@ from quire_router.fleet.cadence import Cadence
 from quire_router.fleet.expectations import Expectations
 from quire_router.fleet.ledger import Ledger
 from quire_router.fleet.share import Message
-from quire_router.simulation.news import News
+from quire_router.simulation.news import DelayedFeed
 
 
 class Publisher:
@@ -19,7 +19,7 @@ class Publisher:
         router_id: str,
         ledger: Ledger,
         expectations: Expectations,
-        shares: News[Message],
+        shares: DelayedFeed[Message],
         interval: int | None,
     ) -> None:
         self._router_id = router_id
@@ -46,6 +46,6 @@ class Publisher:
         self._sequence += 1
         message = Message(self._router_id, self._sequence, self._ledger.share(), self._expectations.take())
         self._ledger.unseen.told(self._sequence)
-        self._shares.tell(time, message)
+        self._shares.publish(time, message)
         self._cadence.told(time, len(message.share.engines), len(self._ledger))
         self._changed = None

@@ -32,13 +32,13 @@ def make_tenant_table(reports: Mapping[str, TenantReport]) -> str:
     rows = [["policy", "", "turn p95, s", "", "TTFT p95, s", "", "rejects"]]
     for name, report in reports.items():
         calm = report.calm
-        rows.append([name, "without", *_waits(calm, calm)])
-        rows.append(["", "with the flood", *_waits(report.flooded, calm)])
-        rows.append(["", "the flood itself", *_waits(report.flood, calm)])
+        rows.append([name, "without", *_wait_cells(calm, calm)])
+        rows.append(["", "with the flood", *_wait_cells(report.flooded, calm)])
+        rows.append(["", "the flood itself", *_wait_cells(report.flood, calm)])
     return _format(rows)
 
 
-def _waits(waits: Waits, calm: Waits) -> list[str]:
+def _wait_cells(waits: Waits, calm: Waits) -> list[str]:
     turn, ttft = _change(waits.turn_p95, calm.turn_p95), _change(waits.ttft_p95, calm.ttft_p95)
     return [f"{waits.turn_p95:.3f}", turn, f"{waits.ttft_p95:.3f}", ttft, str(waits.rejects)]
 
@@ -49,10 +49,10 @@ def _change(seconds: float, before: float) -> str:
 
 def _format(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(_line(row, widths) for row in rows)
+    return "\n".join(_format_row(row, widths) for row in rows)
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = row
     cells = [f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
     return "  ".join(cells).rstrip()

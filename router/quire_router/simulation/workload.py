@@ -46,7 +46,7 @@ def from_trace(path: Path, *, start: int, limit: int | None, seed: int) -> list[
     return jobs
 
 
-def at_pace(jobs: Sequence[Job], seconds: float) -> list[Job]:
+def stretched_to(jobs: Sequence[Job], seconds: float) -> list[Job]:
     """The same jobs with their times stretched evenly, so that the last one comes ``seconds`` after the first."""
     span = jobs[-1].time - jobs[0].time
     factor = seconds / span if span else 0.0
