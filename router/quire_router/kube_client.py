@@ -1,23 +1,27 @@
-"""Clients of the Kubernetes API: each room that asks it has one of its own. Knows no call of any room.
+"""Clients of the Kubernetes API: each component that asks it has one of its own.
 
-Takes half a second to import, and 20 MB: better where it is used, and before anything is served.
+The library takes half a second to import, and 20 MB: it is imported where a client is made, before anything is served.
 """
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-
-from kubernetes.aio.client import ApiClient, Configuration
-from kubernetes.aio.config import list_kube_config_contexts, load_kube_config
-from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+from typing import TYPE_CHECKING
 
 from quire_router.kube_access import KubeAccess
 
+if TYPE_CHECKING:
+    from kubernetes.aio.client import ApiClient
+
 
 @asynccontextmanager
-async def kube_client(access: KubeAccess) -> AsyncIterator[ApiClient]:
+async def kube_client(access: KubeAccess) -> AsyncIterator["ApiClient"]:
     """Reads certificates and token anew, as they are changed from time to time; the token of a pod is also read again
     every minute. Raises ``ConfigException``, ``OSError`` or ``ValueError`` where they cannot be used.
     """
+    from kubernetes.aio.client import ApiClient, Configuration
+    from kubernetes.aio.config import load_kube_config
+    from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+
     configuration = Configuration()
     if access.kubeconfig is not None:
         await load_kube_config(access.kubeconfig, client_configuration=configuration, persist_config=False)
@@ -32,5 +36,7 @@ def own_namespace(access: KubeAccess) -> str:
     """The pod's, or that of the file's current context. Raises as ``kube_client`` does."""
     if access.kubeconfig is None:
         return (access.account / "namespace").read_text(encoding="ascii").strip()
+    from kubernetes.aio.config import list_kube_config_contexts
+
     _, current = list_kube_config_contexts(access.kubeconfig)
     return str(current["context"].get("namespace") or "default")

@@ -1,7 +1,8 @@
-"""Clients of Redis: each room that talks to it has one of its own, with its own patience. Knows no key of any room."""
+"""Clients of Redis: each component that talks to it has one of its own, with its own timeouts."""
 
 import asyncio
 from collections.abc import Iterable
+from importlib.resources import files
 from typing import Final
 
 from redis.asyncio import BlockingConnectionPool, Connection, ConnectionPool, Redis, SSLConnection
@@ -40,6 +41,11 @@ def redis_client(
     access.identify(pool.connection_kwargs)
     pool.connection_class = _MENDED[pool.connection_class]
     return Redis.from_pool(pool)
+
+
+def lua_source(package: str, name: str) -> str:
+    """The text of the script ``name.lua`` that is installed in ``package``."""
+    return files(package).joinpath(f"{name}.lua").read_text(encoding="utf-8")
 
 
 class _Mended(AbstractConnection):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from quire_proto.settings import read_settings
 from quire_proto.tls import ServerTls
-from quire_router.autoscale.namespace import own_namespace
+from quire_router.autoscale.namespace import pod_namespace
 from quire_router.config import Settings
 
 from tests.support.autoscalers import NAMESPACE, PROXY_NAME, Cluster
@@ -75,6 +75,6 @@ def test_a_namespace_is_needed_outside_of_a_pod(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "namespace"
     monkeypatch.setattr("quire_router.autoscale.namespace._FILE", file)
     with pytest.raises(ValueError, match="--scaling-port needs --scaling-namespace"):
-        own_namespace()
+        pod_namespace()
     file.write_text("serving\n")
-    assert own_namespace() == "serving"
+    assert pod_namespace() == "serving"

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Sequence
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -16,7 +15,7 @@ from quire_router import metrics
 from quire_router.admission.bucket import MICROSECONDS, WINDOW
 from quire_router.admission.limits import ReserveRequest, ReserveResult
 from quire_router.redis_access import RedisAccess
-from quire_router.redis_client import redis_client
+from quire_router.redis_client import lua_source, redis_client
 from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class RedisRateLimiter:
         self._client = redis_client(place, timeout=_PATIENCE, repeats=1, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
-        self._charge = self._client.register_script(_source("charge"))
+        self._charge = self._client.register_script(lua_source(__package__, "charge"))
         self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._begun: dict[tuple[str, str], None] = {}
         self._ends: deque[tuple[str, str, int, int]] = deque(maxlen=_MOST_ENDS)
@@ -250,8 +249,4 @@ def _keys(tenant: str) -> list[str]:
     return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
 
 
-def _source(name: str) -> str:
-    return files(__package__).joinpath(f"{name}.lua").read_text(encoding="utf-8")
-
-
-_END, _RENEW = _source("end"), _source("renew")
+_END, _RENEW = lua_source(__package__, "end"), lua_source(__package__, "renew")

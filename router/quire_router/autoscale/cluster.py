@@ -1,10 +1,6 @@
-"""What a router asks of the cluster in which it runs: one ConfigMap. Takes long to import: better where it is used, and
-before anything is served.
-"""
+"""What a router asks of the cluster in which it runs: one ConfigMap."""
 
 import json
-
-from kubernetes.aio.client import CoreV1Api
 
 from quire_router.kube_access import KubeAccess
 from quire_router.kube_client import kube_client
@@ -18,6 +14,8 @@ async def read_config_map(namespace: str, name: str) -> dict[str, str]:
     """The contents of a ConfigMap, as the file that ``KUBECONFIG`` names has access to it, else as the pod has. Raises
     ``ClusterError``, and whatever the client's libraries do.
     """
+    from kubernetes.aio.client import CoreV1Api
+
     async with kube_client(KubeAccess.of_environment()) as client:
         call = CoreV1Api(client).read_namespaced_config_map_without_preload_content
         async with await call(name, namespace) as response:

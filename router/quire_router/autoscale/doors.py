@@ -12,7 +12,7 @@ from quire_router.autoscale.front_proxy import FrontProxy, from_cluster, from_fi
 from quire_router.autoscale.keda import KedaServer, Scaler
 from quire_router.autoscale.labels import labels_of
 from quire_router.autoscale.load import Load
-from quire_router.autoscale.namespace import own_namespace
+from quire_router.autoscale.namespace import pod_namespace
 from quire_router.autoscale.tls_server import TlsServer
 from quire_router.config import Settings
 from quire_router.supervise import supervise
@@ -40,7 +40,7 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
         else from_file(settings.scaling_client_ca, settings.scaling_client_name)
     )
     certificates = Certificates(settings.scaling_identity, lambda: proxy.authorities)
-    namespace = settings.scaling_namespace or own_namespace()
+    namespace = settings.scaling_namespace or pod_namespace()
     app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
     server = TlsServer(
         app,

@@ -5,7 +5,7 @@ from quire_router.kube_access import SERVICE_ACCOUNT
 _FILE = SERVICE_ACCOUNT / "namespace"
 
 
-def own_namespace() -> str:
+def pod_namespace() -> str:
     """As every pod is told it. Raises ``ValueError`` outside of one."""
     try:
         return _FILE.read_text(encoding="ascii").strip()

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from uuid import uuid4
 
 from quire_proto.errors import QuireError
@@ -19,7 +18,7 @@ from redis.exceptions import RedisError
 from quire_router.autoscale.load import unknown_load
 from quire_router.autoscale.part import DamagedPartError, decode, encode
 from quire_router.redis_access import RedisAccess
-from quire_router.redis_client import redis_client
+from quire_router.redis_client import lua_source, redis_client
 from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class LoadTeller:
         self._settings = settings or LoadSettings()
         self._id = router_id or uuid4().hex
         self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
-        self._script = self._client.register_script(_source("tell"))
+        self._script = self._client.register_script(lua_source(__package__, "tell"))
         self._news = asyncio.Event()
         self._telling: SupervisedTask | None = None
         self._closing = False
@@ -113,7 +112,7 @@ class RedisLoad:
         self._models = tuple(models)
         self._settings = settings or LoadSettings()
         self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
-        self._script = self._client.register_script(_source("read"))
+        self._script = self._client.register_script(lua_source(__package__, "read"))
         self._reading = asyncio.Lock()
         self._known: Mapping[str, int] | QuireError = {}
         self._asked = -math.inf
@@ -160,7 +159,3 @@ def _add_up(parts: Iterable[Mapping[str, int]], models: Iterable[str]) -> dict[s
         for model in total.keys() & part.keys():
             total[model] += part[model]
     return total
-
-
-def _source(name: str) -> str:
-    return files(__package__).joinpath(f"{name}.lua").read_text(encoding="utf-8")

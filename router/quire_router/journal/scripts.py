@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha1
-from importlib.resources import files
+
+from quire_router.redis_client import lua_source
 
 
 class ScriptReply(IntEnum):
@@ -23,21 +24,17 @@ class LuaScript:
     sha: str
 
 
-def _read(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
 def _load_script(*names: str) -> LuaScript:
-    source = "".join(map(_read, names))
+    source = "".join(lua_source(__package__, name) for name in names)
     return LuaScript(source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-OPEN = _load_script("common.lua", "open.lua")
-APPEND = _load_script("common.lua", "append.lua")
-FINISH = _load_script("common.lua", "finish.lua")
-RELEASE = _load_script("common.lua", "release.lua")
-CLAIM = _load_script("common.lua", "claim.lua")
-CANCEL = _load_script("common.lua", "cancel.lua")
-DELETE = _load_script("common.lua", "delete.lua")
-INDEX = _load_script("index.lua")
+OPEN = _load_script("common", "open")
+APPEND = _load_script("common", "append")
+FINISH = _load_script("common", "finish")
+RELEASE = _load_script("common", "release")
+CLAIM = _load_script("common", "claim")
+CANCEL = _load_script("common", "cancel")
+DELETE = _load_script("common", "delete")
+INDEX = _load_script("index")
 ALL = (OPEN, APPEND, FINISH, RELEASE, CLAIM, CANCEL, DELETE, INDEX)
