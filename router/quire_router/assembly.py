@@ -110,7 +110,7 @@ class Parts:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:
-            placer.on_expected = self.expectations.note
+            placer.on_speculative_blocks = self.expectations.note
         routing = Dispatcher(
             self.fleet,
             placer,

@@ -25,7 +25,7 @@ from quire_router.journal.failure import encode_error
 from quire_router.mark import StreamCursor
 from quire_router.placement.explanation import route_header
 from quire_router.placement.placer import Placer
-from quire_router.placement.query import Decision
+from quire_router.placement.query import PlacementDecision
 from quire_router.progress import RequestState
 from quire_router.reader import ResponseConsumer
 from quire_router.resumption import RequestResumer
@@ -258,14 +258,14 @@ class RequestRunner:
         for delta in progress.finish_open_choices(FinishReason.ABORT):
             yield delta
 
-    async def _attempt(self, progress: RequestState, decision: Decision) -> AsyncGenerator[Delta]:
+    async def _attempt(self, progress: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
         route = route_header(decision) if self._expose_route else ""
         progress.attempt += 1
         with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
             submission = progress.build_submit(traceparent(span))
             pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
             with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
-                self._placer.placed(decision, progress.generation)
+                self._placer.record_dispatch(decision, progress.generation)
                 progress.attach_stream(outputs)
                 async for output in outputs:
                     deltas = progress.process_output(output)

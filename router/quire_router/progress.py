@@ -20,7 +20,7 @@ from quire_router.fleet.output import Output
 from quire_router.fleet.stream import OutputStream
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
-from quire_router.placement.namespace import Names
+from quire_router.placement.namespace import HashesByNamespace
 from quire_router.reader import ResponseConsumer, deadline_exceeded
 from quire_router.retelling import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.selection import BestOfSelection
@@ -63,7 +63,7 @@ class RequestState:
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
-        self.names: Names = {}
+        self.names: HashesByNamespace = {}
         self.attempt = 0
         self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
         self._text = text

@@ -18,7 +18,7 @@ from quire_router.fleet.fleet import EnginePool
 from quire_router.generation import GenerationRequest
 from quire_router.placement.explanation import route_attributes
 from quire_router.placement.placer import Placer
-from quire_router.placement.query import Decision
+from quire_router.placement.query import PlacementDecision
 from quire_router.placement.table import Rows
 from quire_router.progress import RETRY_AFTER, RequestState
 from quire_router.spans import record_wait_span, route_span
@@ -50,7 +50,7 @@ class Dispatcher:
         self._policy = policy
         self._explain = explain
 
-    async def first(self, progress: RequestState) -> Decision | None:
+    async def first(self, progress: RequestState) -> PlacementDecision | None:
         """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
         if progress.has_output:
             return await self.next(progress)
@@ -58,7 +58,7 @@ class Dispatcher:
         await self._wait_turn(progress)
         return None if _is_cancelled(progress) else self._place(progress) or await self.next(progress)
 
-    async def next(self, progress: RequestState) -> Decision | None:
+    async def next(self, progress: RequestState) -> PlacementDecision | None:
         """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
         until = monotonic() + self._hold_timeout
         while await self._hash_blocks(progress):
@@ -114,7 +114,7 @@ class Dispatcher:
             task.cancel()
             _record_wait(progress, began, reason)
 
-    def _place(self, progress: RequestState) -> Decision | None:
+    def _place(self, progress: RequestState) -> PlacementDecision | None:
         span = route_span(progress)
         rows = self._rows(progress)
         explained = self._explain or span.is_recording()
@@ -168,7 +168,7 @@ def _is_cancelled(progress: RequestState) -> bool:
     return progress.interrupted.done()
 
 
-def _describe(span: Span, decision: Decision | None, candidates: int) -> None:
+def _describe(span: Span, decision: PlacementDecision | None, candidates: int) -> None:
     if not span.is_recording():
         return
     span.set_attribute(Attribute.CANDIDATES, candidates)

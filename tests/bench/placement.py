@@ -16,13 +16,13 @@ import numpy as np
 from quire_proto.sampling import SamplingParams
 from quire_router.generation import GenerationRequest
 from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 from quire_router.placement.placer import Placer
 from quire_router.placement.settings import PlacementSettings, PolicyName
-from quire_router.placement.table import EngineTable, Pace
+from quire_router.placement.table import EngineTable, StepTimes
 from quire_router.placement.tier import Tier
 
-NAMESPACE = Namespace("bench", 16)
+NAMESPACE = BlockNamespace("bench", 16)
 PACE = (7e-3, 3e-5, 2e-4, 4e-5)
 NEWS = 5  # paces before each choice
 BETWEEN = 1e-3  # seconds
@@ -78,7 +78,7 @@ class Bench:
 
     def _tell_pace(self, row: int) -> None:
         pace = [self._random.uniform(0.8, 1.2) * seconds for seconds in PACE]
-        self._table.set_step_times(row, Pace(*pace))
+        self._table.set_step_times(row, StepTimes(*pace))
 
     def _choose(self, number: int) -> float:
         prompt = array("i", (number * 7919 + place for place in range(self._blocks * NAMESPACE.block_size)))

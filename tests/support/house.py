@@ -16,8 +16,8 @@ from quire_router.generation import Delta, GenerationRequest
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
 from quire_router.lifecycle import RequestRunner
-from quire_router.placement.namespace import Names
-from quire_router.placement.query import Decision
+from quire_router.placement.namespace import HashesByNamespace
+from quire_router.placement.query import PlacementDecision
 from quire_router.placement.table import EngineTable, Rows
 from quire_router.routing import Dispatcher
 
@@ -34,16 +34,16 @@ class FirstIdle:
     def __init__(self, table: EngineTable) -> None:
         self._table = table
 
-    def name(self, generation: GenerationRequest, rows: Rows, names: Names) -> Iterator[None]:
+    def name(self, generation: GenerationRequest, rows: Rows, names: HashesByNamespace) -> Iterator[None]:
         return iter(())
 
     def place(
-        self, generation: GenerationRequest, rows: Rows, names: Names, *, explained: bool = False
-    ) -> Decision | None:
+        self, generation: GenerationRequest, rows: Rows, names: HashesByNamespace, *, explained: bool = False
+    ) -> PlacementDecision | None:
         row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
-        return None if row is None else Decision(str(self._table.ids[row]), row, "first_idle", 0)
+        return None if row is None else PlacementDecision(str(self._table.ids[row]), row, "first_idle", 0)
 
-    def placed(self, decision: Decision, generation: GenerationRequest) -> None:
+    def placed(self, decision: PlacementDecision, generation: GenerationRequest) -> None:
         pass
 
 

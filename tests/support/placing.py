@@ -7,14 +7,14 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 from quire_router.placement.outlook import CandidateView
-from quire_router.placement.query import Matches, Query
-from quire_router.placement.table import Columns, EngineTable, Pace
+from quire_router.placement.query import PlacementQuery, PrefixMatches
+from quire_router.placement.table import EngineColumns, EngineTable, StepTimes
 
-PACE = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=2e-4)
+PACE = StepTimes(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=2e-4)
 Engine = Mapping[str, float]
 """One engine: what is not zero of its columns, and ``device`` and ``host``, the tokens it has of the prompt."""
 
-LOAD = frozenset(field.name for field in fields(Columns)) - {
+LOAD = frozenset(field.name for field in fields(EngineColumns)) - {
     "block_size", "step_tokens", "step_seconds", "token_seconds", "sequence_seconds", "host_block_seconds", "paced",
 }  # fmt: skip
 """Columns that change with what an engine does, and may be written to."""
@@ -22,7 +22,7 @@ LOAD = frozenset(field.name for field in fields(Columns)) - {
 IDLE: Engine = {"blocks_total": 1000, "blocks_free": 1000, "max_sequences": 64}
 
 
-def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, Query]:
+def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, PlacementQuery]:
     """A table with these engines in its first rows, and a request of 1,000 tokens for any of them."""
     table = EngineTable()
     rows = [table.add(f"engine-{number}") for number in range(len(engines))]
@@ -30,13 +30,15 @@ def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, Query]:
     for row, engine in zip(rows, engines, strict=True):
         device[row], host[row] = engine.get("device", 0), engine.get("host", 0)
         describe(table, row, engine)
-    return table, Query(1000, 256, 1, np.array(rows, np.intp), Matches(device, host))
+    return table, PlacementQuery(1000, 256, 1, np.array(rows, np.intp), PrefixMatches(device, host))
 
 
 def describe(table: EngineTable, row: int, engine: Engine) -> None:
     """Writes what the engine says into its row."""
     if engine.get("paced", 1):
-        table.set_step_times(row, Pace(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(Pace))))
+        table.set_step_times(
+            row, StepTimes(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(StepTimes)))
+        )
     sizes = {name: int(engine.get(name, getattr(table, name)[row])) for name in ("block_size", "step_tokens")}
     table.set_sizes(row, **sizes)
     for name in engine.keys() & LOAD:

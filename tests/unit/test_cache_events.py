@@ -59,7 +59,7 @@ class Stage:
 
     def has(self, engine_id: str, numbers: Sequence[int]) -> tuple[set[int], set[int]]:
         """Which of the blocks the engine has on its device, and which only on its host."""
-        row = self.table.find(engine_id)
+        row = self.table.row_of(engine_id)
         found = {number: self.index.match([name(number)], 0.0, row + 1) for number in numbers}
         return (
             {number for number, matches in found.items() if matches.device[row]},

@@ -11,7 +11,7 @@ from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.output import EngineLost
 from quire_router.fleet.settings import ConnectionSettings
 from quire_router.fleet.static import StaticDiscovery
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 
 from tests.support.announced import Announced
 from tests.support.scripted_engine import STOP, ScriptedEngine, output
@@ -114,7 +114,7 @@ async def test_what_an_engine_says_of_itself_stands_in_its_row() -> None:
             "token_seconds": 0.25, "sequence_seconds": 0.125, "host_block_seconds": 2,
         }  # fmt: skip
         assert {name: getattr(fleet.table, name)[row] for name in expected} == expected
-        assert fleet.namespace(row) == Namespace("r", 32)
+        assert fleet.namespace(row) == BlockNamespace("r", 32)
         assert not fleet.has_capacity("m")
         engine.send(load=engine_pb2.Load())
         await until(lambda: fleet.has_capacity("m"))

@@ -54,11 +54,11 @@ class Replica:
 
     @property
     def counted(self) -> tuple[float, ...]:
-        row = self.table.find("e:1")
+        row = self.table.row_of("e:1")
         return self.table.requests[row], self.table.pending_tokens[row], self.table.decoding[row]
 
     def expects(self, *names: bytes) -> bool:
-        return self.index.match(names, 0.0, 1).device[self.table.find("e:1")] == len(names)
+        return self.index.match(names, 0.0, 1).device[self.table.row_of("e:1")] == len(names)
 
     async def dies(self) -> None:
         """Without a word."""

@@ -159,11 +159,11 @@ class OneEngine:
 
     @property
     def pending(self) -> float:
-        return self.table.pending_tokens[self.table.find("e:1")]
+        return self.table.pending_tokens[self.table.row_of("e:1")]
 
     @property
     def step(self) -> tuple[float, float]:
-        row = self.table.find("e:1")
+        row = self.table.row_of("e:1")
         return self.table.stepped[row], self.table.computing[row]
 
     def report(self, uncomputed: int, running: int = 0, after: float = 2 * SETTLE_SECONDS) -> None:
@@ -314,13 +314,13 @@ def test_a_pace_that_is_none_is_not_taken(wrong: float) -> None:
     place = OneEngine()
     before = place.table.token_seconds[0]
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=wrong)))
-    assert place.table.token_seconds[place.table.find("e:1")] == before
+    assert place.table.token_seconds[place.table.row_of("e:1")] == before
 
 
 def test_so_many_routers_are_believed_and_no_more() -> None:
     place = OneEngine()
     taken = [place.ledger.hear(Message(f"r{number}", 1, Share({"e:1": (1, 1, 1)})), 1) for number in range(300)]
-    assert sum(taken) == MAX_PEERS == place.table.requests[place.table.find("e:1")]
+    assert sum(taken) == MAX_PEERS == place.table.requests[place.table.row_of("e:1")]
 
 
 def test_an_engine_with_requests_cannot_be_forgotten() -> None:

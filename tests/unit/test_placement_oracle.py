@@ -8,14 +8,20 @@ from itertools import count
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_router.placement.cost import BOTH, Cost
-from quire_router.placement.likeness import NOISE, PACE_SECONDS, SHORT_PROMPT
-from quire_router.placement.policy import TIE, spread
-from quire_router.placement.query import Matches, Query
-from quire_router.placement.scorers import DECODE_WEIGHT, DELAYED, STORED_TWICE, TYPICAL_OUTPUT, make_scorers
+from quire_router.placement.cost import MUTUAL_DELAY, CostPolicy
+from quire_router.placement.likeness import OUTLIER_THRESHOLD, SHORT_PROMPT, STEP_TIMES_TTL
+from quire_router.placement.policy import TIE_TOLERANCE, spread
+from quire_router.placement.query import PlacementQuery, PrefixMatches
+from quire_router.placement.scorers import (
+    DECODE_WEIGHT,
+    DELAYED_BY_DUPLICATES,
+    DELAYED_PER_QUEUED,
+    TYPICAL_OUTPUT,
+    make_scorers,
+)
 from quire_router.placement.settings import PlacementSettings
-from quire_router.placement.speeds import STALE
-from quire_router.placement.table import EngineTable, Pace
+from quire_router.placement.speeds import SPEED_TTL
+from quire_router.placement.table import EngineTable, StepTimes
 
 from tests.support.placing import PACE, Engine, describe, engines
 
@@ -25,40 +31,40 @@ PACES = ("step_seconds", "token_seconds", "sequence_seconds", "host_block_second
 # The straightforward computation
 
 
-def paces(table: EngineTable, rows: list[int], now: float) -> list[Pace]:
-    """What each of the rows is believed to be: see ``alike``."""
-    own = [Pace(*(float(getattr(table, name)[row]) for name in PACES)) for row in rows]
+def paces(table: EngineTable, rows: list[int], now: float) -> list[StepTimes]:
+    """What each of the rows is believed to be: see ``cluster_step_times``."""
+    own = [StepTimes(*(float(getattr(table, name)[row]) for name in PACES)) for row in rows]
     told = [place for place, row in enumerate(rows) if table.paced[row]]
-    recent = [place for place in told if table.stepped[rows[place]] > now - PACE_SECONDS]
+    recent = [place for place in told if table.stepped[rows[place]] > now - STEP_TIMES_TTL]
     if not (known := recent or told):
         return own
     odd: set[int] = set()
     for tokens in (lambda row: table.step_tokens[row], lambda _: SHORT_PROMPT):
         steps = [pace.step_seconds + tokens(row) * pace.token_seconds for pace, row in zip(own, rows, strict=True)]
         middle = sorted(steps[place] for place in known)[len(known) // 2]
-        odd |= {place for place in recent if abs(steps[place] - middle) > NOISE * middle}
+        odd |= {place for place in recent if abs(steps[place] - middle) > OUTLIER_THRESHOLD * middle}
     members = [place for place in known if place not in odd] or known
     weights = np.array([1 / len(members) if place in members else 0.0 for place in range(len(rows))])
-    mean = Pace(*(float(np.array([getattr(pace, name) for pace in own]) @ weights) for name in PACES))
+    mean = StepTimes(*(float(np.array([getattr(pace, name) for pace in own]) @ weights) for name in PACES))
     return [own[place] if place in odd else mean for place in range(len(rows))]
 
 
-def total(table: EngineTable, query: Query) -> tuple[list[float], list[float]]:
+def total(table: EngineTable, query: PlacementQuery) -> tuple[list[float], list[float]]:
     """The seconds that the request costs at each row, and those of a prompt token."""
     rows, limits = query.rows.tolist(), PlacementSettings()
     believed = paces(table, rows, query.now)
     found = [_one(table, query, row, pace) for row, pace in zip(rows, believed, strict=True)]
     longest = min(waits for _, waits, _, _ in found) + limits.max_affinity_wait
-    at_home = query.home in rows
+    at_home = query.session_row in rows
     costs = []
     for row, (costs_here, waits, saved, _) in zip(rows, found, strict=True):
         affinity = max(saved - limits.max_affinity_wait, 0) if waits > longest else 0.0
-        leaving = limits.session_seconds if at_home and row != query.home else 0.0
+        leaving = limits.session_seconds if at_home and row != query.session_row else 0.0
         costs.append(costs_here + affinity + leaving)
     return costs, [token for _, _, _, token in found]
 
 
-def _one(table: EngineTable, query: Query, row: int, pace: Pace) -> tuple[float, float, float, float]:
+def _one(table: EngineTable, query: PlacementQuery, row: int, pace: StepTimes) -> tuple[float, float, float, float]:
     """At one engine: seconds without affinity and session, seconds of waiting, what the cache saves, and a token's."""
     at = {name: float(getattr(table, name)[row]) for name in COLUMNS}
     device, host = float(query.matches.device[row]), float(query.matches.host[row])
@@ -77,7 +83,7 @@ def _one(table: EngineTable, query: Query, row: int, pace: Pace) -> tuple[float,
     places = at["requests"] + at["swapped"] + query.sequences - at["max_sequences"]
     missing = max(_part(blocks, at["blocks_total"]), _part(places, at["max_sequences"]))
     memory = missing * (TYPICAL_OUTPUT * (pace.step_seconds + slowing))
-    delayed = DELAYED * query.queue + STORED_TWICE
+    delayed = DELAYED_PER_QUEUED * query.mean_queued + DELAYED_BY_DUPLICATES
     saved = (1 + delayed) * (cached * token - copying) + cached * part * slowing
     return waiting + prefill + neighbours + memory + delayed * prefill, waiting + memory, saved, token
 
@@ -92,13 +98,15 @@ def _part(missing: float, whole: float) -> float:
     return max(missing, 0) / max(whole, 1) if whole > 0 else 0.0
 
 
-def choice(table: EngineTable, query: Query) -> int:
+def choice(table: EngineTable, query: PlacementQuery) -> int:
     """The row that it goes to."""
     costs, tokens = total(table, query)
-    width = BOTH * table.unseen_tokens * float(np.mean(tokens))
-    ties = [place for place, cost in enumerate(costs) if cost <= min(costs) + TIE]
+    width = MUTUAL_DELAY * table.unseen_tokens * float(np.mean(tokens))
+    ties = [place for place, cost in enumerate(costs) if cost <= min(costs) + TIE_TOLERANCE]
     place = (
-        spread(np.array(costs), width, query.ticket % 2**32 / 2**32) if width > TIE else ties[query.ticket % len(ties)]
+        spread(np.array(costs), width, query.tie_break % 2**32 / 2**32)
+        if width > TIE_TOLERANCE
+        else ties[query.tie_break % len(ties)]
     )
     return int(query.rows[place])
 
@@ -114,7 +122,7 @@ class Fleet:
     now: float = 100.0
 
     def __post_init__(self) -> None:
-        self.policy = Cost(make_scorers(PlacementSettings()))
+        self.policy = CostPolicy(make_scorers(PlacementSettings()))
         self._numbers = count()
         self._hand_out()
 
@@ -170,7 +178,7 @@ def happen(fleet: Fleet, event: tuple[object, ...]) -> None:
         case "remove", int(place):
             fleet.remove(place)
         case "pace", int(place), float(speed):
-            fleet.table.set_step_times(fleet.row(place), Pace(*(speed * getattr(PACE, name) for name in PACES)))
+            fleet.table.set_step_times(fleet.row(place), StepTimes(*(speed * getattr(PACE, name) for name in PACES)))
         case "sizes", int(place), int(block_size), int(step_tokens):
             fleet.table.set_sizes(fleet.row(place), block_size=block_size, step_tokens=step_tokens)
         case "step", int(place), int(pending):
@@ -183,20 +191,20 @@ def happen(fleet: Fleet, event: tuple[object, ...]) -> None:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> Query:
+def requests(draw: st.DrawFn) -> PlacementQuery:
     """A request for any rows, with a hit in half of them at most."""
     blocks = st.lists(st.sampled_from([0, 0, 7, 31]), min_size=64, max_size=64)
     device = 16.0 * np.array(draw(blocks))
     host = 16.0 * np.array(draw(blocks)) if draw(st.booleans()) else np.zeros(64)
-    return Query(
+    return PlacementQuery(
         1000,
         draw(st.sampled_from([1, 300])),
         draw(st.integers(1, 3)),
         np.zeros(1, np.intp),
-        Matches(device, host),
-        home=draw(st.integers(-1, 20)),
-        queue=draw(st.floats(0, 50)),
-        ticket=draw(st.integers(0, 2**32 - 1)),
+        PrefixMatches(device, host),
+        session_row=draw(st.integers(-1, 20)),
+        mean_queued=draw(st.floats(0, 50)),
+        tie_break=draw(st.integers(0, 2**32 - 1)),
     )
 
 
@@ -208,14 +216,14 @@ def requests(draw: st.DrawFn) -> Query:
 )
 @settings(deadline=None, max_examples=150)
 def test_cost_decides_as_the_straightforward_computation_does(
-    first: list[Engine], events: list[tuple[object, ...]], request: Query, some: list[int]
+    first: list[Engine], events: list[tuple[object, ...]], request: PlacementQuery, some: list[int]
 ) -> None:
     fleet = Fleet()
     for engine in first:
         fleet.add(engine)
     for event in events:
         happen(fleet, event)
-        fleet.now += STALE
+        fleet.now += SPEED_TTL
         of_them = np.array(list(dict.fromkeys(fleet.row(place) for place in some)), np.intp)
         for rows in (fleet.rows, of_them):
             query = replace(request, rows=rows, now=fleet.now)
@@ -228,8 +236,8 @@ def test_engines_of_another_model_that_make_the_table_grow_change_nothing() -> N
     for _ in range(16):
         fleet.add({"blocks_total": 1000, "blocks_free": 1000})
     rows, size = fleet.rows, len(fleet.table)
-    matches = Matches(np.zeros(64), np.zeros(64))
-    query = Query(1000, 256, 1, rows, matches, now=fleet.now)
+    matches = PrefixMatches(np.zeros(64), np.zeros(64))
+    query = PlacementQuery(1000, 256, 1, rows, matches, now=fleet.now)
     for loaded in range(4):
         assert fleet.policy.total(query, fleet.table).tolist() == total(fleet.table, query)[0]
         fleet.add({})
@@ -242,9 +250,9 @@ def test_a_new_pace_counts_soon() -> None:
     for _ in range(2):
         fleet.add({})
         fleet.table.set_step_times(int(fleet.rows[-1]), PACE)
-    query = Query(1000, 256, 1, fleet.rows, Matches(np.zeros(64), np.zeros(64)), now=fleet.now)
+    query = PlacementQuery(1000, 256, 1, fleet.rows, PrefixMatches(np.zeros(64), np.zeros(64)), now=fleet.now)
     before = fleet.policy.total(query, fleet.table).tolist()
     for place in (0, 1):
-        fleet.table.set_step_times(fleet.row(place), Pace(*(3 * getattr(PACE, name) for name in PACES)))
-    assert fleet.policy.total(replace(query, now=fleet.now + STALE / 2), fleet.table).tolist() == before
-    assert min(fleet.policy.total(replace(query, now=fleet.now + STALE), fleet.table)) > 2 * max(before)
+        fleet.table.set_step_times(fleet.row(place), StepTimes(*(3 * getattr(PACE, name) for name in PACES)))
+    assert fleet.policy.total(replace(query, now=fleet.now + SPEED_TTL / 2), fleet.table).tolist() == before
+    assert min(fleet.policy.total(replace(query, now=fleet.now + SPEED_TTL), fleet.table)) > 2 * max(before)

@@ -19,11 +19,16 @@ from quire_proto.sampling import SamplingParams
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.generation import GenerationRequest
 from quire_router.journal.memory import MemoryJournal
-from quire_router.placement.explanation import MAX_HEADER, SHOWN, route_attributes, route_header
+from quire_router.placement.explanation import (
+    MAX_EXPLAINED_ENGINES,
+    MAX_ROUTE_HEADER_BYTES,
+    route_attributes,
+    route_header,
+)
 from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import Namespace
-from quire_router.placement.placer import NAMED_AT_ONCE, Placer
-from quire_router.placement.query import Decision
+from quire_router.placement.namespace import BlockNamespace
+from quire_router.placement.placer import BLOCKS_HASHED_AT_ONCE, Placer
+from quire_router.placement.query import PlacementDecision
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
@@ -35,7 +40,7 @@ from tests.support.hashes import hash_blocks
 from tests.support.letters import TEXT
 from tests.support.placing import PACE
 
-ONE = Namespace("one", 16)
+ONE = BlockNamespace("one", 16)
 PROMPT = array("i", range(160))
 
 
@@ -64,7 +69,9 @@ class Stage:
         names = hash_blocks(PROMPT, namespace.block_size, extra_key(namespace.model_revision, salt))
         self.index.store(row, tier, names[:blocks])
 
-    def place(self, *, rows: Sequence[int] | None = None, explained: bool = False, **request: object) -> Decision:
+    def place(
+        self, *, rows: Sequence[int] | None = None, explained: bool = False, **request: object
+    ) -> PlacementDecision:
         decision = self.placer.place(generation(**request), self.rows if rows is None else rows, explained=explained)
         assert decision is not None
         return decision
@@ -115,7 +122,7 @@ def test_a_full_hit_leaves_a_token_to_compute_and_no_less_than_nothing_to_copy()
     stage.caches(0, 10)
     decision = stage.place(explained=True)
     assert decision.cached_tokens == 159
-    assert decision.terms[0][1]["prefill"] > 0
+    assert decision.scores[0][1]["prefill"] > 0
 
 
 def test_the_host_tier_counts_after_the_device() -> None:
@@ -144,13 +151,13 @@ def test_another_tenants_cache_changes_nothing_of_a_decision() -> None:
     warm, cold = Stage(3), Stage(3)
     warm.caches(1, 10, salt=b"another")
     one, other = (stage.place(cache_salt=b"mine", explained=True) for stage in (warm, cold))
-    assert (one.row, one.cached_tokens, one.terms) == (other.row, other.cached_tokens, other.terms)
+    assert (one.row, one.cached_tokens, one.scores) == (other.row, other.cached_tokens, other.scores)
 
 
 @pytest.mark.parametrize(("blocks", "row", "cached_tokens"), [(2, 1, 96), (8, 0, 128)])
 def test_engines_with_other_names_for_blocks_are_asked_by_those(blocks: int, row: int, cached_tokens: int) -> None:
     stage = Stage(3)
-    stage.namespaces[1] = Namespace("two", 32)
+    stage.namespaces[1] = BlockNamespace("two", 32)
     stage.caches(0, blocks)
     stage.caches(1, 3)
     decision = stage.place()
@@ -179,7 +186,7 @@ def test_what_was_sent_somewhere_is_expected_there_at_once() -> None:
     stage = Stage(5)
     first = stage.place(request_id="first")
     assert stage.place(request_id="other").cached_tokens == 0
-    stage.placer.placed(first, generation(request_id="first"))
+    stage.placer.record_dispatch(first, generation(request_id="first"))
     second = stage.place(request_id="second")
     assert (second.row, second.cached_tokens) == (first.row, 159)
 
@@ -189,11 +196,11 @@ def test_what_an_engine_will_have_and_did_not_have_is_told() -> None:
     names = list(ONE.hashes(PROMPT))
     stage.index.store(1, Tier.DEVICE, names[:4])
     told: list[tuple[str, list[bytes]]] = []
-    stage.placer.on_expected = lambda engine_id, new: told.append((engine_id, list(new)))
+    stage.placer.on_speculative_blocks = lambda engine_id, new: told.append((engine_id, list(new)))
     for _ in range(2):
         decision = stage.placer.place(generation(), stage.rows)
         assert decision is not None
-        stage.placer.placed(decision, generation())
+        stage.placer.record_dispatch(decision, generation())
     assert told == [("engine-1", names[4:]), ("engine-1", names[9:])]  # a block with the last token is computed again
 
 
@@ -201,7 +208,7 @@ def test_a_session_goes_back_to_its_engine() -> None:
     stage = Stage(8)
     for name in ("a", "b", "c", "d"):
         first = stage.place(request_id=name, session=name)
-        stage.placer.placed(first, generation(session=name, prompt_token_ids=array("i", [1])))
+        stage.placer.record_dispatch(first, generation(session=name, prompt_token_ids=array("i", [1])))
         again = stage.place(request_id=f"{name} again", session=name, prompt_token_ids=array("i", [9] * 40))
         assert again.row == first.row
 
@@ -210,27 +217,27 @@ def test_a_session_of_another_tenant_is_another_session() -> None:
     stage = Stage(8)
     for number in range(8):
         decision = stage.place(rows=[3])
-        stage.placer.placed(decision, generation(session="s", tenant="a", prompt_token_ids=array("i", [1])))
+        stage.placer.record_dispatch(decision, generation(session="s", tenant="a", prompt_token_ids=array("i", [1])))
         other = stage.place(request_id=f"r{number}", session="s", tenant="b", explained=True)
-        assert {terms["session"] for _, terms in other.terms} == {0}
+        assert {terms["session"] for _, terms in other.scores} == {0}
         same = stage.place(request_id=f"r{number}", session="s", tenant="a", explained=True)
-        assert {terms["session"] for _, terms in same.terms} == {0, 0.5}
+        assert {terms["session"] for _, terms in same.scores} == {0, 0.5}
 
 
 def test_a_session_whose_engine_has_left_goes_anywhere() -> None:
     stage = Stage(2)
-    stage.placer.placed(stage.place(rows=[1]), generation(session="s", prompt_token_ids=array("i", [1])))
+    stage.placer.record_dispatch(stage.place(rows=[1]), generation(session="s", prompt_token_ids=array("i", [1])))
     stage.table.remove("engine-1")
     assert stage.table.add("newcomer") == 1
     decision = stage.place(session="s", explained=True)
-    assert {terms["session"] for _, terms in decision.terms} == {0}
+    assert {terms["session"] for _, terms in decision.scores} == {0}
 
 
 def test_only_so_many_sessions_are_remembered() -> None:
     stage = Stage(2, max_sessions=2, session_seconds=9.0)
     for name in ("a", "b", "c"):
-        stage.placer.placed(stage.place(rows=[1]), generation(session=name, prompt_token_ids=array("i", [1])))
-    homes = {name: stage.place(session=name, rows=[0, 1], explained=True).terms for name in ("a", "b", "c")}
+        stage.placer.record_dispatch(stage.place(rows=[1]), generation(session=name, prompt_token_ids=array("i", [1])))
+    homes = {name: stage.place(session=name, rows=[0, 1], explained=True).scores for name in ("a", "b", "c")}
     assert {name: max(term["session"] for _, term in terms) for name, terms in homes.items()} == {
         "a": 0, "b": 9, "c": 9,
     }  # fmt: skip
@@ -255,11 +262,11 @@ def test_an_explanation_says_what_each_term_made_of_the_best_engines() -> None:
     stage.caches(4, 5)
     stage.table.pending_tokens[:9] = range(0, 900, 100)
     decision = stage.place(explained=True)
-    totals = [sum(terms.values()) for _, terms in decision.terms]
-    assert len(totals) == SHOWN
+    totals = [sum(terms.values()) for _, terms in decision.scores]
+    assert len(totals) == MAX_EXPLAINED_ENGINES
     assert totals == sorted(totals)
-    assert decision.terms[0][0] == decision.engine_id
-    assert set(decision.terms[0][1]) == {
+    assert decision.scores[0][0] == decision.engine_id
+    assert set(decision.scores[0][1]) == {
         "waiting", "prefill", "neighbours", "memory", "others", "affinity", "session",
     }  # fmt: skip
 
@@ -269,17 +276,17 @@ def test_the_chosen_engine_is_explained_also_when_others_cost_less() -> None:
     stage.table.pending_tokens[0] = 1e6
     decision = stage.place(explained=True)
     assert decision.engine_id == "engine-0"
-    assert len(decision.terms) == SHOWN
-    assert decision.terms[-1][0] == "engine-0"
+    assert len(decision.scores) == MAX_EXPLAINED_ENGINES
+    assert decision.scores[-1][0] == "engine-0"
 
 
 def test_a_decision_that_nobody_asks_about_is_not_explained() -> None:
-    assert Stage(3).place().terms == ()
+    assert Stage(3).place().scores == ()
 
 
 def test_the_header_reads_well() -> None:
     terms = [("a:9000", {"waiting": 0.25, "memory": 0.0}), ("b:9000", {"waiting": 0.0, "memory": 0.0})]
-    header = route_header(Decision("a:9000", 0, "cost", 96, terms))
+    header = route_header(PlacementDecision("a:9000", 0, "cost", 96, terms))
     assert header == "a:9000; policy=cost; cached=96, a:9000: waiting=0.25, b:9000: 0"
 
 
@@ -291,8 +298,8 @@ def test_the_header_reads_well() -> None:
 @example("a", [("engine-" * 20, {"waiting": 1.0})] * 9)
 @settings(deadline=None, max_examples=60)
 def test_the_header_is_ascii_and_bounded(engine_id: str, terms: list[tuple[str, dict[str, float]]]) -> None:
-    header = route_header(Decision(engine_id, 0, "cost", 10**9, terms))
-    assert len(header) <= MAX_HEADER
+    header = route_header(PlacementDecision(engine_id, 0, "cost", 10**9, terms))
+    assert len(header) <= MAX_ROUTE_HEADER_BYTES
     assert header.isascii()
     assert header.isprintable()
 
@@ -308,7 +315,7 @@ def test_the_spans_attributes_are_one_for_each_engine() -> None:
 def test_every_policy_can_be_named_and_places(policy: str) -> None:
     decision = Stage(3, policy=policy).place(explained=True)
     assert decision.policy == policy
-    assert decision.engine_id in [engine_id for engine_id, _ in decision.terms]
+    assert decision.engine_id in [engine_id for engine_id, _ in decision.scores]
 
 
 @pytest.mark.parametrize("cached", [0, 1, 5_000, 8_192])
@@ -336,7 +343,7 @@ async def test_however_much_of_a_long_prompt_is_cached_its_blocks_are_named_a_fe
     running.cancel()
     assert decision is not None
     assert decision.cached_tokens == min(16 * cached, len(prompt) - 1)
-    assert 1 <= most <= (1 + NAMED_AT_ONCE if cached else 1)
+    assert 1 <= most <= (1 + BLOCKS_HASHED_AT_ONCE if cached else 1)
     at_once = stage.place(prompt_token_ids=prompt)
     assert (decision.row, decision.cached_tokens) == (at_once.row, at_once.cached_tokens)
     assert list(islice(decision.block_hashes, 600)) == list(islice(at_once.block_hashes, 600))

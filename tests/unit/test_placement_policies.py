@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from quire_router.placement.cost import Cost
+from quire_router.placement.cost import CostPolicy
 from quire_router.placement.named import make_policy
-from quire_router.placement.policy import TIE, lowest, spread
-from quire_router.placement.query import Query
+from quire_router.placement.policy import TIE_TOLERANCE, argmin_breaking_ties, spread
+from quire_router.placement.query import PlacementQuery
 from quire_router.placement.scorers import make_scorers
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.placement.table import EngineTable
@@ -26,8 +26,8 @@ WORSE = {
 LOAD = ("requests", "pending_tokens", "decoding", "swapped", "blocks_free")
 
 
-def cost() -> Cost:
-    return Cost(make_scorers(PlacementSettings()))
+def cost() -> CostPolicy:
+    return CostPolicy(make_scorers(PlacementSettings()))
 
 
 def worse(engine: Engine, *names: str) -> Engine:
@@ -51,7 +51,7 @@ def test_a_policy_chooses_one_of_the_rows_that_it_is_given(
 ) -> None:
     table, query = fleet(engines)
     rows = data.draw(st.lists(st.sampled_from(query.rows.tolist()), min_size=1, unique=True))
-    query = replace(query, rows=np.array(rows, np.intp), ticket=data.draw(st.integers(0, 2**32 - 1)))
+    query = replace(query, rows=np.array(rows, np.intp), tie_break=data.draw(st.integers(0, 2**32 - 1)))
     policy = make_policy(PlacementSettings(policy=name))
     assert all(policy.choose(query, table) in rows for _ in range(3))
 
@@ -60,7 +60,7 @@ def test_a_policy_chooses_one_of_the_rows_that_it_is_given(
 def test_an_idle_fleet_is_used_evenly(name: PolicyName) -> None:
     table, query = fleet([IDLE] * 4)
     policy = make_policy(PlacementSettings(policy=name))
-    counts = Counter(policy.choose(replace(query, ticket=7 * ticket), table) for ticket in range(400))
+    counts = Counter(policy.choose(replace(query, tie_break=7 * ticket), table) for ticket in range(400))
     assert len(counts) == 4
     assert max(counts.values()) < 2 * min(counts.values())
 
@@ -69,7 +69,7 @@ def test_an_idle_fleet_is_used_evenly(name: PolicyName) -> None:
 def test_a_policy_makes_the_same_choices_again(name: PolicyName) -> None:
     table, query = fleet([{**IDLE, "requests": n % 3, "pending_tokens": 100 * n} for n in range(5)])
     first, second = (make_policy(PlacementSettings(policy=name, seed=3)) for _ in range(2))
-    queries = [replace(query, ticket=ticket) for ticket in range(30)]
+    queries = [replace(query, tie_break=ticket) for ticket in range(30)]
     assert [first.choose(q, table) for q in queries] == [second.choose(q, table) for q in queries]
 
 
@@ -84,10 +84,10 @@ def test_cost_never_chooses_an_engine_that_another_is_better_than_in_every_respe
     best = engines[place % len(engines)]
     dominated = worse(best, *names)
     table, query = fleet([*engines, dominated])
-    query = replace(query, queue=queue)
+    query = replace(query, mean_queued=queue)
     total = cost().total(query, table)
-    assert total[-1] >= total[place % len(engines)] - TIE
-    assume(total[-1] > total[place % len(engines)] + TIE)
+    assert total[-1] >= total[place % len(engines)] - TIE_TOLERANCE
+    assume(total[-1] > total[place % len(engines)] + TIE_TOLERANCE)
     assert cost().choose(query, table) != query.rows[-1]
 
 
@@ -98,13 +98,13 @@ def test_load_never_attracts(engines: list[Engine], name: str, place: int, queue
     before = cost_of(engines, queue)
     loaded = [worse(engine, name) if number == place else engine for number, engine in enumerate(engines)]
     change = cost_of(loaded, queue) - before
-    assert change[place] >= -TIE
-    assert (np.delete(change, place) <= TIE).all()
+    assert change[place] >= -TIE_TOLERANCE
+    assert (np.delete(change, place) <= TIE_TOLERANCE).all()
 
 
 def cost_of(engines: list[Engine], queue: float) -> np.ndarray:
     table, query = fleet(engines)
-    return cost().total(replace(query, queue=queue), table)
+    return cost().total(replace(query, mean_queued=queue), table)
 
 
 @given(fleets, st.randoms(use_true_random=False))
@@ -113,7 +113,7 @@ def test_neither_the_order_of_rows_nor_names_matter_to_cost(engines: list[Engine
     order = list(range(len(engines)))
     random.shuffle(order)  # type: ignore[attr-defined]
     straight, mixed = cost_of(engines, 1.0), cost_of([engines[number] for number in order], 1.0)
-    assert np.allclose(straight[order], mixed, rtol=1e-9, atol=TIE)
+    assert np.allclose(straight[order], mixed, rtol=1e-9, atol=TIE_TOLERANCE)
 
 
 def test_cost_follows_the_cache_while_that_is_faster_and_no_further() -> None:
@@ -123,12 +123,12 @@ def test_cost_follows_the_cache_while_that_is_faster_and_no_further() -> None:
 
 def test_a_busier_fleet_follows_the_cache_further() -> None:
     engines = {"device": 992, "pending_tokens": 9000}, {"pending_tokens": 500}
-    assert [choose("cost", *engines, queue=queue) for queue in (0.0, 20.0)] == [1, 0]
+    assert [choose("cost", *engines, mean_queued=queue) for queue in (0.0, 20.0)] == [1, 0]
 
 
 def test_cost_keeps_a_session_at_home_unless_that_is_dear() -> None:
-    assert choose("cost", {}, {"pending_tokens": 1000}, {}, home=1) == 1
-    assert choose("cost", {}, {"pending_tokens": 50_000}, home=1) == 0
+    assert choose("cost", {}, {"pending_tokens": 1000}, {}, session_row=1) == 1
+    assert choose("cost", {}, {"pending_tokens": 50_000}, session_row=1) == 0
 
 
 # The others
@@ -180,15 +180,15 @@ def test_sglang_goes_to_the_least_loaded_when_the_fleet_is_imbalanced() -> None:
 
 
 def test_among_equals_the_ticket_decides() -> None:
-    costs = np.array([2.0, 1.0, 1.0 + TIE / 2, 1.1])
-    assert [lowest(costs, ticket) for ticket in range(4)] == [1, 2, 1, 2]
+    costs = np.array([2.0, 1.0, 1.0 + TIE_TOLERANCE / 2, 1.1])
+    assert [argmin_breaking_ties(costs, ticket) for ticket in range(4)] == [1, 2, 1, 2]
 
 
 def test_a_request_that_is_placed_again_meets_the_same_choice() -> None:
     table: EngineTable
-    query: Query
+    query: PlacementQuery
     table, query = fleet([IDLE] * 5)
-    query = replace(query, ticket=123_456)
+    query = replace(query, tie_break=123_456)
     assert len({cost().choose(query, table) for _ in range(5)}) == 1
 
 
@@ -211,13 +211,13 @@ def test_what_is_chosen_at_all_costs_the_same_with_what_comes_there_and_nothing_
 ) -> None:
     often = drawn(costs, width)
     met = costs + width * often
-    assert met[often > 0].max() - met.min() <= 0.02 * width + TIE
+    assert met[often > 0].max() - met.min() <= 0.02 * width + TIE_TOLERANCE
 
 
 def test_work_that_others_have_not_told_spreads_choices_among_engines_that_are_nearly_as_good() -> None:
     table, query = fleet([{**IDLE, "pending_tokens": pending} for pending in (0, 100, 200, 90_000)])
-    alone = {cost().choose(replace(query, ticket=ticket << 24), table) for ticket in range(256)}
+    alone = {cost().choose(replace(query, tie_break=ticket << 24), table) for ticket in range(256)}
     table.unseen_tokens = 200.0
-    many = Counter(cost().choose(replace(query, ticket=ticket << 24), table) for ticket in range(256))
+    many = Counter(cost().choose(replace(query, tie_break=ticket << 24), table) for ticket in range(256))
     assert alone == {0}
     assert many[0] > many[1] > many[2] > 0 == many[3]

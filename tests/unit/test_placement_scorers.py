@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_router.placement.likeness import PACE_SECONDS
+from quire_router.placement.likeness import STEP_TIMES_TTL
 from quire_router.placement.outlook import CandidateView
 from quire_router.placement.scorers import (
     affinity_bound,
@@ -51,7 +51,7 @@ def test_an_engine_that_rested_is_not_believed_to_be_slow_and_one_that_works_is(
     loads = [{**engine, "pending_tokens": 1000} for engine in (*others, {**slow, "stepped": 95.0})]
     found = waiting(outlook(*loads, now=100.0))
     assert found[3] > found[0]
-    loads[3]["stepped"] = 100.0 - PACE_SECONDS
+    loads[3]["stepped"] = 100.0 - STEP_TIMES_TTL
     found = waiting(outlook(*loads, now=100.0))
     assert found[3] == found[0]
 
@@ -155,7 +155,7 @@ def test_an_engine_that_did_not_say_how_large_it_is_is_taken_to_be_large_enough(
 
 def test_others_pay_for_what_is_computed_the_more_of_them_wait() -> None:
     places = [{"device": 900}, {}]
-    idle, busy, busier = (others(outlook(*places, queue=queue)) for queue in (0.0, 1.0, 2.0))
+    idle, busy, busier = (others(outlook(*places, mean_queued=queue)) for queue in (0.0, 1.0, 2.0))
     assert rises(idle)
     assert busy == pytest.approx(prefill(outlook(*places)) * 2.1)
     assert busier - busy == pytest.approx(busy - idle)
@@ -175,16 +175,16 @@ def test_beyond_the_bound_no_hit_makes_up_for_the_wait() -> None:
     far = {"pending_tokens": 110_000, "device": 992, **STEP}
     scorers = make_scorers(PlacementSettings(max_affinity_wait=10))
     for queue in (0.0, 10.0, 1e6):
-        there, here = sum(scorer(outlook(far, STEP, queue=queue)) for scorer in scorers.values())
+        there, here = sum(scorer(outlook(far, STEP, mean_queued=queue)) for scorer in scorers.values())
         assert here < there
 
 
 def test_a_session_is_worth_so_many_seconds() -> None:
-    assert seconds(session(0.5)(outlook({}, {}, {}, home=1))) == [0.5, 0, 0.5]
+    assert seconds(session(0.5)(outlook({}, {}, {}, session_row=1))) == [0.5, 0, 0.5]
 
 
 def test_a_session_whose_engine_cannot_be_had_makes_no_difference() -> None:
-    assert seconds(session(0.5)(outlook({}, {}, home=7))) == [0, 0]
+    assert seconds(session(0.5)(outlook({}, {}, session_row=7))) == [0, 0]
 
 
 @given(fleets, st.floats(0, 1000))
@@ -225,5 +225,5 @@ def test_only_a_change_of_what_an_engine_is_makes_a_new_version() -> None:
 
 def test_a_term_is_computed_once_however_many_need_it() -> None:
     place = outlook({"pending_tokens": 100}, {})
-    assert place.term(waiting) is place.term(waiting)
-    assert place.term(memory) is place.nothing
+    assert place.score(waiting) is place.score(waiting)
+    assert place.score(memory) is place.zeros

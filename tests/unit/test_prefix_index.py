@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from quire_proto import hashing
 from quire_proto.hashing import extra_key
-from quire_router.placement.expected import EXPECTED_SECONDS, MAX_PROMPT_BLOCKS, Expected
+from quire_router.placement.expected import MAX_PROMPT_BLOCKS, SPECULATIVE_TTL, SpeculativeEntries
 from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 from quire_router.placement.tier import Tier
 
 from tests.support.hashes import hash_blocks
@@ -24,7 +24,7 @@ DAMAGED = [b"", b"short", bytes(17)]
 rows = st.integers(0, ROWS - 1)
 tiers = st.sampled_from(Tier)
 names = st.lists(st.sampled_from(NAMES), max_size=8)
-TICK = EXPECTED_SECONDS / 4
+TICK = SPECULATIVE_TTL / 4
 
 
 def leading(found: list[bool]) -> int:
@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.bounds[row] = 10**9
         if then:
             self.bounds[row] = 3
-            self.index.bound(row, 3)
+            self.index.set_max_blocks(row, 3)
 
     @rule(budget=st.integers(0, 6))
     def sweep(self, budget):
@@ -90,8 +90,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(row=rows, blocks=names)
     def expect(self, row, blocks):
-        self.index.expect(row, blocks, self.now)
-        end = (self.now // TICK + 1) * TICK + EXPECTED_SECONDS
+        self.index.add_speculative(row, blocks, self.now)
+        end = (self.now // TICK + 1) * TICK + SPECULATIVE_TTL
         self.expected += [(row, name, end) for name in blocks]
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0]))
@@ -156,7 +156,7 @@ def test_a_prompt_that_nobody_knows_costs_one_name_and_a_shared_beginning_one_mo
         computed += 1
         return blake2b(*arguments, **more)
 
-    space, tokens, index = Namespace("revision", 16), list(range(16 * 500)), PrefixIndex()
+    space, tokens, index = BlockNamespace("revision", 16), list(range(16 * 500)), PrefixIndex()
     cold = space.hashes(tokens)
     index.store(3, Tier.DEVICE, chain(5))
     known = list(space.hashes(tokens))[:7]
@@ -171,7 +171,7 @@ def test_a_prompt_that_nobody_knows_costs_one_name_and_a_shared_beginning_one_mo
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=60), st.integers(1, 9), st.binary(max_size=32), st.integers(0, 8))
 @settings(deadline=None)
 def test_names_are_those_that_the_engines_compute(tokens: list[int], size: int, salt: bytes, stop: int) -> None:
-    space = Namespace("revision", size)
+    space = BlockNamespace("revision", size)
     hashes = space.hashes(tokens, salt)
     for _, _ in zip(range(stop), hashes, strict=False):
         pass
@@ -181,26 +181,26 @@ def test_names_are_those_that_the_engines_compute(tokens: list[int], size: int, 
 
 
 def test_what_is_expected_of_one_prompt_and_of_all_is_bounded() -> None:
-    index = PrefixIndex(expected=Expected(max_entries=MAX_PROMPT_BLOCKS + 10))
-    index.expect(0, chain(1000), 0.0)
+    index = PrefixIndex(expected=SpeculativeEntries(max_entries=MAX_PROMPT_BLOCKS + 10))
+    index.add_speculative(0, chain(1000), 0.0)
     assert index.match(chain(1000), 0.0).device.tolist() == [MAX_PROMPT_BLOCKS]
-    index.expect(1, chain(100, first=5000), 0.0)
+    index.add_speculative(1, chain(100, first=5000), 0.0)
     assert index.match(chain(100, first=5000), 0.0).device.tolist() == [0, 10]
-    index.expect(1, chain(100, first=5000), 10.0)
+    index.add_speculative(1, chain(100, first=5000), 10.0)
     assert index.match(chain(100, first=5000), 10.0).device.tolist() == [0, 100]
 
 
 def test_what_is_expected_of_several_engines_counts_for_two_seconds_and_not_for_three() -> None:
     index, prompt = PrefixIndex(), chain(4)
-    index.expect(0, prompt, 10.3)
-    index.expect(1, prompt, 10.3)
-    assert index.match(prompt, 10.3 + EXPECTED_SECONDS).device.tolist() == [4, 4]
-    assert index.match(prompt, 10.3 + EXPECTED_SECONDS + TICK).device.tolist() == [0, 0]
+    index.add_speculative(0, prompt, 10.3)
+    index.add_speculative(1, prompt, 10.3)
+    assert index.match(prompt, 10.3 + SPECULATIVE_TTL).device.tolist() == [4, 4]
+    assert index.match(prompt, 10.3 + SPECULATIVE_TTL + TICK).device.tolist() == [0, 0]
 
 
 def test_a_slot_is_not_used_again_while_something_is_expected_of_its_last_user() -> None:
     index, prompt = PrefixIndex(), chain(4)
-    index.expect(0, prompt, 0.0)
+    index.add_speculative(0, prompt, 0.0)
     index.clear(0)
     index.store(1, Tier.DEVICE, chain(1, first=900))
     assert index.match(prompt, 0.1, num_rows=2).device.tolist() == [0, 0]
@@ -209,7 +209,7 @@ def test_a_slot_is_not_used_again_while_something_is_expected_of_its_last_user()
 def test_engines_that_come_and_go_do_not_make_masks_longer() -> None:
     index = PrefixIndex()
     for round_ in range(200):
-        index.expect(round_ % 3, chain(3), float(10 * round_))
+        index.add_speculative(round_ % 3, chain(3), float(10 * round_))
         index.store(round_ % 3, Tier.DEVICE, chain(50))
         index.clear(round_ % 3)
         index.match(chain(1), float(10 * round_ + 5))
@@ -222,9 +222,9 @@ def test_engines_that_come_and_go_do_not_make_masks_longer() -> None:
 
 def test_a_bound_is_kept_until_the_row_begins_anew() -> None:
     index = PrefixIndex()
-    index.bound(0, 3)
+    index.set_max_blocks(0, 3)
     index.store(0, Tier.DEVICE, chain(10))
-    index.bound(0, 5)
+    index.set_max_blocks(0, 5)
     index.store(0, Tier.HOST, chain(10))
     assert (index.counts.blocks, index.counts.dropped) == (5, 7 + 5)
     index.clear(0)

@@ -15,7 +15,7 @@ from quire.v1 import engine_pb2
 
 from quire_router.fleet.recent import Recent
 from quire_router.fleet.share import Counts
-from quire_router.placement.table import EngineTable, Pace
+from quire_router.placement.table import EngineTable, StepTimes
 
 NOTHING: Counts = (0, 0, 0)
 _ASSUMED_STEP_TOKENS = 2048
@@ -142,7 +142,7 @@ class Account:
             self._on_room()
 
     def _take_pace(self, told: engine_pb2.Pace) -> None:
-        pace = Pace(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
+        pace = StepTimes(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
         for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
             if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
                 return

@@ -65,13 +65,13 @@ class CacheEvents:
 
     def _start_over(self, engine_id: str, snapshot: engine_pb2.Snapshot) -> None:
         self._waiting.pop(engine_id, None)
-        row = self._table.find(engine_id)
+        row = self._table.row_of(engine_id)
         if row < 0:
             return
         self._index.clear(row)
         blocks = snapshot.load.blocks_total + snapshot.load.host_blocks_total
         if blocks:
-            self._index.bound(row, blocks)
+            self._index.set_max_blocks(row, blocks)
         changes = [piece for stored in snapshot.cached for piece in _pieces(True, stored)]
         if len(changes) > 1:
             self._wait(engine_id, deque(changes))
@@ -105,13 +105,13 @@ class CacheEvents:
                 self._waiting[engine_id] = changes
         except Exception:  # the others are fed all the same
             log.exception("what engine %s has cached cannot be taken in, and counts as nothing", engine_id)
-            if (row := self._table.find(engine_id)) >= 0:
+            if (row := self._table.row_of(engine_id)) >= 0:
                 self._index.clear(row)
         if self._waiting:
             self._feeder = asyncio.get_running_loop().call_soon(self._feed)
 
     def _apply(self, engine_id: str, changes: Sequence[_Change]) -> None:
-        row = self._table.find(engine_id)
+        row = self._table.row_of(engine_id)
         if row < 0:
             return
         for change in changes:

@@ -11,7 +11,7 @@ from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.link import EngineConnection
 from quire_router.fleet.served import ModelMatcher
 from quire_router.fleet.stream import OutputStream
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 
 
 class Engine:
@@ -27,7 +27,7 @@ class Engine:
         self.retired = False
         self._description: engine_pb2.DescribeResponse | None = None
         self._models: frozenset[str] = frozenset()
-        self._namespace: Namespace | None = None
+        self._namespace: BlockNamespace | None = None
 
     @property
     def id(self) -> str:
@@ -51,7 +51,7 @@ class Engine:
         return self._models
 
     @property
-    def namespace(self) -> Namespace | None:
+    def namespace(self) -> BlockNamespace | None:
         """Which names its blocks have; None until it has said what it is."""
         self._refresh()
         return self._namespace
@@ -74,7 +74,7 @@ class Engine:
         self._description = description
         told = frozenset(description.served_model_names)
         self._models = told if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
-        self._namespace = Namespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
+        self._namespace = BlockNamespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
         self.load.describe(description)
 
 

@@ -59,6 +59,6 @@ class Expectations:
     def hear(self, expectations: Iterable[Expectation]) -> None:
         """Another router sent prompts. Engines that are not known here are passed over."""
         for expectation in expectations:
-            row = self._table.find(expectation.engine_id)
+            row = self._table.row_of(expectation.engine_id)
             if row >= 0:
-                self._index.expect(row, expectation.names, self._clock())
+                self._index.add_speculative(row, expectation.names, self._clock())

@@ -26,7 +26,7 @@ from quire_router.fleet.paced import Paced
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.served import ModelIdentity, ModelMatcher
 from quire_router.fleet.settings import ConnectionSettings
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 from quire_router.placement.table import EngineTable, Rows
 from quire_router.supervise import SupervisedTask, supervise
 
@@ -121,7 +121,7 @@ class EnginePool:
         """How many engines can run the model now."""
         return len(self._candidates(model).engines)
 
-    def namespace(self, row: int) -> Namespace:
+    def namespace(self, row: int) -> BlockNamespace:
         """The names that blocks have on one of the engines of ``rows``."""
         namespace = self._by_row[row].namespace
         assert namespace is not None, "it has not said what it is"

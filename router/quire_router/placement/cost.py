@@ -5,18 +5,18 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire_router.placement.outlook import CandidateView, Scorer
-from quire_router.placement.policy import TIE, lowest, spread
-from quire_router.placement.query import Query
+from quire_router.placement.policy import TIE_TOLERANCE, argmin_breaking_ties, spread
+from quire_router.placement.query import PlacementQuery
 from quire_router.placement.speeds import SpeedCache
 from quire_router.placement.table import Column, EngineTable
 
-BOTH = 2.0
+MUTUAL_DELAY = 2.0
 """Of two requests that do not see each other one delays the other: each counts what it meets, and what meets it."""
 
 _TICKETS = 1 << 32
 
 
-class Cost:
+class CostPolicy:
     """The smallest sum of all ``scorers``. Chooses from one table, as it remembers the speeds of its engines.
 
     Several routers that look for it at one moment would find the same engine. The work that the others have just sent
@@ -28,23 +28,23 @@ class Cost:
         self._scorers = tuple(scorers.values())
         self._speeds = SpeedCache()
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         outlook = CandidateView(query, table, self._speeds)
         total = self._sum(outlook)
-        width = BOTH * table.unseen_tokens * float(outlook.token_seconds.mean()) if table.unseen_tokens else 0.0
-        if width <= TIE:
-            return int(query.rows[lowest(total, query.ticket)])
-        return int(query.rows[spread(total, width, query.ticket % _TICKETS / _TICKETS)])
+        width = MUTUAL_DELAY * table.unseen_tokens * float(outlook.token_seconds.mean()) if table.unseen_tokens else 0.0
+        if width <= TIE_TOLERANCE:
+            return int(query.rows[argmin_breaking_ties(total, query.tie_break)])
+        return int(query.rows[spread(total, width, query.tie_break % _TICKETS / _TICKETS)])
 
-    def total(self, query: Query, table: EngineTable) -> Column:
+    def total(self, query: PlacementQuery, table: EngineTable) -> Column:
         """Seconds at each of the query's rows."""
         return self._sum(CandidateView(query, table, self._speeds))
 
     def _sum(self, outlook: CandidateView) -> Column:
         total = np.zeros(len(outlook.query.rows))
         for scorer in self._scorers:
-            term = outlook.term(scorer)
-            if term is not outlook.nothing:
+            term = outlook.score(scorer)
+            if term is not outlook.zeros:
                 total += term
         return total

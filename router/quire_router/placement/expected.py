@@ -8,20 +8,20 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
-EXPECTED_SECONDS = 2.0
+SPECULATIVE_TTL = 2.0
 MAX_PROMPT_BLOCKS = 256
-MAX_ENTRIES = 262_144
+MAX_SPECULATIVE_ENTRIES = 262_144
 _TICKS = 4
 
 
-class Expected:
+class SpeculativeEntries:
     """Keys of blocks, and bits that say where. An entry lives for ``seconds``, and for up to a quarter of that more.
 
     Entries of one tick live and die together, so that nothing is ever done for one that has expired. Of one prompt the
     first ``MAX_PROMPT_BLOCKS`` are noted, and of all prompts ``max_entries``.
     """
 
-    def __init__(self, seconds: float = EXPECTED_SECONDS, max_entries: int = MAX_ENTRIES) -> None:
+    def __init__(self, seconds: float = SPECULATIVE_TTL, max_entries: int = MAX_SPECULATIVE_ENTRIES) -> None:
         self._tick_seconds = seconds / _TICKS
         self._left = max_entries
         self._ticks: deque[tuple[int, dict[int, int]]] = deque()
@@ -51,6 +51,6 @@ class Expected:
         """Of each tick the blocks, each with the bits of those who will have it."""
         return [entries for _, entries in self._ticks]
 
-    def knows(self, tick: int) -> bool:
+    def has_tick(self, tick: int) -> bool:
         """Whether entries that live with this tick may be left."""
         return bool(self._ticks) and self._ticks[0][0] <= tick

@@ -12,8 +12,8 @@ import numpy as np
 from quire_proto.hashing import HASH_BYTES
 
 from quire_router.placement.block_matches import BlockMatches, Blocks
-from quire_router.placement.expected import Expected
-from quire_router.placement.slots import Slot, Slots
+from quire_router.placement.expected import SpeculativeEntries
+from quire_router.placement.slots import IndexSlot, IndexSlots
 from quire_router.placement.tier import Tier
 
 MAX_BLOCKS = 10_000_000
@@ -40,18 +40,18 @@ class PrefixIndex:
     Names are spread over small dictionaries, so that none takes long to grow.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS, expected: Expected | None = None) -> None:
+    def __init__(self, max_blocks: int = MAX_BLOCKS, expected: SpeculativeEntries | None = None) -> None:
         self.counts = IndexCounts()
         self._max_blocks = max_blocks
-        self._expected = expected or Expected()
-        self._slots = Slots(self._expected.knows)
+        self._expected = expected or SpeculativeEntries()
+        self._slots = IndexSlots(self._expected.has_tick)
         self._bounds: dict[int, int] = {}
         self._shards: list[dict[int, int]] = [{} for _ in range(_SHARD + 1)]
         self._masks: dict[int, int] = {}
 
     # What engines have
 
-    def bound(self, row: int, blocks: int) -> None:
+    def set_max_blocks(self, row: int, blocks: int) -> None:
         """The row's engine has so many blocks in both tiers together, and more are not believed."""
         self._bounds[row] = blocks
         slot = self._slots.find(row)
@@ -101,7 +101,7 @@ class PrefixIndex:
 
     # What engines will have
 
-    def expect(self, row: int, hashes: Iterable[bytes], now: float) -> None:
+    def add_speculative(self, row: int, hashes: Iterable[bytes], now: float) -> None:
         """A request with these blocks was sent to the row's engine at ``now``: for two seconds they count as if it had
         them on its device. Of a long prompt only the first blocks are looked at.
         """
@@ -144,14 +144,14 @@ class PrefixIndex:
             return BlockMatches(in_device, np.zeros_like(in_device))
         return BlockMatches(in_device, left.depths(self._slots, num_rows) - in_device)
 
-    def knows(self, name: bytes) -> bool:
+    def may_contain(self, name: bytes) -> bool:
         """Whether any engine may have the block or is expected to: one that left may still count."""
         key = int.from_bytes(name, "big")
         return key in self._shards[key & _SHARD] or any(key in entries for entries in self._expected.entries())
 
     # Inside
 
-    def _take_slot(self, row: int) -> Slot:
+    def _take_slot(self, row: int) -> IndexSlot:
         return self._slots.find(row) or self._slots.take(row, self._bounds.get(row, self._max_blocks))
 
     def _keys(self, hashes: Iterable[bytes]) -> Iterator[int]:
@@ -162,7 +162,7 @@ class PrefixIndex:
             else:
                 self.counts.damaged += 1
 
-    def _admit(self, slot: Slot, key: int) -> bool:
+    def _admit(self, slot: IndexSlot, key: int) -> bool:
         """Counts one more block of an engine. When there is no room, makes some of what is left to be swept."""
         if self.counts.blocks >= self._max_blocks:
             self.sweep(_SWEPT_FOR_ONE)
@@ -207,7 +207,7 @@ class _PrefixDepths:
             self._depths.append(depth)
             self._masks.append(mask)
 
-    def depths(self, slots: Slots, num_rows: int) -> Blocks:
+    def depths(self, slots: IndexSlots, num_rows: int) -> Blocks:
         """The depth of each row. All masks are unpacked together, as that costs little more than one."""
         depths = np.zeros(num_rows, dtype=np.int64)
         if self._masks:

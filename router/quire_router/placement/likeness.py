@@ -5,22 +5,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire_router.placement.table import Column, Columns
+from quire_router.placement.table import Column, EngineColumns
 
 Flags = npt.NDArray[np.bool_]
 
-NOISE = 0.25
+OUTLIER_THRESHOLD = 0.25
 """By how much of the usual a step may be off and mean nothing."""
 
 SHORT_PROMPT = 256
 
-PACE_SECONDS = 60.0
+STEP_TIMES_TTL = 60.0
 """How long an engine that has nothing to do is believed what it last said of its pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeColumns:
-    """How fast engines are, as ``Pace``: each a column, or an array of no axes where one number holds for all."""
+    """How fast engines are, as ``StepTimes``: each a column, or an array of no axes where one number holds for all."""
 
     step_seconds: Column
     token_seconds: Column
@@ -28,14 +28,14 @@ class StepTimeColumns:
     host_block_seconds: Column
 
 
-def recently(engines: Columns, now: float) -> Flags:
+def stepped_recently(engines: EngineColumns, now: float) -> Flags:
     """Which engines made a step so lately that they are believed what they last said of their pace."""
-    return engines.stepped > now - PACE_SECONDS
+    return engines.stepped > now - STEP_TIMES_TTL
 
 
-def alike(engines: Columns, stepped: Flags) -> StepTimeColumns:
+def cluster_step_times(engines: EngineColumns, stepped: Flags) -> StepTimeColumns:
     """The mean pace of the engines' kind; those that are of another kind keep their own. ``stepped`` are those that
-    made a step ``recently``.
+    made a step ``stepped_recently``.
 
     A pace is fitted to an engine's last steps and moves with what these were. Believed to the last percent, one engine
     after the other would look like the fastest and draw all requests. How long a step takes that is full of prompts,
@@ -64,13 +64,13 @@ def alike(engines: Columns, stepped: Flags) -> StepTimeColumns:
     )
 
 
-def _own(engines: Columns) -> StepTimeColumns:
+def _own(engines: EngineColumns) -> StepTimeColumns:
     return StepTimeColumns(
         engines.step_seconds, engines.token_seconds, engines.sequence_seconds, engines.host_block_seconds
     )  # fmt: skip
 
 
-def _mean(engines: Columns, members: Flags) -> StepTimeColumns:
+def _mean(engines: EngineColumns, members: Flags) -> StepTimeColumns:
     """One pace for all: the mean of the ``members``, at least one."""
     weights = members / np.count_nonzero(members)
     return StepTimeColumns(
@@ -81,7 +81,7 @@ def _mean(engines: Columns, members: Flags) -> StepTimeColumns:
     )
 
 
-def _unusual(engines: Columns, known: Flags) -> Flags:
+def _unusual(engines: EngineColumns, known: Flags) -> Flags:
     """Whose steps take another time than the usual one, be they full of prompts or with a short one."""
     full = engines.step_seconds + engines.step_tokens * engines.token_seconds
     short = engines.step_seconds + SHORT_PROMPT * engines.token_seconds
@@ -90,7 +90,7 @@ def _unusual(engines: Columns, known: Flags) -> Flags:
 
 def _far_off(seconds: Column, known: Flags) -> Flags:
     middle = _middle(seconds if np.count_nonzero(known) == len(known) else seconds[known])
-    return np.abs(seconds - middle) > NOISE * middle
+    return np.abs(seconds - middle) > OUTLIER_THRESHOLD * middle
 
 
 def _middle(numbers: Column) -> float:

@@ -10,7 +10,7 @@ from quire_proto.hashing import TOKEN_BYTES, extra_key, hash_chain, pack
 
 
 @dataclass(frozen=True, slots=True)
-class Namespace:
+class BlockNamespace:
     """Engines with one revision of a model and one block size give equal names to equal blocks, and no others do."""
 
     model_revision: str
@@ -60,5 +60,5 @@ def _packed(tokens: Sequence[int]) -> bytes | memoryview:
     return pack(tokens)
 
 
-Names = dict[Namespace, BlockHashes]
+HashesByNamespace = dict[BlockNamespace, BlockHashes]
 """The names of one prompt's blocks, as each namespace has them."""

@@ -4,8 +4,8 @@ from random import Random
 
 import numpy as np
 
-from quire_router.placement.policy import lowest
-from quire_router.placement.query import Query
+from quire_router.placement.policy import argmin_breaking_ties
+from quire_router.placement.query import PlacementQuery
 from quire_router.placement.table import Column, EngineTable, Rows
 
 
@@ -15,8 +15,8 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turn = -1
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         del table
         self._turn += 1
         return int(query.rows[self._turn % len(query.rows)])
@@ -25,18 +25,18 @@ class RoundRobin:
 class LeastLoad:
     """The fewest prompt tokens pending, then the fewest requests in flight."""
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
-        return least_loaded(query.rows, query.ticket, table)
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
+        return least_loaded(query.rows, query.tie_break, table)
 
 
 class PrefixOnly:
     """The longest prefix cached, however long the queue is there: what an index without load does."""
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         del table
-        return int(query.rows[lowest(-query.cached(), query.ticket)])
+        return int(query.rows[argmin_breaking_ties(-query.cached(), query.tie_break)])
 
 
 class PowerOfTwo:
@@ -47,11 +47,11 @@ class PowerOfTwo:
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)  # noqa: S311 - a choice among equals, not a secret
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         count = len(query.rows)
         two = self._random.sample(range(count), min(2, count))
-        return least_loaded(query.rows[two], query.ticket, table)
+        return least_loaded(query.rows[two], query.tie_break, table)
 
 
 class LlmD:
@@ -61,13 +61,17 @@ class LlmD:
     llm-d/llm-d-router, whose queue is what an engine's metrics last said; here it is counted at dispatch.
     """
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         rows = query.rows
         total = table.blocks_total[rows]
         free = np.where(total > 0, table.blocks_free[rows] / np.maximum(total, 1), 1)
-        score = 2 * _shortness(table.at(rows).queued()) + 2 * free + 3 * query.cached() / max(query.prompt_tokens, 1)
-        return int(rows[lowest(-score, query.ticket)])
+        score = (
+            2 * _shortness(table.columns_of(rows).queued())
+            + 2 * free
+            + 3 * query.cached() / max(query.prompt_tokens, 1)
+        )
+        return int(rows[argmin_breaking_ties(-score, query.tie_break)])
 
 
 class SgLang:
@@ -77,20 +81,20 @@ class SgLang:
     instead.
     """
 
-    def choose(self, query: Query, table: EngineTable) -> int:
-        """See ``Policy.choose``."""
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
         requests, match = table.requests[query.rows], query.cached()
         most, fewest = requests.max(), requests.min()
         imbalanced = most - fewest > 32 and most > 1.1 * fewest
         follows = not imbalanced and match.max() > 0.5 * query.prompt_tokens
-        return int(query.rows[lowest(-match if follows else requests, query.ticket)])
+        return int(query.rows[argmin_breaking_ties(-match if follows else requests, query.tie_break)])
 
 
 def least_loaded(rows: Rows, ticket: int, table: EngineTable) -> int:
     """The row with the fewest prompt tokens pending; of those, the one with the fewest requests in flight."""
     pending = table.pending_tokens[rows]
     fewest = rows[pending <= pending.min()]
-    return int(fewest[lowest(table.requests[fewest], ticket)])
+    return int(fewest[argmin_breaking_ties(table.requests[fewest], ticket)])
 
 
 def _shortness(queue: Column) -> Column:

@@ -6,26 +6,26 @@ from typing import Protocol
 
 import numpy as np
 
-from quire_router.placement.query import Query
-from quire_router.placement.table import Column, EngineTable, least
+from quire_router.placement.query import PlacementQuery
+from quire_router.placement.table import Column, EngineTable, column_min
 
-TIE = 1e-6
+TIE_TOLERANCE = 1e-6
 """Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
 
 
-class Policy(Protocol):
+class PlacementPolicy(Protocol):
     """A way to choose. What it remembers from one choice to the next is its own."""
 
-    def choose(self, query: Query, table: EngineTable) -> int:
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
         """One of ``query.rows``."""
         ...
 
 
-def lowest(costs: Column, ticket: int) -> int:
+def argmin_breaking_ties(costs: Column, ticket: int) -> int:
     """The position of the smallest number. Among equals the ``ticket`` decides: the same every time for one request,
     and spread over all of them for many.
     """
-    ties = np.flatnonzero(costs <= least(costs) + TIE)
+    ties = np.flatnonzero(costs <= column_min(costs) + TIE_TOLERANCE)
     return int(ties[ticket % len(ties)])
 
 
@@ -33,7 +33,7 @@ def spread(costs: Column, width: float, part: float) -> int:
     """The position of one of the small numbers, the smaller the likelier: where ``width`` of water would stand if it
     were poured over them, each is chosen by as large a part of all ``part`` from 0 to 1 as there is water above it.
     """
-    near = np.flatnonzero(costs <= least(costs) + max(width, TIE))
+    near = np.flatnonzero(costs <= column_min(costs) + max(width, TIE_TOLERANCE))
     if len(near) == 1:
         return int(near[0])
     heights = costs[near]

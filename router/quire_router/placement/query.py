@@ -7,7 +7,7 @@ from quire_router.placement.table import Column, Rows
 
 
 @dataclass(frozen=True, slots=True)
-class Matches:
+class PrefixMatches:
     """Leading tokens of one prompt that engines have cached, a number for each row of the table: ``device`` in device
     memory from the first token on, and ``host`` more that follow and that at least the host pool has.
     """
@@ -17,7 +17,7 @@ class Matches:
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class PlacementQuery:
     """One request as placement sees it: its prompt's tokens and the most it may draw, how many sequences it becomes,
     which ``rows`` of the table may run it (at least one), and what they have cached of it. ``home`` is the row that the
     last request of its session went to, -1 where there is none. ``queue`` is how many requests an engine has before
@@ -29,10 +29,10 @@ class Query:
     output_tokens: int
     sequences: int
     rows: Rows
-    matches: Matches
-    home: int = -1
-    queue: float = 0.0
-    ticket: int = 0
+    matches: PrefixMatches
+    session_row: int = -1
+    mean_queued: float = 0.0
+    tie_break: int = 0
     now: float = 0.0
 
     def cached(self) -> Column:
@@ -41,7 +41,7 @@ class Query:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlacementDecision:
     """``engine_id`` is where to run. ``terms`` says for some of the best engines what each scorer made of them, in
     seconds, best first, for people. ``cached_tokens`` are those of the prompt that it should find there, and
     ``block_hashes`` the names of all its full blocks there.
@@ -51,5 +51,5 @@ class Decision:
     row: int
     policy: str
     cached_tokens: int
-    terms: Sequence[tuple[str, dict[str, float]]] = field(default=())
+    scores: Sequence[tuple[str, dict[str, float]]] = field(default=())
     block_hashes: Iterable[bytes] = field(default=(), repr=False)

@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-MAX_REMEMBERED = 16
+MAX_CACHED_ARRAYS = 16
 
 Found = TypeVar("Found")
 
@@ -18,15 +18,15 @@ class ArrayCache(Generic[Found]):
     def __init__(self) -> None:
         self._found: dict[int, tuple[npt.NDArray[np.intp], Found]] = {}
 
-    def of(self, rows: npt.NDArray[np.intp]) -> Found | None:
+    def get(self, rows: npt.NDArray[np.intp]) -> Found | None:
         """What was kept last, if anything was."""
         found = self._found.get(id(rows))
         return None if found is None else found[1]
 
-    def keep(self, rows: npt.NDArray[np.intp], found: Found) -> Found:
+    def put(self, rows: npt.NDArray[np.intp], found: Found) -> Found:
         """The same, which is remembered from now on."""
         if not rows.flags.writeable:
-            if len(self._found) == MAX_REMEMBERED:
+            if len(self._found) == MAX_CACHED_ARRAYS:
                 self._found.clear()
             # Holds the array, so that its identity cannot become another's.
             self._found[id(rows)] = rows, found

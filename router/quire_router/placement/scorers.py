@@ -12,17 +12,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from quire_router.placement.outlook import CandidateView, Scorer
-from quire_router.placement.query import Query
+from quire_router.placement.query import PlacementQuery
 from quire_router.placement.settings import PlacementSettings
-from quire_router.placement.table import Column, least, most
+from quire_router.placement.table import Column, column_max, column_min
 
 TYPICAL_OUTPUT = 256
 """Tokens that an output is taken to have: what a client allows says little, as most outputs end by themselves."""
 
-DELAYED = 2.0
+DELAYED_PER_QUEUED = 2.0
 """Requests that are delayed for each one that waits: 1 / (1 - load) in a simple queue, at half load."""
 
-STORED_TWICE = 0.1
+DELAYED_BY_DUPLICATES = 0.1
 """Requests that are delayed although nobody waits: what is computed twice is stored twice, and pushes something out
 that is computed again."""
 
@@ -52,14 +52,14 @@ def waiting(outlook: CandidateView) -> Column:
     """
     engines = outlook.engines
     step = np.minimum(engines.computing, engines.pending_tokens) * outlook.token_seconds
-    passed = np.minimum(np.maximum(outlook.query.now - engines.stepped, outlook.nothing), step)
+    passed = np.minimum(np.maximum(outlook.query.now - engines.stepped, outlook.zeros), step)
     return engines.pending_tokens * outlook.token_seconds - passed
 
 
 def prefill(outlook: CandidateView) -> Column:
     """Computing what is not cached there of this prompt; a block of the host tier costs a copy."""
     computing = outlook.uncached * outlook.token_seconds + outlook.paces.step_seconds
-    return computing if outlook.copies is None else computing + _copying(outlook)
+    return computing if outlook.blocks_to_copy is None else computing + _copying(outlook)
 
 
 def neighbours(outlook: CandidateView) -> Column:
@@ -68,7 +68,7 @@ def neighbours(outlook: CandidateView) -> Column:
     """
     query = outlook.query
     decode_steps = 2 * query.sequences * min(query.output_tokens, TYPICAL_OUTPUT)
-    return (1 + outlook.to_compute * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.slowing
+    return (1 + outlook.tokens_to_compute * outlook.steps + DECODE_WEIGHT * decode_steps) * outlook.decode_slowdown
 
 
 def memory(outlook: CandidateView) -> Column:
@@ -77,9 +77,9 @@ def memory(outlook: CandidateView) -> Column:
     Nothing is admitted while a sequence is swapped out, so those have to come back first. Sequences are taken to end
     evenly over ``TYPICAL_OUTPUT`` steps, and their blocks with them.
     """
-    if outlook.missing is None:
-        return outlook.nothing
-    return outlook.missing * (TYPICAL_OUTPUT * (outlook.paces.step_seconds + outlook.slowing))
+    if outlook.shortfall is None:
+        return outlook.zeros
+    return outlook.shortfall * (TYPICAL_OUTPUT * (outlook.paces.step_seconds + outlook.decode_slowdown))
 
 
 def others(outlook: CandidateView) -> Column:
@@ -89,7 +89,7 @@ def others(outlook: CandidateView) -> Column:
     as many come during a wait as are seen waiting on average, and what delays them lengthens the queue for more. So an
     idle fleet computes a prompt again rather than let it wait for long, and an overloaded one saves whatever it can.
     """
-    return _delayed(outlook.query) * outlook.term(prefill)
+    return _delayed(outlook.query) * outlook.score(prefill)
 
 
 def affinity_bound(max_wait: float) -> Scorer:
@@ -99,12 +99,12 @@ def affinity_bound(max_wait: float) -> Scorer:
     """
 
     def affinity(outlook: CandidateView) -> Column:
-        wait = outlook.term(waiting)
-        if (full := outlook.term(memory)) is not outlook.nothing:
+        wait = outlook.score(waiting)
+        if (full := outlook.score(memory)) is not outlook.zeros:
             wait = wait + full
-        longest = least(wait) + max_wait
-        if most(wait) <= longest:
-            return outlook.nothing
+        longest = column_min(wait) + max_wait
+        if column_max(wait) <= longest:
+            return outlook.zeros
         return np.where(wait > longest, np.maximum(_saved(outlook) - max_wait, 0), 0)
 
     return affinity
@@ -116,24 +116,26 @@ def session(seconds: float) -> Scorer:
     """
 
     def leaving(outlook: CandidateView) -> Column:
-        if outlook.query.home < 0:
-            return outlook.nothing
-        away = outlook.query.rows != outlook.query.home
-        return outlook.nothing if away.all() else away * seconds
+        if outlook.query.session_row < 0:
+            return outlook.zeros
+        away = outlook.query.rows != outlook.query.session_row
+        return outlook.zeros if away.all() else away * seconds
 
     return leaving
 
 
-def _delayed(query: Query) -> float:
+def _delayed(query: PlacementQuery) -> float:
     """Requests that one second of computing delays by a second."""
-    return DELAYED * query.queue + STORED_TWICE
+    return DELAYED_PER_QUEUED * query.mean_queued + DELAYED_BY_DUPLICATES
 
 
 def _copying(outlook: CandidateView) -> Column:
-    return outlook.nothing if outlook.copies is None else outlook.copies * outlook.paces.host_block_seconds
+    return (
+        outlook.zeros if outlook.blocks_to_copy is None else outlook.blocks_to_copy * outlook.paces.host_block_seconds
+    )
 
 
 def _saved(outlook: CandidateView) -> Column:
     """What the cache is worth there, counted as the scorers count it."""
     own = outlook.cached * outlook.token_seconds - _copying(outlook)
-    return (1 + _delayed(outlook.query)) * own + outlook.cached * outlook.steps * outlook.slowing
+    return (1 + _delayed(outlook.query)) * own + outlook.cached * outlook.steps * outlook.decode_slowdown

@@ -6,7 +6,7 @@ SessionKey = tuple[str, str]
 """A tenant and its name for the session: one tenant cannot speak of another's."""
 
 
-class Sessions:
+class SessionEngines:
     """Remembers the engines of the ``limit`` sessions that were seen last."""
 
     def __init__(self, limit: int) -> None:
@@ -16,13 +16,13 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._engines)
 
-    def note(self, key: SessionKey, engine_id: str) -> None:
+    def record(self, key: SessionKey, engine_id: str) -> None:
         """The session's last request went there."""
         self._engines[key] = engine_id
         self._engines.move_to_end(key)
         if len(self._engines) > self._limit:
             self._engines.popitem(last=False)
 
-    def engine(self, key: SessionKey) -> str | None:
+    def get(self, key: SessionKey) -> str | None:
         """Where its last request went, as far as is known."""
         return self._engines.get(key)

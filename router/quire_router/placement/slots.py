@@ -12,7 +12,7 @@ _FIRST_SLOTS = 16
 _NEVER = -1
 
 
-class Slot:
+class IndexSlot:
     """What one engine holds from one snapshot to the next. ``bits`` has a bit for each tier, ``both`` the two together.
 
     ``held`` are the keys of its blocks, in whichever tier, at most ``bound`` of them.
@@ -30,7 +30,7 @@ class Slot:
         self.expected_tick = _NEVER
 
 
-class Slots:
+class IndexSlots:
     """Gives a slot to each row of the table, and a new one when a row begins anew.
 
     What was held under the old slot is dead at once: ``live`` has the device bits of those that count. It is taken out
@@ -44,10 +44,10 @@ class Slots:
         self.live = 0
         self.hosting = 0
         self.num_rows = 0
-        self.dead: deque[Slot] = deque()
+        self.dead: deque[IndexSlot] = deque()
         self._in_use = in_use
-        self._rows: dict[int, Slot] = {}
-        self._free: deque[Slot] = deque()
+        self._rows: dict[int, IndexSlot] = {}
+        self._free: deque[IndexSlot] = deque()
         self._row_of: Rows = np.zeros(_FIRST_SLOTS, dtype=np.intp)
         self._made = 0
 
@@ -56,15 +56,15 @@ class Slots:
         """How long the bits of all slots are."""
         return -(-2 * self._made // 8)
 
-    def find(self, row: int) -> Slot | None:
+    def find(self, row: int) -> IndexSlot | None:
         """The row's slot, if it has one."""
         return self._rows.get(row)
 
-    def take(self, row: int, bound: int) -> Slot:
+    def take(self, row: int, bound: int) -> IndexSlot:
         """The row's slot; a fresh one where it has none."""
         slot = self._rows.get(row)
         if slot is None:
-            slot = self._rows[row] = Slot(self._number(), row, bound)
+            slot = self._rows[row] = IndexSlot(self._number(), row, bound)
             self._row_of[slot.number] = row
             self.num_rows = max(self.num_rows, row + 1)
             self.live |= slot.bits[Tier.DEVICE]

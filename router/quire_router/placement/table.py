@@ -22,7 +22,7 @@ _SETTLED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTimes:
     """How long an engine's steps take, in seconds: each step, each prompt token in it, each sequence that it draws a
     token for; and copying a block back from the host pool. As ``quire.v1.Pace``.
     """
@@ -33,20 +33,20 @@ class Pace:
     host_block_seconds: float
 
 
-DEFAULT_STEP_TIMES = Pace(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=2e-4, host_block_seconds=1e-4)
+DEFAULT_STEP_TIMES = StepTimes(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=2e-4, host_block_seconds=1e-4)
 """What is assumed of an engine that has not told, when none like it has: a small GPU. Equal guesses cancel out in a
 comparison."""
 
 
 @dataclass(eq=False)
-class Columns:
+class EngineColumns:
     """What is known of some engines, each a float64 array over rows: ``requests`` in flight from all routers;
     ``pending_tokens``, those of their prompts that are not computed yet, as far as they are not cached there;
     ``decoding`` sequences past their first token; ``waiting`` and ``swapped`` sequences as the engine last said;
     ``blocks_free`` (or evictable) and ``blocks_total``; ``max_sequences``; ``step_tokens``, the most that one step
-    computes; ``block_size`` in tokens; the four of its ``Pace``, and ``paced``, 1 where they are its own word and 0
-    where they are a guess; ``stepped``, when its last step began as far as is known, in seconds of the routers' clock,
-    and ``computing``, how many of the pending tokens are in that step.
+    computes; ``block_size`` in tokens; the four of its ``StepTimes``, and ``paced``, 1 where they are its own word and
+    0 where they are a guess; ``stepped``, when its last step began as far as is known, in seconds of the routers'
+    clock, and ``computing``, how many of the pending tokens are in that step.
     """
 
     requests: Column
@@ -72,20 +72,20 @@ class Columns:
         return np.maximum(self.requests - self.decoding, 0)
 
 
-def least(column: Column) -> float:
+def column_min(column: Column) -> float:
     """The smallest number. Numpy finds where it is in a fifth of the time in which it finds which it is."""
     return float(column[column.argmin()])
 
 
-def most(column: Column) -> float:
+def column_max(column: Column) -> float:
     """The largest number, as ``least``."""
     return float(column[column.argmax()])
 
 
-_PLACES = {column.name: place for place, column in enumerate(fields(Columns))}
+_PLACES = {column.name: place for place, column in enumerate(fields(EngineColumns))}
 
 
-class EngineTable(Columns):
+class EngineTable(EngineColumns):
     """One row an engine. A row keeps its number while the engine is known, and is used again afterwards.
 
     The columns are over all rows, and those of load may be written to. What an engine is rather than has in hand
@@ -98,10 +98,10 @@ class EngineTable(Columns):
         self.version = 0
         self._rows: dict[str, int] = {}
         self._free: list[int] = []
-        self._paces: list[Pace | None] = []
+        self._paces: list[StepTimes | None] = []
         self.ids: list[str | None] = []
         self.unseen_tokens = 0.0
-        self._hold(np.zeros((len(fields(Columns)), 0)))
+        self._hold(np.zeros((len(fields(EngineColumns)), 0)))
 
     def __len__(self) -> int:
         """How many rows there are, with those that are free."""
@@ -129,23 +129,23 @@ class EngineTable(Columns):
         self.ids[row] = None
         self._free.append(row)
 
-    def find(self, engine_id: str) -> int:
+    def row_of(self, engine_id: str) -> int:
         """The engine's row, -1 when it is not known."""
         return self._rows.get(engine_id, -1)
 
-    def at(self, rows: Rows) -> Columns:
+    def columns_of(self, rows: Rows) -> EngineColumns:
         """These rows (at least one), in this order, as they are now. Not to be written to, nor to be kept: of a run of
         rows, as a fleet's are until an engine leaves, it is the table itself, as copying takes longer than a few sums.
         """
-        known = self._runs.of(rows)
+        known = self._runs.get(rows)
         if known is not None:
             return known
         run = slice(int(rows[0]), int(rows[0]) + len(rows))
         if np.array_equal(rows, np.arange(run.start, run.stop)):
-            return self._runs.keep(rows, Columns(*self._cells[:, run]))
-        return Columns(*self._cells.take(rows, axis=1))
+            return self._runs.put(rows, EngineColumns(*self._cells[:, run]))
+        return EngineColumns(*self._cells.take(rows, axis=1))
 
-    def set_step_times(self, row: int, pace: Pace) -> None:
+    def set_step_times(self, row: int, pace: StepTimes) -> None:
         """How fast the engine is, from now on, in its own words. It says the same after most steps."""
         if pace != self._paces[row]:
             self._paces[row] = pace
@@ -155,7 +155,7 @@ class EngineTable(Columns):
         """How many tokens the engine's blocks have, and the most that one step computes."""
         self._write(row, block_size=block_size, step_tokens=step_tokens)
 
-    def _write_pace(self, row: int, pace: Pace, *, told: bool) -> None:
+    def _write_pace(self, row: int, pace: StepTimes, *, told: bool) -> None:
         self._write(
             row,
             step_seconds=pace.step_seconds,
@@ -180,7 +180,7 @@ class EngineTable(Columns):
     def _hold(self, cells: npt.NDArray[np.float64]) -> None:
         """All columns lie in one array, so that reading some rows of all of them is one step."""
         self._cells = cells
-        self._runs: ArrayCache[Columns] = ArrayCache()
+        self._runs: ArrayCache[EngineColumns] = ArrayCache()
         super().__init__(*cells)
         for name in _SETTLED:
             getattr(self, name).flags.writeable = False

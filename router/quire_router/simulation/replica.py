@@ -19,9 +19,9 @@ from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.share import Message
 from quire_router.generation import GenerationRequest
 from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import Namespace
+from quire_router.placement.namespace import BlockNamespace
 from quire_router.placement.placer import Placer
-from quire_router.placement.query import Decision
+from quire_router.placement.query import PlacementDecision
 from quire_router.placement.settings import PlacementSettings
 from quire_router.placement.table import EngineTable
 from quire_router.placement.tier import Tier
@@ -88,7 +88,7 @@ class SimulatedRouter:
         self.number = number
         self._now = 0
         table = EngineTable()
-        namespace = Namespace(engine.description.model_revision, engine.description.block_size)
+        namespace = BlockNamespace(engine.description.model_revision, engine.description.block_size)
         self._ledger = Ledger(table, room_seconds=room_seconds, clock=self._seconds)
         self._accounts = [self._ledger.add(str(index)) for index in range(len(engines))]
         for account in self._accounts:
@@ -98,7 +98,7 @@ class SimulatedRouter:
         self._index = PrefixIndex()
         self._placer = Placer(table, self._index, placement, lambda _: namespace, self._seconds)
         self._expectations = Expectations(table, self._index, self._seconds)
-        self._placer.on_expected = self._expectations.note
+        self._placer.on_speculative_blocks = self._expectations.note
         self._peers = FeedReader(shares, delays.share)
         self._loads = [FeedReader(engine.loads, delays.load) for engine in engines]
         self._changes = [FeedReader(engine.changes, delays.event) for engine in engines]
@@ -120,14 +120,14 @@ class SimulatedRouter:
         """Its own requests that it counts as running somewhere."""
         return sum(account.own[0] for account in self._accounts)
 
-    def place(self, generation: GenerationRequest) -> Decision:
+    def place(self, generation: GenerationRequest) -> PlacementDecision:
         """Where the request goes, by what is known."""
         decision = self._placer.place(generation, self._rows)
         assert decision is not None, "engines are always ready"
-        self._placer.placed(decision, generation)
+        self._placer.record_dispatch(decision, generation)
         return decision
 
-    def begin(self, decision: Decision, generation: GenerationRequest) -> LedgerEntry:
+    def begin(self, decision: PlacementDecision, generation: GenerationRequest) -> LedgerEntry:
         """Counts the request for as long as it is in flight."""
         pending = len(generation.prompt_token_ids) - decision.cached_tokens
         return self._ledger.begin(decision.engine_id, pending_tokens=pending)
