@@ -51,14 +51,14 @@ def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
     return Scheduler(limits, memory, rates=executor.rates)
 
 
-def grammar_source(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
+def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
     """What grammars of this executor's model are compiled with; it costs nothing before a request asks for one."""
     return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
 
 
-def make_grammars(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
+def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
     """What compiles grammars for this executor's model, for somebody who asks for all of his at once."""
-    return GrammarCompiler(grammar_source(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
+    return GrammarCompiler(model_grammars(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
 
 
 def _servable_length(wanted: int, capacity: KVCacheConfig) -> int:

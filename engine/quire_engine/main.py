@@ -15,7 +15,7 @@ from quire_proto.text.vocabulary import folder_config_digest, folder_vocabulary_
 from quire_proto.tls import TlsError
 from quire_proto.tracing import setup_tracing, shutdown_tracing
 
-from quire_engine.assembly import grammar_source, load_executor, make_scheduler
+from quire_engine.assembly import load_executor, make_scheduler, model_grammars
 from quire_engine.command import quit_with
 from quire_engine.config import EngineConfig
 from quire_engine.service.server import EngineServer, ServerConfig
@@ -46,10 +46,10 @@ def main() -> None:
         bench(arguments[1:])
     else:
         reject_unknown_env(EngineConfig, OTHER_VARIABLES)
-        _run(read_settings(EngineConfig, arguments))
+        _run_engine(read_settings(EngineConfig, arguments))
 
 
-def _run(config: EngineConfig) -> None:
+def _run_engine(config: EngineConfig) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs)
     try:
@@ -63,15 +63,15 @@ def _run(config: EngineConfig) -> None:
 def _serve(config: EngineConfig, tracing: bool) -> None:
     import uvloop
 
-    with closing(_load(config)) as executor:
-        server = _server(config, executor, tracing)
+    with closing(_load_executor(config)) as executor:
+        server = _make_server(config, executor, tracing)
         try:
             uvloop.run(server.serve())
         except OSError as error:
             quit_with(1, f"{error}.")
 
 
-def _server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
+def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
     disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
     scheduler = make_scheduler(config, executor)
     try:
@@ -79,23 +79,23 @@ def _server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> E
             _server_config(config, tracing),
             executor,
             scheduler,
-            _description(config, executor, scheduler.config.max_model_len),
-            grammar_source(config, executor),
+            _describe(config, executor, scheduler.config.max_model_len),
+            model_grammars(config, executor),
         )
     except TlsError as error:  # the files have changed since the settings were read
         quit_with(1, f"{error}.")
 
 
-def _load(config: EngineConfig) -> "TorchExecutor":
+def _load_executor(config: EngineConfig) -> "TorchExecutor":
     from quire_engine.models.errors import ModelError
 
     try:
-        return load_executor(config, _end_at_once, owns_process=True)
+        return load_executor(config, _exit_on_lost_rank, owns_process=True)
     except ModelError as error:
         quit_with(1, str(error))
 
 
-def _end_at_once(sentence: str) -> None:
+def _exit_on_lost_rank(sentence: str) -> None:
     """Ends the process, as a rank is lost: whatever this one computes waits for it, and the loop may not be reached.
     Spans and log lines are written first, as far as that is quick.
     """
@@ -108,7 +108,7 @@ def _end_at_once(sentence: str) -> None:
     os._exit(1)
 
 
-def _description(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
+def _describe(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         served_model_names=config.names,
         model_revision=executor.config.model_revision,

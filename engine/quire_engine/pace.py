@@ -24,12 +24,12 @@ _REFIT_SECONDS = 1.0
 _WORST = 4.0  # a step that took so many times as long, than expected and than the last, was held up by something else
 _PRIOR_STEP_TOKENS = 32
 
-Three = tuple[float, float, float]
+Coefficients = tuple[float, float, float]
 _SUBSETS = [kept for size in (3, 2, 1) for kept in combinations(range(3), size)]
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class StepTimeModel:
     """Seconds: each step, each prompt token in it, each sequence that it draws for; and copying a block back from the
     host pool. See ``quire.v1.Pace``.
     """
@@ -44,7 +44,7 @@ class Pace:
         return self.step_seconds + prompt_tokens * self.token_seconds + sequences * self.sequence_seconds
 
 
-class PaceMeter:
+class StepTimeEstimator:
     """Fits by least squares of the relative error, so that short steps count as much as long ones; nothing comes out
     negative. What the steps do not tell apart stays near what ``rates`` say.
 
@@ -57,10 +57,10 @@ class PaceMeter:
 
     def __init__(self, rates: Rates, block_bytes: int, *, warm: int = WARM) -> None:
         token = 1 / rates.tokens_per_second
-        self._prior: Three = (_PRIOR_STEP_TOKENS * token, token, token)
+        self._prior: Coefficients = (_PRIOR_STEP_TOKENS * token, token, token)
         self._host_block_seconds = block_bytes / rates.bytes_per_second
-        self._decoding, self._mixed = _Moments(), _Moments()
-        self._pace = self._make(self._prior)
+        self._decoding, self._mixed = _DecayedSums(), _DecayedSums()
+        self._model = self._make(self._prior)
         self._steps = 0
         self._warm = warm
         self._prompt_steps = 0
@@ -68,11 +68,11 @@ class PaceMeter:
         self._ended = 0
 
     @property
-    def pace(self) -> Pace | None:
+    def model(self) -> StepTimeModel | None:
         """What the last steps tell; None before the first that count. Then it is better to be taken for what others
         are than to be known in parts.
         """
-        return self._pace if self._steps else None
+        return self._model if self._steps else None
 
     def on_step(self, trace: StepTrace) -> None:
         """Takes in a step of the core. Where steps overlap, it lasts from the end of the one before."""
@@ -90,7 +90,7 @@ class PaceMeter:
         if seconds <= 0 or not (prompt_tokens or sequences) or not self._is_warm(prompt_tokens):
             return
         moments = self._mixed if prompt_tokens else self._decoding
-        expected = max(moments.last, self._pace.predict(prompt_tokens, sequences))
+        expected = max(moments.last, self._model.predict(prompt_tokens, sequences))
         moments.last = max(_SHORTEST, seconds)
         seconds = min(moments.last, _WORST * expected)
         moments.add((1 / seconds, prompt_tokens / seconds, sequences / seconds), ended)
@@ -104,17 +104,17 @@ class PaceMeter:
         return self._prompt_steps >= self._warm
 
     def _refit(self) -> None:
-        pace, prior = self._pace, self._prior
+        pace, prior = self._model, self._prior
         known = (pace.step_seconds, pace.token_seconds, pace.sequence_seconds)
         # Being off by a part of itself counts alike for each cost, be it the prior or what was learned that is larger.
         ridge = [_TRUST / max(cost, first) ** 2 for cost, first in zip(known, prior, strict=True)]
-        self._pace = self._make(_fit(self._decoding.plus(self._mixed), prior, ridge))
+        self._model = self._make(_fit(self._decoding.plus(self._mixed), prior, ridge))
 
-    def _make(self, costs: Three) -> Pace:
-        return Pace(*costs, self._host_block_seconds)
+    def _make(self, costs: Coefficients) -> StepTimeModel:
+        return StepTimeModel(*costs, self._host_block_seconds)
 
 
-class _Moments:
+class _DecayedSums:
     """Sums over steps, the older the less: of the products of what a step had (each divided by its seconds), and of
     that itself. ``last`` are the seconds of the last step, whatever came of them, and ``ended`` when it did.
     """
@@ -127,7 +127,7 @@ class _Moments:
         self.sums = [0.0] * 3
         self.products = [0.0] * 9
 
-    def add(self, had: Three, ended: float) -> None:
+    def add(self, had: Coefficients, ended: float) -> None:
         """One step more."""
         kept = _MEMORY * exp(min(0.0, self.ended - ended) / _MEMORY_SECONDS)
         self.ended = ended
@@ -135,15 +135,15 @@ class _Moments:
         squares = [left * right for left in had for right in had]
         self.products = [kept * old + new for old, new in zip(self.products, squares, strict=True)]
 
-    def plus(self, other: "_Moments") -> "_Moments":
+    def plus(self, other: "_DecayedSums") -> "_DecayedSums":
         """Of the steps of both."""
-        both = _Moments()
+        both = _DecayedSums()
         both.sums = [left + right for left, right in zip(self.sums, other.sums, strict=True)]
         both.products = [left + right for left, right in zip(self.products, other.products, strict=True)]
         return both
 
 
-def _fit(moments: _Moments, prior: Three, ridge: Sequence[float]) -> Three:
+def _fit(moments: _DecayedSums, prior: Coefficients, ridge: Sequence[float]) -> Coefficients:
     """The costs, none below 0, whose relative errors have the smallest sum of squares, drawn a little to the prior."""
     ridge = [max(steep, _SOLVABLE * moments.products[4 * i]) for i, steep in enumerate(ridge)]
     matrix = [[moments.products[3 * i + j] + (ridge[i] if i == j else 0.0) for j in range(3)] for i in range(3)]
@@ -158,7 +158,7 @@ def _fit(moments: _Moments, prior: Three, ridge: Sequence[float]) -> Three:
     return best
 
 
-def _is_optimal(matrix: Sequence[Sequence[float]], goal: Sequence[float], costs: Three) -> bool:
+def _is_optimal(matrix: Sequence[Sequence[float]], goal: Sequence[float], costs: Coefficients) -> bool:
     """Whether no cost that is 0 wants to be above it."""
     for i in range(3):
         pull = goal[i] - sum(matrix[i][j] * costs[j] for j in range(3))
@@ -167,7 +167,7 @@ def _is_optimal(matrix: Sequence[Sequence[float]], goal: Sequence[float], costs:
     return True
 
 
-def _solve(matrix: Sequence[Sequence[float]], goal: Sequence[float], kept: Sequence[int]) -> Three:
+def _solve(matrix: Sequence[Sequence[float]], goal: Sequence[float], kept: Sequence[int]) -> Coefficients:
     """The costs of ``kept`` by Gaussian elimination, the others 0. The matrix is positive definite."""
     rows = [[matrix[i][j] for j in kept] + [goal[i]] for i in kept]
     size = len(kept)

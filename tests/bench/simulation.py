@@ -12,8 +12,8 @@ from pathlib import Path
 from quire_engine.config import Policy
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.presets import PRESETS
-from quire_engine.simulation.recorder import Recorder, Samples
-from quire_engine.simulation.report import Report, make_report
+from quire_engine.simulation.recorder import SimulationRecorder, StepSamples
+from quire_engine.simulation.report import SimulationReport, make_report
 from quire_engine.simulation.runner import Simulation
 from quire_engine.simulation.table import make_table
 from quire_engine.simulation.trace import Arrival, read_trace
@@ -26,7 +26,7 @@ def main() -> None:
     options = parse_options()
     config = SimulationConfig(trace=options.trace, preset=options.preset, limit=options.rows)
     print(f"  {len(read(config, 1.0))} requests of {config.trace.name}; {config.latency}; {config.kv_cache_config};")
-    print(f"  {config.limits('fcfs')}")
+    print(f"  {config.scheduler_config('fcfs')}")
     grows = Growth(config)
     stable = largest(lambda rate: not grows(rate), saturation(config))
     print_waste(make_report(run(config, "fcfs", stable)))
@@ -46,8 +46,8 @@ def read(config: SimulationConfig, rate: float) -> list[Arrival]:
     return read_trace(config.trace, limit=config.limit, rate=rate)
 
 
-def run(config: SimulationConfig, policy: Policy, rate: float) -> Recorder:
-    return Simulation(config.limits(policy), config.kv_cache_config, config.latency).run(read(config, rate))
+def run(config: SimulationConfig, policy: Policy, rate: float) -> SimulationRecorder:
+    return Simulation(config.scheduler_config(policy), config.kv_cache_config, config.latency).run(read(config, rate))
 
 
 def saturation(config: SimulationConfig) -> float:
@@ -65,14 +65,14 @@ class Growth:
     def __call__(self, rate: float) -> bool:
         recorder = run(self._config, "fcfs", rate)
         longest = longest_stretch(recorder.samples)
-        part = longest / max(life.arrived for life in recorder.lives.values())
+        part = longest / max(life.arrived for life in recorder.requests.values())
         print(
             f"  rate {rate:.3f}: somebody waited for {longest:.0f} s on end, {100 * part:.1f} % of the time", flush=True
         )
         return part > 0.1
 
 
-def longest_stretch(samples: Samples) -> float:
+def longest_stretch(samples: StepSamples) -> float:
     """The longest time in which the queue was never empty, in seconds."""
     longest = 0.0
     begin = 0.0
@@ -98,7 +98,7 @@ def largest(holds: Callable[[float], bool], start: float) -> float:
     return low
 
 
-def print_waste(report: Report) -> None:
+def print_waste(report: SimulationReport) -> None:
     print(
         f"  KV waste: {100 * report.waste:.2f} % of the slots in held blocks (bar: {100 * WASTE_BAR:.0f} %), "
         f"{report.unreachable_blocks} blocks unreachable"

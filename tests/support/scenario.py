@@ -83,7 +83,7 @@ class Scenario:
             eos_token_ids=frozenset({EOS}),
             vocab_size=VOCAB_SIZE,
             scheduling_policy=random.choice(("fcfs", "sjf", "priority")),
-            max_overtakes=random.choice((0, 4)),
+            max_overtakes=random.choice((1, 4)),
             batching=random.choice(("continuous", "continuous", "static")),
             max_swapped=random.choice((1, 64, 64)),
         )

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.bench import child as child_module
 from quire_engine.bench import roofline
-from quire_engine.bench.child import Child
+from quire_engine.bench.child import PeerProcess
 from quire_engine.bench.lengths import Lengths
 from quire_engine.bench.measure import Plan, Readings, System, SystemFailedError, ratio, run_apart, run_in_turn
-from quire_engine.bench.report import Report
+from quire_engine.bench.report import BenchReport
 from quire_engine.bench.roofline import TRIES, Ceiling, Ceilings, Costs, Machine, least_seconds
 from quire_engine.bench.shapes import SHAPES, model_of_shape
 from quire_engine.bench.workload import Workload, random_workload
@@ -122,7 +122,7 @@ def test_a_report_says_ratios_and_failures() -> None:
         "slow": Readings({"throughput": [50.0, 80.0, 100.0]}),
         "gone": Readings({}, failure="It is not here."),
     }
-    report = Report("a title", readings, {"throughput": 400.0}, None, {"rounds": 3})
+    report = BenchReport("a title", readings, {"throughput": 400.0}, None, {"rounds": 3})
     assert report.ratios() == {"slow": {"throughput": 2.5}}
     table = report.as_table()
     assert "quire: 2.50 times as good" in table
@@ -242,7 +242,7 @@ def test_a_share_of_the_roofline_is_only_told_where_it_is_one(best: float, share
     readings = {"quire": Readings({"throughput": [100.0]})}
     (line,) = (
         line
-        for line in Report("", readings, {"throughput": best}, None, {}).as_table().splitlines()
+        for line in BenchReport("", readings, {"throughput": best}, None, {}).as_table().splitlines()
         if "roofline" in line
     )
     assert ("%" in line) == (share is not None)
@@ -279,9 +279,9 @@ class Scripts:
         monkeypatch.setattr(child_module, "SCRIPTS", folder)
         monkeypatch.setattr(child_module, "SECONDS_TO_END", 1.0)
 
-    def start(self, body: str, **settings: object) -> Child:
+    def start(self, body: str, **settings: object) -> PeerProcess:
         (self.folder / "run_it.py").write_text(f"import lines, os, sys, time\n{body}\n")
-        return Child(Path(sys.executable), "run_it.py", settings, os.environ)
+        return PeerProcess(Path(sys.executable), "run_it.py", settings, os.environ)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from quire_engine.core import AbortRequest, AddRequest, Command, EngineCore, Eng
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.events import BlockRemoved, BlockStored, KVCacheEvent, Tier
 from quire_engine.kv.memory import KVCacheManager
-from quire_engine.pace import PaceMeter
+from quire_engine.pace import StepTimeEstimator
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.scheduling.rates import UNMEASURED
@@ -20,10 +20,10 @@ from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service import compilations, messages
 from quire_engine.service import hub as hubs
 from quire_engine.service import session as sessions
-from quire_engine.service.hub import SessionHub
+from quire_engine.service.hub import SessionManager
 from quire_engine.service.messages import cached_to_proto, output_to_proto, request_from_proto
 from quire_engine.service.session import Session, SessionOverflowError
-from quire_engine.service.spans import SpanBuilder
+from quire_engine.service.spans import TraceExporter
 from quire_proto.logprobs import TokenLogprobs
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
@@ -38,9 +38,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.grammars = Watched()
-        spans = SpanBuilder(enabled=False, step_interval=1)
-        self.hub = SessionHub(
-            7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=PaceMeter(UNMEASURED, 1)
+        spans = TraceExporter(enabled=False, step_interval=1)
+        self.hub = SessionManager(
+            7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=StepTimeEstimator(UNMEASURED, 1)
         )
         config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
         self.core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
@@ -68,7 +68,7 @@ class Engine:
     async def compile(self) -> None:
         """Lets the grammars be compiled, and the hub hear of it."""
         self.grammars.source.release()
-        await until(lambda: not self.hub._compilations._waiting)
+        await until(lambda: not self.hub._pending_grammars._waiting)
 
     def commands(self) -> list[Command]:
         """What the core has been told and has not carried out."""
@@ -143,15 +143,15 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
     """
     happened: list[pb.StepBatch] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hubs, "QUIET_INTERVAL", interval)
-        publish = SessionHub.publish
+        patch.setattr(hubs, "IDLE_UPDATE_INTERVAL", interval)
+        publish = SessionManager.publish
 
-        def note(hub: SessionHub, step: EngineCoreOutputs) -> None:
+        def note(hub: SessionManager, step: EngineCoreOutputs) -> None:
             events = messages.events_to_proto(step.kv_events)
             happened.append(pb.StepBatch(step=step.trace.step, kv_events=events))
             publish(hub, step)
 
-        patch.setattr(SessionHub, "publish", note)
+        patch.setattr(SessionManager, "publish", note)
         engine = Engine()
         sessions_of = {name: (await engine.open(name))[0] for name in "ab"}
         for kind, *rest in operations:
@@ -164,9 +164,9 @@ async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.S
             elif kind == "step":
                 engine.step(*rest)
             else:
-                engine.hub._tell_quiet()
-        engine.hub._tell_quiet()
-        return {"all": happened, **{name: list(session._kept) for name, session in sessions_of.items()}}
+                engine.hub._update_idle_sessions()
+        engine.hub._update_idle_sessions()
+        return {"all": happened, **{name: list(session._unacknowledged) for name, session in sessions_of.items()}}
 
 
 def load_of(batch: pb.StepBatch) -> tuple[int, ...]:
@@ -191,9 +191,9 @@ async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_wi
     engine.step(10)
     assert (busy.sequence, idle.sequence) == (10, 1)  # of the first at once
     await until(lambda: idle.sequence == 2)
-    assert idle._kept[-1].step == busy._kept[-1].step
-    assert idle._kept[-1].load == busy._kept[-1].load
-    await asyncio.sleep(hubs.QUIET_INTERVAL)
+    assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
+    assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
+    await asyncio.sleep(hubs.IDLE_UPDATE_INTERVAL)
     assert idle.sequence == 2  # nothing is told without news
     engine.submit(idle, "s", max_tokens=20)
     engine.step(3)
@@ -207,7 +207,7 @@ async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytes
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit(session, "r")
-    monkeypatch.setattr(SpanBuilder, "on_step", fail)
+    monkeypatch.setattr(TraceExporter, "on_step", fail)
     with pytest.raises(RuntimeError, match="tracer"):
         engine.step()
     (batch,) = await received(session, number, 1)
@@ -215,11 +215,11 @@ async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytes
 
 
 async def test_a_waiting_session_gets_signs_of_life_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hubs, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(hubs, "HEARTBEAT_INTERVAL", 0.01)
     engine = Engine()
     (busy, number, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
     engine.submit(busy, "r")
-    beating = asyncio.create_task(engine.hub.beat())
+    beating = asyncio.create_task(engine.hub.send_heartbeats())
     batches = await received(busy, number, 3)
     beating.cancel()
     assert [(batch.sequence, batch.step, len(batch.outputs)) for batch in batches] == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
@@ -340,7 +340,7 @@ def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains
     monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 10)
     session = Session("s", 1, draining=True)
     session.publish(1, [pb.SequenceOutput(request_id=f"request-{index}") for index in range(5)], pb.Load(), [])
-    assert [batch.draining for batch in session._kept] == [True] * 5
+    assert [batch.draining for batch in session._unacknowledged] == [True] * 5
 
 
 # Several choices
@@ -586,7 +586,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
     session, _, _ = await engine.open("s")
     engine.submit_structured(session, "r", max_tokens=1)
     engine.hub.drain()
-    drained = asyncio.create_task(engine.hub.idle())
+    drained = asyncio.create_task(engine.hub.wait_idle())
     await asyncio.sleep(0)
     assert not drained.done()
     await engine.compile()
@@ -596,7 +596,7 @@ async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
 
 
 async def test_a_request_waits_only_so_long_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilations, "PATIENCE", 0.01)
+    monkeypatch.setattr(compilations, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
     engine = Engine()
     session, number, _ = await engine.open("s")
     engine.submit_structured(session, "r")
@@ -625,7 +625,7 @@ async def test_requests_whose_grammars_an_engine_will_not_compile_any_more_can_g
     for index in range(8):
         engine.submit_structured(session, f"r{index}", f"regex{index}")
     engine.grammars.compiler.close()
-    await until(lambda: not engine.hub._compilations._waiting)
+    await until(lambda: not engine.hub._pending_grammars._waiting)
     refusals = outputs_of(await received(session, number, session.sequence))
     assert {refusal.error.code for refusal in refusals} == {types.ERROR_CODE_UNAVAILABLE}
     assert len(refusals) + len(engine.commands()) == 8

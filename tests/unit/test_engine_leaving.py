@@ -154,9 +154,9 @@ async def until_probes(engine: Served, expected: list[int]) -> None:
 
 async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open on the engine's side, and nothing more comes over it."""
-    monkeypatch.setattr(server_module, "ROUTER_SILENCE", 0.3)
+    monkeypatch.setattr(server_module, "KEEPALIVE_SECONDS", 0.3)
     async with served() as (engine, _), cut_off(engine.port) as (port, dead):
-        hub = engine.server._hub
+        hub = engine.server._sessions
         vanishing = EngineConnection(f"127.0.0.1:{port}")
         vanishing.start()
         try:

@@ -13,7 +13,7 @@ from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 from quire_engine.scheduling.plan import StepTimings
 from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.service.metrics import EngineMetrics
-from quire_engine.service.spans import SpanBuilder
+from quire_engine.service.spans import TraceExporter
 from quire_engine.structured.compiler import Outcome
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.telemetry import Attribute, Span
@@ -35,7 +35,7 @@ def end(index: int, finished: int, *, last: bool = False) -> EngineCoreOutput:
 def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    builder = SpanBuilder(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
     builder.on_submit(Request("k", [1, 2], SamplingParams(n=2), traceparent=PARENT))
     builder.on_step(step(end(1, 5)))
     builder.on_step(step(end(0, 9, last=True)))
@@ -49,7 +49,7 @@ def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
 def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    builder = SpanBuilder(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
+    builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
     trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, passed=passed)
     builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
     *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
@@ -67,7 +67,7 @@ def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> N
 def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    builder = SpanBuilder(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
     builder.on_submit(Request("k", [1, 2], SamplingParams(), traceparent=PARENT))
     output = end(0, 90, last=True)
     output.timings = SequenceTimings(

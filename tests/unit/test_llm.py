@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from quire_engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire_engine.config import EngineConfig
 from quire_engine.executor.base import CopyError
-from quire_engine.llm.batch import Batch
-from quire_engine.llm.settings import EngineSettings
-from quire_engine.llm.submission import Submission
+from quire_engine.llm.batch import OfflineRun
+from quire_engine.llm.settings import LLMArgs
+from quire_engine.llm.submission import PreparedRequest
 from quire_engine.request import Request, Sequence
 from quire_engine.scheduling.plan import SchedulerOutput
 from quire_proto.errors import ErrorCode, QuireError
@@ -310,7 +310,7 @@ def test_structured_outputs_are_asked_for_in_exactly_one_way(given):
 def test_structured_outputs_reach_the_engine_as_they_were_asked_for(given, kind, text):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
 
-    assert params.resolve(seed=1, room=9, bad_words=()).structured == Structured(StructuredKind(kind), text)
+    assert params.resolve(seed=1, max_output=9, bad_words=()).structured == Structured(StructuredKind(kind), text)
 
 
 ENGINES = {
@@ -323,7 +323,7 @@ ENGINES = {
 def test_what_both_know_reaches_the_engine_unchanged():
     params = SamplingParams(**ENGINES, logit_bias={9: 1.5, 4: -2.0}, stop_token_ids=[8])
 
-    resolved = params.resolve(seed=99, room=100, bad_words=((3, 4),))
+    resolved = params.resolve(seed=99, max_output=100, bad_words=((3, 4),))
 
     assert resolved == EngineParams(
         **ENGINES, logit_bias=((4, -2.0), (9, 1.5)), stop_token_ids=(8,), bad_words=((3, 4),)
@@ -331,7 +331,7 @@ def test_what_both_know_reaches_the_engine_unchanged():
 
 
 def test_what_is_left_open_is_filled_in():
-    resolved = SamplingParams(max_tokens=None, top_k=-1).resolve(seed=99, room=100, bad_words=())
+    resolved = SamplingParams(max_tokens=None, top_k=-1).resolve(seed=99, max_output=100, bad_words=())
 
     assert (resolved.seed, resolved.max_tokens, resolved.top_k) == (99, 100, 0)
 
@@ -380,7 +380,7 @@ SERVICE_ONLY = {
 
 
 def test_every_setting_of_the_engine_is_one_of_the_llm_unless_it_is_the_services():
-    offered = get_type_hints(EngineSettings)
+    offered = get_type_hints(LLMArgs)
 
     assert offered == {name: hint for name, hint in get_type_hints(EngineConfig).items() if name in offered}
     assert offered.keys() | SERVICE_ONLY == EngineConfig.model_fields.keys()
@@ -518,7 +518,7 @@ def test_however_many_prompts_there_are_only_a_few_wait_in_the_engine(tmp_path):
 
     def watch(plan: SchedulerOutput) -> None:
         nonlocal most
-        most = max(most, len(offline.llm._batch._live))
+        most = max(most, len(offline.llm._current_run._live))
 
     offline.executor.before = watch
     prompts = [[3 + number % 40, 3 + number // 40] for number in range(500)]
@@ -548,7 +548,7 @@ def test_with_priorities_all_prompts_are_in_order_however_many_there_are(tmp_pat
 def test_nothing_of_a_call_is_kept_after_it(offline):
     def alive() -> int:
         gc.collect()
-        return sum(type(each) in {Batch, Submission, Request, Sequence} for each in gc.get_objects())
+        return sum(type(each) in {OfflineRun, PreparedRequest, Request, Sequence} for each in gc.get_objects())
 
     before = alive()
     results = quiet(offline.llm, [[3, 4, 5]] * 9, seeded(1, n=2, stop="A"))

@@ -11,7 +11,7 @@ from quire_engine.executor.latency import LatencyModel
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.memory import KVCacheManager
-from quire_engine.pace import WARM, Pace, PaceMeter
+from quire_engine.pace import WARM, StepTimeEstimator, StepTimeModel
 from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.plan import StepTimings
@@ -44,15 +44,15 @@ def taken(step: EngineCoreOutputs, latency: LatencyModel) -> Step:
     return trace.num_tokens - trace.num_decode, trace.num_draws, seconds
 
 
-def learned(latency: LatencyModel, rates: Rates, count: int = 400) -> tuple[Pace, list[Step]]:
-    meter, seen = PaceMeter(rates, 1000, warm=0), list(steps(latency, count + 200, seed=1))
+def learned(latency: LatencyModel, rates: Rates, count: int = 400) -> tuple[StepTimeModel, list[Step]]:
+    meter, seen = StepTimeEstimator(rates, 1000, warm=0), list(steps(latency, count + 200, seed=1))
     for step in seen[:count]:
         meter.observe(*step)
-    assert meter.pace is not None
-    return meter.pace, seen[count:]
+    assert meter.model is not None
+    return meter.model, seen[count:]
 
 
-def mean_error(pace: Pace, seen: list[Step]) -> float:
+def mean_error(pace: StepTimeModel, seen: list[Step]) -> float:
     errors = [abs(pace.predict(tokens, sequences) / seconds - 1) for tokens, sequences, seconds in seen]
     return sum(errors) / len(errors)
 
@@ -105,10 +105,10 @@ any_steps = st.lists(
 def test_whatever_the_steps_were_nothing_is_negative_or_beyond_all_bounds(
     seen: list[Step], tokens_per_second: float, bytes_per_second: float
 ) -> None:
-    meter = PaceMeter(Rates(tokens_per_second, bytes_per_second), 1000, warm=0)
+    meter = StepTimeEstimator(Rates(tokens_per_second, bytes_per_second), 1000, warm=0)
     for step in seen:
         meter.observe(*step)
-    pace = meter.pace
+    pace = meter.model
     if pace is None:
         assert all(seconds <= 0 or not (tokens or sequences) for tokens, sequences, seconds in seen)
         return
@@ -117,13 +117,13 @@ def test_whatever_the_steps_were_nothing_is_negative_or_beyond_all_bounds(
     assert sum(costs[:3]) > 0
 
 
-def fed(*feeds: tuple[int, Callable[[int], Step]]) -> Pace:
-    meter = PaceMeter(Rates(1000, 1e6), 2000, warm=0)
+def fed(*feeds: tuple[int, Callable[[int], Step]]) -> StepTimeModel:
+    meter = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0)
     for times, step in feeds:
         for number in range(times):
             meter.observe(*step(number))
-    assert meter.pace is not None
-    return meter.pace
+    assert meter.model is not None
+    return meter.model
 
 
 def decode(number: int) -> Step:
@@ -169,32 +169,32 @@ def trace(started: float, passed: float, **fields: object) -> StepTrace:
 
 
 def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
-    meter = PaceMeter(Rates(1000, 1e6), 1, warm=0)
+    meter = StepTimeEstimator(Rates(1000, 1e6), 1, warm=0)
     for number in range(300):
         meter.on_step(trace(0.01 * number, 0.02))
-    assert meter.pace is not None
-    assert meter.pace.predict(0, 4) == pytest.approx(0.01, rel=0.05)
+    assert meter.model is not None
+    assert meter.model.predict(0, 4) == pytest.approx(0.01, rel=0.05)
 
 
 def test_block_copies_and_pauses_between_steps_do_not_count_and_failed_steps_tell_nothing() -> None:
-    meter = PaceMeter(Rates(1000, 1e6), 1, warm=0)
+    meter = StepTimeEstimator(Rates(1000, 1e6), 1, warm=0)
     for number in range(300):
         meter.on_step(trace(number, 0.05, swap=0.04))
         meter.on_step(trace(number + 0.5, 0.4, failed=True))
-    assert meter.pace is not None
-    assert meter.pace.predict(0, 4) == pytest.approx(0.01, rel=0.01)
+    assert meter.model is not None
+    assert meter.model.predict(0, 4) == pytest.approx(0.01, rel=0.01)
 
 
 def test_the_first_prompts_cost_more_than_later_ones_and_are_not_learned_from() -> None:
-    meter = PaceMeter(Rates(1000, 1e6), 2000)
+    meter = StepTimeEstimator(Rates(1000, 1e6), 2000)
     for number in range(WARM - 1):
         meter.observe(100, 10, 60.0)
         for step in (decode(number), decode(number + 1)):
             meter.observe(*step)
-    assert meter.pace is None, "what decoding costs says little without prompts"
+    assert meter.model is None, "what decoding costs says little without prompts"
     meter.observe(*mixed(0))
-    assert meter.pace is not None
-    assert meter.pace.predict(*mixed(0)[:2]) == pytest.approx(mixed(0)[2], rel=0.01)
+    assert meter.model is not None
+    assert meter.model.predict(*mixed(0)[:2]) == pytest.approx(mixed(0)[2], rel=0.01)
 
 
 @pytest.mark.parametrize(("idle", "steps"), [(3600.0, 3), (60.0, 6)])
@@ -202,7 +202,7 @@ def test_an_engine_that_was_slow_and_then_idle_is_soon_known_to_be_fast(idle: fl
     """What was learned in a slow minute weighs little once the engine has rested; without that it would take hundreds
     of steps.
     """
-    meter, now = PaceMeter(Rates(1000, 1e6), 2000, warm=0), 0.0
+    meter, now = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0), 0.0
     for number in range(300):
         now += 0.2
         for tokens, sequences, seconds in (mixed(number), decode(number)):
@@ -211,17 +211,17 @@ def test_an_engine_that_was_slow_and_then_idle_is_soon_known_to_be_fast(idle: fl
         now += idle
         for step in (mixed(number), decode(number)):
             meter.observe(*step, now)
-    assert meter.pace is not None
-    assert meter.pace.predict(300, 10) < 1.6 * mixed(2)[2]
-    assert meter.pace.predict(0, 10) < 1.6 * decode(9)[2]
+    assert meter.model is not None
+    assert meter.model.predict(300, 10) < 1.6 * mixed(2)[2]
+    assert meter.model.predict(0, 10) < 1.6 * decode(9)[2]
 
 
 def test_an_engine_that_rests_keeps_what_it_knew_of_what_it_does_not_do_again() -> None:
-    meter, now = PaceMeter(Rates(1000, 1e6), 2000, warm=0), 0.0
+    meter, now = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0), 0.0
     for number in range(300):
         meter.observe(*mixed(number), now)
     for number in range(300):
         now += 60.0
         meter.observe(*decode(number), now)
-    assert meter.pace is not None
-    assert meter.pace.token_seconds == pytest.approx(2e-5, rel=0.05)
+    assert meter.model is not None
+    assert meter.model.token_seconds == pytest.approx(2e-5, rel=0.05)

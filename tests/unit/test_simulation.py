@@ -12,8 +12,8 @@ from quire_engine.executor.latency import LatencyModel
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.simulation.config import SimulationConfig
-from quire_engine.simulation.recorder import Recorder
-from quire_engine.simulation.report import Report, Spread, make_report, overtakes
+from quire_engine.simulation.recorder import SimulationRecorder
+from quire_engine.simulation.report import Percentiles, SimulationReport, make_report, overtakes
 from quire_engine.simulation.runner import Simulation
 from quire_engine.simulation.trace import Arrival, read_trace
 
@@ -47,11 +47,11 @@ def run(
     capacity: KVCacheConfig = ROOMY,
     latency: LatencyModel = SECOND,
     seed: int = 0,
-) -> Recorder:
+) -> SimulationRecorder:
     return Simulation(limits, capacity, latency, seed=seed).run(requests)
 
 
-def repeatable(report: Report) -> dict[str, object]:
+def repeatable(report: SimulationReport) -> dict[str, object]:
     """All but the real time that the simulator took."""
     return {name: value for name, value in asdict(report).items() if name != "pace"}
 
@@ -59,14 +59,14 @@ def repeatable(report: Report) -> dict[str, object]:
 def test_the_times_of_a_request_alone_are_those_of_its_steps() -> None:
     """250 tokens in steps of 100 are three steps; the last draws the first of four tokens."""
     recorder = run([arrival(10.0, 250, 4)])
-    life = recorder.lives["0"]
+    life = recorder.requests["0"]
     assert (life.arrived, life.admitted, life.first_token, life.ended) == (10.0, 10.0, 13.0, 16.0)
-    assert list(recorder.gaps) == [1.0, 1.0, 1.0]
+    assert list(recorder.token_gaps) == [1.0, 1.0, 1.0]
     assert life.num_tokens == 4
 
 
 def test_who_comes_during_a_step_waits_for_its_end_and_the_wait_counts_from_the_arrival() -> None:
-    lives = run([arrival(0, 10, 3, 0), arrival(0.25, 10, 1, 1), arrival(0.5, 10, 1, 2)]).lives
+    lives = run([arrival(0, 10, 3, 0), arrival(0.25, 10, 1, 1), arrival(0.5, 10, 1, 2)]).requests
     assert [life.admitted for life in lives.values()] == [0.0, 1.0, 1.0]
     report = make_report(run([arrival(0, 10, 3, 0), arrival(0.25, 10, 1, 1), arrival(0.5, 10, 1, 2)]))
     assert report.waiting.mean == pytest.approx((0 + 0.75 + 0.5) / 3)
@@ -76,7 +76,7 @@ def test_who_comes_during_a_step_waits_for_its_end_and_the_wait_counts_from_the_
 def test_idle_time_is_jumped_over() -> None:
     recorder = run([arrival(0, 10, 1), arrival(1e6, 10, 1)])
     assert len(recorder.samples.time) == 2
-    assert recorder.lives["1"].ended == 1e6 + 1
+    assert recorder.requests["1"].ended == 1e6 + 1
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
@@ -134,7 +134,7 @@ def test_an_overtake_is_a_later_arrival_that_was_admitted_earlier(admissions: li
 
 @given(st.lists(st.floats(0, 1e6), max_size=50))
 def test_a_spread_lies_between_least_and_greatest_and_rises(values: list[float]) -> None:
-    spread = Spread.of(values)
+    spread = Percentiles.of(values)
     steps = [min(values, default=0), spread.p50, spread.p90, spread.p99, spread.max]
     assert all(low <= high or low == pytest.approx(high) for low, high in pairwise(steps))
     assert spread.max == max(values, default=0)
@@ -161,7 +161,7 @@ def test_shortest_job_first_waits_less_and_overtakes_no_more_than_it_may() -> No
 
 def test_static_batching_takes_nobody_in_once_a_token_was_drawn_until_all_have_ended() -> None:
     def taken_in_late(batching: Batching) -> int:
-        lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).lives.values()
+        lives = run(arrivals(40), LIMITS.model_copy(update={"batching": batching})).requests.values()
         return sum(
             one.first_token <= other.admitted < one.ended
             for one in lives
@@ -186,13 +186,13 @@ def test_pools_are_sized_in_blocks_or_bytes(tmp_path: Path) -> None:
     )
     override = SimulationConfig(trace=tmp_path, kv_cache_memory=1 << 30, num_gpu_blocks_override=7)
     assert override.kv_cache_config.device_blocks == 8
-    assert override.limits("fcfs").max_model_len == 7 * 16
+    assert override.scheduler_config("fcfs").max_model_len == 7 * 16
 
 
 def test_less_than_4_percent_of_the_memory_is_wasted_on_azure_lengths() -> None:
     requests = read_trace(public_trace("azure-conv-2023.csv"), limit=600)
     config = SimulationConfig(trace=Path("unused"))
-    report = make_report(run(requests, config.limits("fcfs"), config.kv_cache_config, config.latency))
+    report = make_report(run(requests, config.scheduler_config("fcfs"), config.kv_cache_config, config.latency))
     assert 0 < report.waste < 0.04
     assert report.unreachable_blocks == 0
     # Half a block a sequence is what paging cannot avoid.

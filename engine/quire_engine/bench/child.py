@@ -24,7 +24,7 @@ SECONDS_TO_END = 20.0
 SHOWN_LINES = 3
 
 
-class Child:
+class PeerProcess:
     """A running peer. A ``System``."""
 
     def __init__(
@@ -53,7 +53,7 @@ class Child:
             self._process.stdin.write(json.dumps({"prompts": workload.prompts, "outputs": workload.outputs}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise SystemFailedError(self._last_words()) from None
+            raise SystemFailedError(self._stderr_tail()) from None
         return float(self._answer()["seconds"])
 
     def close(self) -> None:
@@ -74,13 +74,13 @@ class Child:
         assert self._process.stdout
         line = self._process.stdout.readline()
         if not line:
-            raise SystemFailedError(self._last_words())
+            raise SystemFailedError(self._stderr_tail())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise SystemFailedError(str(answer["error"]))
         return answer
 
-    def _last_words(self) -> str:
+    def _stderr_tail(self) -> str:
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read()[-4096:].splitlines() if line.strip()]
         return f"It ended: {' / '.join(lines[-SHOWN_LINES:]) or 'it said nothing'}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from quire_engine.bench.child import Child, has_module, own_python
+from quire_engine.bench.child import PeerProcess, has_module, own_python
 from quire_engine.bench.config import PEERS, BenchConfig
 from quire_engine.bench.measure import System, SystemFailedError
 
@@ -27,7 +27,7 @@ INSTALLED = {
 }
 
 
-def find_peers(config: BenchConfig, told: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
+def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
     """How to start each peer that is wanted. Of those that were not asked for by name, only what is installed. ``told``
     is what they are told, known once the first is started. Raises ``SystemFailedError`` for one that was asked for and
     is not there.
@@ -38,7 +38,7 @@ def find_peers(config: BenchConfig, told: Callable[[], Mapping[str, object]]) ->
     for name in PEERS:
         python = _python(config, name) if name in config.against or "auto" in config.against else None
         if python is not None:
-            found[name] = partial(_start, python, INSTALLED[name].script, told)
+            found[name] = partial(_start, python, INSTALLED[name].script, settings)
         elif name in config.against:
             raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
     return found
@@ -52,5 +52,5 @@ def _python(config: BenchConfig, name: str) -> Path | None:
     return next((python for python in candidates if has_module(python, INSTALLED[name].module)), None)
 
 
-def _start(python: Path, script: str, told: Callable[[], Mapping[str, object]]) -> System:
-    return Child(python, script, told(), os.environ)
+def _start(python: Path, script: str, settings: Callable[[], Mapping[str, object]]) -> System:
+    return PeerProcess(python, script, settings(), os.environ)

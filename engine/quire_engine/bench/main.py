@@ -13,7 +13,7 @@ from quire_engine.bench.config import VARIANTS, BenchConfig
 from quire_engine.bench.installed import find_peers
 from quire_engine.bench.lengths import Lengths
 from quire_engine.bench.measure import Figure, Plan, System, SystemFailedError, run_apart, run_in_turn
-from quire_engine.bench.report import OURS, Report
+from quire_engine.bench.report import OURS, BenchReport
 from quire_engine.bench.shapes import SHAPES, model_of_shape
 from quire_engine.bench.workload import Workload, random_workload
 from quire_engine.command import quit_with
@@ -31,7 +31,7 @@ def bench(arguments: Sequence[str]) -> None:
     config = read_settings(BenchConfig, arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        report = _measure(_completed(config))
+        report = _measure(_with_defaults(config))
     except (ModelError, SystemFailedError) as error:
         quit_with(1, str(error))
     if report.readings[OURS].failure:
@@ -44,7 +44,7 @@ def bench(arguments: Sequence[str]) -> None:
             quit_with(1, f"The figures cannot be written: {error}.")
 
 
-def _completed(config: BenchConfig) -> BenchConfig:
+def _with_defaults(config: BenchConfig) -> BenchConfig:
     """With a folder in place of a shape, and limits that the workloads need."""
     changes: dict[str, object] = {"enable_prefix_caching": False, "scheduling_policy": "fcfs"}
     if config.shape is not None:
@@ -56,7 +56,7 @@ def _completed(config: BenchConfig) -> BenchConfig:
     return config.model_copy(update=changes)
 
 
-def _fitted(config: BenchConfig, most: int) -> BenchConfig:
+def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
     """With a model length that the workloads need, of at most ``most`` tokens. Raises ``ModelError``."""
     limit = min(most, config.max_model_len or most)
     if "prefill_len" not in config.model_fields_set:
@@ -69,7 +69,7 @@ def _fitted(config: BenchConfig, most: int) -> BenchConfig:
     return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
 
 
-def _measure(config: BenchConfig) -> Report:
+def _measure(config: BenchConfig) -> BenchReport:
     from quire_engine.executor.torch import limit_product_caches
 
     limit_product_caches()
@@ -79,18 +79,18 @@ def _measure(config: BenchConfig) -> Report:
 
     threads, device = configure_threads(), resolve_device(config.device)
     model = read_model_config(config.model)
-    config = _fitted(config, model.max_length)
+    config = _limit_to_model(config, model.max_length)
     plan = _plan(config, model.vocab_size)
     engine: list[Quire] = []
     systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
     for name in config.also:
         systems[f"{OURS} {name}"] = partial(_start_quire, config.model_copy(update=dict(VARIANTS[name])), [])
-    systems |= find_peers(config, lambda: _told(config, engine, device, threads))
+    systems |= find_peers(config, lambda: _peer_settings(config, engine, device, threads))
     in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
     limits = Limits(config, engine, device)
-    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _say, limits.measure)
+    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _print_progress, limits.measure)
     dtype = engine[0].executor.dtype_name if engine else config.dtype
-    return Report(
+    return BenchReport(
         title=_title(config, threads, device, dtype),
         readings=readings,
         best=limits.best(plan),
@@ -123,7 +123,9 @@ def _plan(config: BenchConfig, vocab: int) -> Plan:
     return Plan({figure: make for figure, make in workloads.items() if figure in config.measure}, config.rounds)
 
 
-def _told(config: BenchConfig, engine: "list[Quire]", device: "torch.device", threads: int) -> dict[str, object]:
+def _peer_settings(
+    config: BenchConfig, engine: "list[Quire]", device: "torch.device", threads: int
+) -> dict[str, object]:
     """What a peer is told: the same model, limits and threads as our engine."""
     return {
         "model": str(config.model.resolve()),
@@ -199,5 +201,5 @@ def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str
     return f"{what}: {throughput}; {stream}; a prompt of {config.prefill_len}; medians of {config.rounds} rounds"
 
 
-def _say(text: str) -> None:
+def _print_progress(text: str) -> None:
     sys.stderr.write(f"{text}\n")

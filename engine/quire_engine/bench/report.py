@@ -11,7 +11,7 @@ OURS = "quire"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchReport:
     """``title`` says what ran on what. ``readings`` are those of all systems, ours first. ``best`` is what the roofline
     allows in the units of each figure, where that is known, and ``settings`` how to run it again.
     """

@@ -9,13 +9,13 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.output import OutputTextStream
 
 from quire_engine.llm.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from quire_engine.llm.submission import Submission
+from quire_engine.llm.submission import PreparedRequest
 from quire_engine.scheduling.output import EngineCoreOutput
 
 TokenText = Callable[[int], str]
 
 
-class ChoiceCollector:
+class CompletionBuilder:
     """One output as far as it has come. ``finish_reason`` is set once it has ended, by the engine or by a stop
     string.
     """
@@ -28,7 +28,7 @@ class ChoiceCollector:
         self.finish_reason: FinishReason | None = None
         self.score: float | None = None
 
-    def take(self, output: EngineCoreOutput) -> None:
+    def add_output(self, output: EngineCoreOutput) -> None:
         """Adds new tokens; those after a stop string are not part of the output."""
         if self.finish_reason is not None:
             return
@@ -44,7 +44,7 @@ class ChoiceCollector:
     def fail(self) -> None:
         """Ends an output whose request has failed."""
         if self.finish_reason is None:
-            self.take(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
+            self.add_output(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
 
     def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
         """The output, ended, as choice ``index``; with log-probabilities if ``token_text`` is given."""
@@ -62,15 +62,15 @@ class ChoiceCollector:
         )
 
 
-class RequestCollector:
+class OutputProcessor:
     """One request as far as it has come."""
 
-    def __init__(self, submission: Submission, text: ModelTokenizer) -> None:
-        self.submission = submission
+    def __init__(self, submission: PreparedRequest, text: ModelTokenizer) -> None:
+        self.prepared = submission
         self._text = text
         drawn, params, prompt = submission.request.sampling, submission.params, submission.request.prompt_token_ids
         self._choices = [
-            ChoiceCollector(
+            CompletionBuilder(
                 text.new_output_stream(
                     prompt,
                     params.stops,
@@ -84,11 +84,11 @@ class RequestCollector:
         self._result = RequestOutput(submission.prompt, [])
 
     @property
-    def ended(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether every output has ended."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    def take(self, output: EngineCoreOutput) -> bool:
+    def add_output(self, output: EngineCoreOutput) -> bool:
         """Adds what a step made. True when a stop string has ended an output that the engine goes on with."""
         self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
         self._prompt_logprobs += output.prompt_logprobs
@@ -97,12 +97,12 @@ class RequestCollector:
             return False
         choice = self._choices[output.index]
         going_on = choice.finish_reason is None
-        choice.take(output)
+        choice.add_output(output)
         return going_on and choice.finish_reason is not None and output.finish_reason is None
 
     def result(self) -> RequestOutput:
         """The request, ended: the outputs that it asked for."""
-        request, result = self.submission.request, self._result
+        request, result = self.prepared.request, self._result
         result.prompt_token_ids = list(request.prompt_token_ids)
         wanted = None if request.sampling.logprobs is None else self._token_text
         result.outputs = [choice.completion(index, wanted) for index, choice in enumerate(self._chosen())]
@@ -119,8 +119,8 @@ class RequestCollector:
         for choice in self._choices:
             choice.fail()
 
-    def _chosen(self) -> list[ChoiceCollector]:
-        drawn = self.submission.request.sampling
+    def _chosen(self) -> list[CompletionBuilder]:
+        drawn = self.prepared.request.sampling
         if drawn.best_of <= drawn.n:
             return self._choices
         means = [mean_logprob(choice.logprobs) for choice in self._choices]

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 @contextmanager
-def interrupts_held() -> Iterator[Callable[[], None]]:
+def defer_sigint() -> Iterator[Callable[[], None]]:
     """Holds SIGINT back until the yielded function is called, or the context ends without an exception; then whoever
     handled it before does. A second one is not held back: a step that hangs must not keep its caller. Outside of the
     main thread, which alone is interrupted, nothing changes.

@@ -11,16 +11,16 @@ from typing import Self, TypeVar, Unpack
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_engine.assembly import load_executor, make_grammars, make_scheduler
+from quire_engine.assembly import load_executor, make_grammar_compiler, make_scheduler
 from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.llm.batch import Batch
-from quire_engine.llm.interrupt import interrupts_held
+from quire_engine.llm.batch import OfflineRun
+from quire_engine.llm.interrupt import defer_sigint
 from quire_engine.llm.outputs import RequestOutput
 from quire_engine.llm.params import SamplingParams
 from quire_engine.llm.progress import Progress
-from quire_engine.llm.prompts import Message, Prompt, at_prompt, for_each, read_conversations, read_prompts
-from quire_engine.llm.settings import EngineSettings, engine_config
-from quire_engine.llm.submission import RequestBuilder, Submission
+from quire_engine.llm.prompts import Message, Prompt, broadcast, read_conversations, read_prompts, with_prompt_index
+from quire_engine.llm.settings import LLMArgs, engine_config
+from quire_engine.llm.submission import InputProcessor, PreparedRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,17 @@ class LLM:
     for a folder that cannot be used. May be called from any thread; calls wait for each other.
     """
 
-    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[EngineSettings]) -> None:
+    def __init__(self, model: str | Path, *, seed: int | None = None, **settings: Unpack[LLMArgs]) -> None:
         config = engine_config(model, settings)
         self._text = ModelTokenizer.load(config.model)
         self._executor = load_executor(config)
         scheduler = make_scheduler(config, self._executor)
         self._core = EngineCore(scheduler, self._executor, self._publish)
         random = SystemRandom() if seed is None else Random(seed)  # noqa: S311 - it draws tokens, not keys
-        self._grammars = make_grammars(config, self._executor)
-        self._requests = RequestBuilder(self._text, scheduler, lambda: random.getrandbits(64), self._grammars)
+        self._grammars = make_grammar_compiler(config, self._executor)
+        self._requests = InputProcessor(self._text, scheduler, lambda: random.getrandbits(64), self._grammars)
         self._lock = Lock()
-        self._batch: Batch | None = None
+        self._current_run: OfflineRun | None = None
         self._usable = True
 
     def generate(
@@ -99,35 +99,35 @@ class LLM:
     def _generate(
         self,
         prompts: Sequence[T],
-        build: Callable[[T, SamplingParams, int], Submission],
+        build: Callable[[T, SamplingParams, int], PreparedRequest],
         params: Params,
         priority: Priority,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         self._check_usable()
-        each_params = for_each("params", params, SamplingParams(), len(prompts))
-        each_priority = for_each("priority", priority, 0, len(prompts))
+        each_params = broadcast("params", params, SamplingParams(), len(prompts))
+        each_priority = broadcast("priority", priority, 0, len(prompts))
         submissions = []
         for index, asked in enumerate(zip(prompts, each_params, each_priority, strict=True)):
             try:
                 submissions.append(build(*asked))
             except QuireError as error:
-                raise at_prompt(index, len(prompts), error) from None
+                raise with_prompt_index(index, len(prompts), error) from None
         return self._run(submissions, use_tqdm)
 
-    def _continuation(self, prompt: str | list[int], params: SamplingParams, priority: int) -> Submission:
+    def _continuation(self, prompt: str | list[int], params: SamplingParams, priority: int) -> PreparedRequest:
         if isinstance(prompt, str):
             return self._requests.from_text(prompt, params, priority)
         return self._requests.from_tokens(prompt, params, priority)
 
-    def _run(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[RequestOutput]:
-        with self._lock, Progress(len(submissions), shown=use_tqdm) as progress, interrupts_held() as release:
+    def _run(self, submissions: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with self._lock, Progress(len(submissions), shown=use_tqdm) as progress, defer_sigint() as release:
             self._check_usable()  # again: a call that this one has waited for may have changed it
-            self._batch = batch = Batch(submissions, self._core, self._text, progress)
+            self._current_run = batch = OfflineRun(submissions, self._core, self._text, progress)
             try:
                 results = batch.run(release)
             finally:
-                self._batch = None
+                self._current_run = None
                 self._usable = not batch.broken
         _log_failures(results)
         return results
@@ -137,8 +137,8 @@ class LLM:
             raise QuireError(ErrorCode.UNAVAILABLE, "This LLM was closed, or has failed in the middle of a step.")
 
     def _publish(self, step: EngineCoreOutputs) -> None:
-        if self._batch is not None:
-            self._batch.take(step)
+        if self._current_run is not None:
+            self._current_run.on_step(step)
 
 
 def _log_failures(results: Sequence[RequestOutput]) -> None:

@@ -92,21 +92,21 @@ class SamplingParams:
             raise invalid("stop", "beam_width and stop exclude each other.")
         if isinstance(self.bad_words, str):
             raise invalid("bad_words", "bad_words must be a list of strings.")
-        self._drawn(self.seed or 0, max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens)
+        self._to_engine(self.seed or 0, max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(self, *, seed: int, room: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
+    def resolve(self, *, seed: int, max_output: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
         """What the engine is told: with ``seed`` where none is set, and ``room`` tokens where no number is.
         ``bad_words`` are this object's, in tokens. Raises ``QuireError`` INVALID.
         """
-        limit = room if self.max_tokens is None else self.max_tokens
-        return replace(self._drawn(seed if self.seed is None else self.seed, limit), bad_words=bad_words)
+        limit = max_output if self.max_tokens is None else self.max_tokens
+        return replace(self._to_engine(seed if self.seed is None else self.seed, limit), bad_words=bad_words)
 
-    def _drawn(self, seed: int, max_tokens: int) -> sampling.SamplingParams:
+    def _to_engine(self, seed: int, max_tokens: int) -> sampling.SamplingParams:
         return sampling.SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,

@@ -27,7 +27,7 @@ def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]
     return [_read_conversation(conversation) for conversation in messages]
 
 
-def for_each(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
+def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
     """One value for each of ``count`` prompts: the same for all, or a list of as many. Raises ``QuireError``
     INVALID.
     """
@@ -40,7 +40,7 @@ def for_each(name: str, given: T | Sequence[T] | None, default: T, count: int) -
     return list(given)
 
 
-def at_prompt(index: int, count: int, error: QuireError) -> QuireError:
+def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
     """``error``, told with the number of the prompt that it is about."""
     if count == 1:
         return error

@@ -9,7 +9,7 @@ from quire_proto.errors import invalid
 from quire_engine.config import Batching, EngineConfig, Policy, Quantization
 
 
-class EngineSettings(TypedDict, total=False):
+class LLMArgs(TypedDict, total=False):
     """Keyword arguments of ``LLM``, named and meant as the engine's flags; ``quire-engine --help`` explains each."""
 
     device: Literal["auto", "cpu", "cuda"]
@@ -36,13 +36,13 @@ class EngineSettings(TypedDict, total=False):
     enable_host_caching: bool
 
 
-def engine_config(model: str | Path, settings: EngineSettings) -> EngineConfig:
+def engine_config(model: str | Path, settings: LLMArgs) -> EngineConfig:
     """The settings, checked; what is not given comes from ``QUIRE_ENGINE_…`` in the environment, or the defaults.
     Raises ``QuireError`` INVALID with the first one at fault.
     """
     given = cast("dict[str, object]", settings)
     for name in given:
-        if name not in EngineSettings.__annotations__:
+        if name not in LLMArgs.__annotations__:
             raise invalid(name, f"LLM has no setting named {name}.")
     try:
         return EngineConfig.model_validate({"model": Path(model), **given})

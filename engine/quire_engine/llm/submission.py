@@ -18,7 +18,7 @@ from quire_engine.structured.compiler import GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
+class PreparedRequest:
     """A request that the scheduler will accept, and what the caller gave for it."""
 
     request: Request
@@ -26,7 +26,7 @@ class Submission:
     params: SamplingParams
 
 
-class RequestBuilder:
+class InputProcessor:
     """Makes the requests of one engine. ``draw_seed`` gives a seed for each that has none."""
 
     def __init__(
@@ -44,24 +44,26 @@ class RequestBuilder:
         self._ids = count()
         self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
-    def from_text(self, prompt: str, params: SamplingParams, priority: int) -> Submission:
+    def from_text(self, prompt: str, params: SamplingParams, priority: int) -> PreparedRequest:
         """Continues ``prompt``. Raises ``QuireError``."""
         return self._build(prompt, self._text.encode(prompt, self._limits.max_model_len), params, priority)
 
-    def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> Submission:
+    def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> PreparedRequest:
         """Continues ``token_ids``. Raises ``QuireError``."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
             raise invalid("prompt", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
         return self._build(None, token_ids, params, priority)
 
-    def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> Submission:
+    def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
         """Answers a conversation. Raises ``QuireError``."""
         prompt = self._text.render_chat_text(messages)
         token_ids = self._text.encode_chat(messages, self._limits.max_model_len)
         return self._build(prompt, token_ids, params, priority)
 
-    def _build(self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int) -> Submission:
-        drawn = self._drawn(len(token_ids), params)
+    def _build(
+        self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int
+    ) -> PreparedRequest:
+        drawn = self._sampling_params(len(token_ids), params)
         request = Request(
             request_id=str(next(self._ids)),
             prompt_token_ids=array("i", token_ids),
@@ -70,15 +72,15 @@ class RequestBuilder:
             grammar=None if drawn.structured is None else self._grammars.submit(drawn.structured).result(),
         )
         check_request(request, self._limits, self._memory)
-        return Submission(request, prompt, params)
+        return PreparedRequest(request, prompt, params)
 
-    def _drawn(self, num_prompt: int, params: SamplingParams) -> sampling.SamplingParams:
+    def _sampling_params(self, num_prompt: int, params: SamplingParams) -> sampling.SamplingParams:
         for token_id in params.stop_token_ids or ():
             if not 0 <= token_id < self._limits.vocab_size:
                 raise invalid("stop_token_ids", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
         return params.resolve(
             seed=self._draw_seed(),
-            room=max(1, self._limits.max_model_len - num_prompt),
+            max_output=max(1, self._limits.max_model_len - num_prompt),
             bad_words=self._bad_word_tokens(tuple(params.bad_words)),
         )
 

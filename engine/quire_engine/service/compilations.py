@@ -16,7 +16,7 @@ from quire_engine.structured.compiler import Compiled
 log = logging.getLogger(__name__)
 
 # Seconds that a request waits for its grammar. One that is compiled takes a second or two at most: the rest is a queue.
-PATIENCE = 15.0
+GRAMMAR_TIMEOUT_SECONDS = 15.0
 
 Ready = Callable[[Request, list[tuple[int, ...]]], None]
 Failed = Callable[[Request, QuireError], None]
@@ -30,7 +30,7 @@ class _Waiting:
     cancelled: list[tuple[int, ...]] = field(default_factory=list)
 
 
-class Compilations:
+class PendingGrammars:
     """Tells either ``ready``, with the grammar in the request and what was cancelled of its choices meanwhile, or
     ``failed``, for each request that was not withdrawn.
     """
@@ -44,19 +44,19 @@ class Compilations:
     def start(self, request: Request, compiled: "Future[Compiled]") -> None:
         """Waits for the request's grammar; calls back at once when it is there."""
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(PATIENCE, self._give_up, request.request_id)
+        timer = loop.call_later(GRAMMAR_TIMEOUT_SECONDS, self._time_out, request.request_id)
         self._waiting[request.request_id] = _Waiting(request, timer)
         if compiled.done():
-            self._settle(request.request_id, compiled)
+            self._on_compiled(request.request_id, compiled)
         else:
-            compiled.add_done_callback(lambda done: _on_loop(loop, self._settle, request.request_id, done))
+            compiled.add_done_callback(lambda done: _on_loop(loop, self._on_compiled, request.request_id, done))
 
     def withdraw(self, key: str) -> Request | None:
         """Takes a request back, None when it does not wait here."""
-        waiting = self._take(key)
+        waiting = self._pop(key)
         if waiting is None:
             return None
-        self._give_back(waiting.request)
+        self._release_grammar(waiting.request)
         return waiting.request
 
     def cancel(self, key: str, indexes: tuple[int, ...]) -> bool:
@@ -66,8 +66,8 @@ class Compilations:
         waiting.cancelled.append(indexes)
         return True
 
-    def _settle(self, key: str, compiled: "Future[Compiled]") -> None:
-        waiting = self._take(key)
+    def _on_compiled(self, key: str, compiled: "Future[Compiled]") -> None:
+        waiting = self._pop(key)
         if waiting is None:
             return
         if (error := _error_of(compiled)) is not None:
@@ -75,17 +75,17 @@ class Compilations:
         else:
             self._ready(replace(waiting.request, grammar=compiled.result()), waiting.cancelled)
 
-    def _give_up(self, key: str) -> None:
-        if (waiting := self._take(key)) is not None:
-            self._give_back(waiting.request)
+    def _time_out(self, key: str) -> None:
+        if (waiting := self._pop(key)) is not None:
+            self._release_grammar(waiting.request)
             message = "The engine has too many grammars to compile."
             self._failed(waiting.request, QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0))
 
-    def _give_back(self, request: Request) -> None:
+    def _release_grammar(self, request: Request) -> None:
         if request.sampling.structured is not None:
             self._withdrawn(request.sampling.structured)
 
-    def _take(self, key: str) -> _Waiting | None:
+    def _pop(self, key: str) -> _Waiting | None:
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             waiting.timer.cancel()

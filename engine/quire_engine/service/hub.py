@@ -14,10 +14,10 @@ from quire_proto.errors import ErrorCode, QuireError
 
 from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot
 from quire_engine.kv.events import BlockStored
-from quire_engine.pace import PaceMeter
+from quire_engine.pace import StepTimeEstimator
 from quire_engine.request import Request
 from quire_engine.scheduling.output import EngineLoad
-from quire_engine.service.compilations import Compilations
+from quire_engine.service.compilations import PendingGrammars
 from quire_engine.service.messages import (
     abort_to_proto,
     cached_to_proto,
@@ -28,20 +28,20 @@ from quire_engine.service.messages import (
     request_from_proto,
 )
 from quire_engine.service.session import Session, SessionOverflowError
-from quire_engine.service.spans import SpanBuilder
+from quire_engine.service.spans import TraceExporter
 from quire_engine.structured.compiler import GrammarCompiler
 
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 256
-HEARTBEAT = 0.5
-QUIET_INTERVAL = 0.1
+HEARTBEAT_INTERVAL = 0.5
+IDLE_UPDATE_INTERVAL = 0.1
 """Seconds from one batch to the next, of a session that has no request here. Its router needs to know how busy the
 engine is and what it has cached, not of every step: otherwise a router would pay for all steps of a fleet.
 """
 
 
-class SessionHub:
+class SessionManager:
     """Knows which session each live request belongs to.
 
     The core knows requests by keys that the hub makes: two routers may choose the same id, and an id may be submitted
@@ -50,24 +50,24 @@ class SessionHub:
     """
 
     def __init__(
-        self, generation: int, grace: float, spans: SpanBuilder, grammars: GrammarCompiler, pace: PaceMeter
+        self, generation: int, grace: float, spans: TraceExporter, grammars: GrammarCompiler, pace: StepTimeEstimator
     ) -> None:
         self._generation = generation
         self._grace = grace
-        self._spans = spans
-        self._pace = pace
+        self._tracing = spans
+        self._step_times = pace
         self._grammars = grammars
-        self._compilations = Compilations(self._run, self._refuse, grammars.withdraw)
+        self._pending_grammars = PendingGrammars(self._start, self._refuse, grammars.withdraw)
         self._sessions: dict[str, Session] = {}
         self._live: dict[str, tuple[Session, str]] = {}
         self._keys = count(1)
         self._ended = asyncio.Event()
-        self._heard: dict[str, int] = {}
+        self._last_sequences: dict[str, int] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._load = pb.Load()
         self._step = 0
-        self._quiet_due = 0.0
-        self._quiet_timer: asyncio.TimerHandle | None = None
+        self._idle_update_due = 0.0
+        self._idle_update_timer: asyncio.TimerHandle | None = None
         self._core: EngineCore | None = None
         self.draining = False
 
@@ -86,7 +86,7 @@ class SessionHub:
         """Requests that are live."""
         return len(self._live)
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once no request is live."""
         while self._live:
             self._ended.clear()
@@ -97,16 +97,16 @@ class SessionHub:
         self.draining = True
         for session in list(self._sessions.values()):
             session.draining = True
-            self._hand_over(session, 0, [], [])
+            self._send(session, 0, [], [])
 
-    async def beat(self) -> None:
+    async def send_heartbeats(self) -> None:
         """Lets routers that wait for something hear that the engine is there, also while a long step runs."""
         while True:
-            await asyncio.sleep(HEARTBEAT)
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
             for session in list(self._sessions.values()):
-                if session.requests and session.sequence == self._heard.get(session.session_id):
-                    self._hand_over(session, 0, [], [])
-            self._heard = {name: session.sequence for name, session in self._sessions.items()}
+                if session.requests and session.sequence == self._last_sequences.get(session.session_id):
+                    self._send(session, 0, [], [])
+            self._last_sequences = {name: session.sequence for name, session in self._sessions.items()}
 
     async def open(self, message: pb.Open) -> tuple[Session, int, pb.SessionResponse]:
         """Opens or resumes a session: the session, the number of its new stream, and the snapshot to send first.
@@ -142,8 +142,8 @@ class SessionHub:
         session.attach()
         for key in session.requests.values():
             del self._live[key]
-            self._spans.on_abandoned(key)
-            if self._compilations.withdraw(key) is None:
+            self._tracing.on_abandoned(key)
+            if self._pending_grammars.withdraw(key) is None:
                 self.core.send(AbortRequest(key))
         self._ended.set()
 
@@ -152,22 +152,22 @@ class SessionHub:
         try:
             self._submit(session, message)
         except QuireError as error:
-            self._hand_over(session, 0, refusal_to_proto(message.request_id, error), [])
+            self._send(session, 0, refusal_to_proto(message.request_id, error), [])
 
     def cancel(self, session: Session, request_id: str, indexes: tuple[int, ...] = ()) -> None:
         """Ends a request of this session, or some of its choices; other sessions' requests are not its business."""
         key = session.requests.get(request_id)
-        if key is None or (indexes and self._compilations.cancel(key, indexes)):
+        if key is None or (indexes and self._pending_grammars.cancel(key, indexes)):
             return
-        if not indexes and (request := self._compilations.withdraw(key)) is not None:
-            self._end_early(key, abort_to_proto(request_id, request))
+        if not indexes and (request := self._pending_grammars.withdraw(key)) is not None:
+            self._finish_unstarted(key, abort_to_proto(request_id, request))
         else:
             self.core.send(AbortRequest(key, indexes))
 
     def publish(self, step: EngineCoreOutputs) -> None:
         """Takes in one step's news and hands every session its share: at once where it has requests, else in time."""
         self._step = step.trace.step
-        self._load = load_to_proto(step.load, self._pace.pace)
+        self._load = load_to_proto(step.load, self._step_times.model)
         shares: dict[str, list[pb.SequenceOutput]] = {}
         for output in step.outputs:
             if (live := self._live.get(output.request_id)) is not None:
@@ -179,33 +179,33 @@ class SessionHub:
         for session in list(self._sessions.values()):
             outputs = shares.get(session.session_id, [])
             if outputs or session.requests:
-                self._hand_over(session, self._step, outputs, events)
+                self._send(session, self._step, outputs, events)
             else:
                 session.defer(events)
-        self._tell_quiet_in_time()
-        self._pace.on_step(step.trace)
-        self._spans.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
+        self._schedule_idle_update()
+        self._step_times.on_step(step.trace)
+        self._tracing.on_step(step)  # last: whatever watching does wrong, the tokens are on their way
 
-    def _tell_quiet_in_time(self) -> None:
+    def _schedule_idle_update(self) -> None:
         """Sessions without requests hear of the first step after a pause at once, and of those that follow together."""
         loop = asyncio.get_running_loop()
-        if self._quiet_timer is not None:
+        if self._idle_update_timer is not None:
             return
-        if loop.time() >= self._quiet_due:
-            self._tell_quiet()
+        if loop.time() >= self._idle_update_due:
+            self._update_idle_sessions()
         else:
-            self._quiet_timer = loop.call_at(self._quiet_due, self._tell_quiet)
+            self._idle_update_timer = loop.call_at(self._idle_update_due, self._update_idle_sessions)
 
-    def _tell_quiet(self) -> None:
-        self._quiet_timer, told = None, False
+    def _update_idle_sessions(self) -> None:
+        self._idle_update_timer, told = None, False
         for session in list(self._sessions.values()):
             if session.has_deferred:
                 told = True
-                self._hand_over(session, self._step, [], [])
+                self._send(session, self._step, [], [])
         if told:
-            self._quiet_due = asyncio.get_running_loop().time() + QUIET_INTERVAL
+            self._idle_update_due = asyncio.get_running_loop().time() + IDLE_UPDATE_INTERVAL
 
-    def _hand_over(
+    def _send(
         self, session: Session, step: int, outputs: Sequence[pb.SequenceOutput], events: Sequence[pb.KvEvent]
     ) -> None:
         try:
@@ -224,26 +224,26 @@ class SessionHub:
         grammar = None if structured is None else self._grammars.submit(structured)
         self._live[request.request_id] = session, message.request_id
         session.requests[message.request_id] = request.request_id
-        self._spans.on_submit(request)
+        self._tracing.on_submit(request)
         if grammar is None:
-            self._run(request)
+            self._start(request)
         else:
-            self._compilations.start(request, grammar)
+            self._pending_grammars.start(request, grammar)
 
-    def _run(self, request: Request, cancelled: Sequence[tuple[int, ...]] = ()) -> None:
+    def _start(self, request: Request, cancelled: Sequence[tuple[int, ...]] = ()) -> None:
         self.core.send(AddRequest(request))
         for indexes in cancelled:
             self.core.send(AbortRequest(request.request_id, indexes))
 
     def _refuse(self, request: Request, error: QuireError) -> None:
         _, request_id = self._live[request.request_id]
-        self._end_early(request.request_id, refusal_to_proto(request_id, error))
+        self._finish_unstarted(request.request_id, refusal_to_proto(request_id, error))
 
-    def _end_early(self, key: str, ends: Sequence[pb.SequenceOutput]) -> None:
+    def _finish_unstarted(self, key: str, ends: Sequence[pb.SequenceOutput]) -> None:
         """Ends a request that the core has not heard of."""
         session = self._forget(key)
-        self._spans.on_abandoned(key)
-        self._hand_over(session, 0, ends, [])
+        self._tracing.on_abandoned(key)
+        self._send(session, 0, ends, [])
 
     def _forget(self, key: str) -> Session:
         session, request_id = self._live.pop(key)
@@ -280,7 +280,7 @@ class SessionHub:
             return
         if (other := self._sessions.get(session_id)) is not None:
             self.close(other)
-        self._load = load_to_proto(load, self._pace.pace)
+        self._load = load_to_proto(load, self._step_times.model)
         session = self._sessions[session_id] = Session(session_id, self._generation, draining=self.draining)
         snapshot = session.snapshot(self._load, cached_to_proto(stored), resumed=False)
         opened.set_result((session, session.attach(), snapshot))

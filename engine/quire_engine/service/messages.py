@@ -10,7 +10,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.sampling import FinishReason
 
 from quire_engine.kv.events import BlockStored, KVCacheEvent, Tier
-from quire_engine.pace import Pace
+from quire_engine.pace import StepTimeModel
 from quire_engine.request import Request, ResumedOutput
 from quire_engine.scheduling.output import EngineCoreOutput, EngineLoad
 
@@ -73,7 +73,7 @@ def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]
     return ends
 
 
-def load_to_proto(load: EngineLoad, pace: Pace | None) -> pb.Load:
+def load_to_proto(load: EngineLoad, pace: StepTimeModel | None) -> pb.Load:
     """The load, field by field, and the pace once there is one."""
     return pb.Load(
         running=load.running,
@@ -108,7 +108,7 @@ def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[byt
     return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
 
 
-def _pace_to_proto(pace: Pace) -> pb.Pace:
+def _pace_to_proto(pace: StepTimeModel) -> pb.Pace:
     return pb.Pace(
         step_seconds=pace.step_seconds,
         token_seconds=pace.token_seconds,

@@ -20,12 +20,12 @@ from quire_proto.tls import ServerTls
 
 from quire_engine.core import EngineCore, EngineCoreOutputs, Shutdown
 from quire_engine.executor.base import Executor
-from quire_engine.pace import PaceMeter
+from quire_engine.pace import StepTimeEstimator
 from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.service.hub import SessionHub
+from quire_engine.service.hub import SessionManager
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
 from quire_engine.service.servicer import EngineServicer
-from quire_engine.service.spans import SpanBuilder
+from quire_engine.service.spans import TraceExporter
 from quire_engine.structured.compiler import GrammarCompiler, Source
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _OPTIONS = [
     # Two engines on one port would share its connections, and a router's session would end up at either.
     ("grpc.so_reuseport", 0),
 ]
-ROUTER_SILENCE = 10.0
+KEEPALIVE_SECONDS = 10.0
 """Seconds after which a router that says nothing is asked whether it is still there, and within which it has to answer:
 the session of one that vanished without a word is let go of after its grace, and what runs for it too.
 """
@@ -88,10 +88,10 @@ class EngineServer:
         name = description.served_model_names[0]
         self._metrics = EngineMetrics(name, scheduler.stats, lambda: self._core.seconds_since_progress)
         self._grammars = GrammarCompiler(grammars, self._metrics.on_grammar)
-        spans = SpanBuilder(enabled=config.tracing, step_interval=config.trace_step_interval)
-        pace = PaceMeter(executor.rates, executor.kv_cache_config.block_bytes)
-        self._hub = SessionHub(description.generation, config.session_grace, spans, self._grammars, pace)
-        self._hub.bind(self._core)
+        spans = TraceExporter(enabled=config.tracing, step_interval=config.trace_step_interval)
+        pace = StepTimeEstimator(executor.rates, executor.kv_cache_config.block_bytes)
+        self._sessions = SessionManager(description.generation, config.session_grace, spans, self._grammars, pace)
+        self._sessions.bind(self._core)
         self._failure: BaseException | None = None
         self._tasks: list[SupervisedTask] = []
         self._started = self._ready = False
@@ -99,18 +99,18 @@ class EngineServer:
     async def serve(self) -> None:
         """Serves until SIGTERM or SIGINT, then lets running requests end. Raises what made the core fail."""
         self._loop = asyncio.get_running_loop()
-        self._told, self._hurried, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._hear_signals()
+        self._stop_requested, self._stop_now, self._core_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._install_signal_handlers()
         probes = ProbeServer(self._config.host, self._config.metrics_port, self._metrics.registry, self._probes())
         server, self._health = await self._start_grpc()
         thread = Thread(target=self._run_core, name="engine-core", daemon=True)
         thread.start()
         self._started = True
         await self._set_ready(True)
-        beating = self._supervise("session heartbeats", self._hub.beat)
-        await _first(self._told.wait(), self._core_ended.wait())
+        beating = self._supervise("session heartbeats", self._sessions.send_heartbeats)
+        await _first_completed(self._stop_requested.wait(), self._core_ended.wait())
         await self._set_ready(False)
-        await self._linger()
+        await self._drain_delay()
         await self._drain()
         await beating.stop()
         await server.stop(grace=1.0)
@@ -122,8 +122,8 @@ class EngineServer:
             raise self._failure
 
     async def _start_grpc(self) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-        server = grpc.aio.server(options=[*_OPTIONS, *_asking(ROUTER_SILENCE)])
-        engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(self._hub, self._description), server)
+        server = grpc.aio.server(options=[*_OPTIONS, *_keepalive_options(KEEPALIVE_SECONDS)])
+        engine_pb2_grpc.add_EngineServicer_to_server(EngineServicer(self._sessions, self._description), server)
         checks = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -148,34 +148,34 @@ class EngineServer:
         self._loop.call_soon_threadsafe(self._on_step, step)
 
     def _on_step(self, step: EngineCoreOutputs) -> None:
-        self._hub.publish(step)
+        self._sessions.publish(step)
         self._metrics.on_step(step)
 
-    def _hear_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._stop)
+            self._loop.add_signal_handler(number, self._on_signal)
 
-    def _stop(self) -> None:
+    def _on_signal(self) -> None:
         """A signal came. The second one says that nobody needs to be waited for."""
-        (self._hurried if self._told.is_set() else self._told).set()
+        (self._stop_now if self._stop_requested.is_set() else self._stop_requested).set()
 
-    async def _linger(self) -> None:
+    async def _drain_delay(self) -> None:
         """Serves on while everybody learns that this engine leaves; not where there is no core any more."""
         if self._config.shutdown_delay:
             log.info("leaving: new requests are taken for %g seconds", self._config.shutdown_delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.shutdown_delay):
-                    await _first(self._hurried.wait(), self._core_ended.wait())
+                    await _first_completed(self._stop_now.wait(), self._core_ended.wait())
 
     async def _drain(self) -> None:
         """Takes nothing new and lets running requests end, for a bounded time, and while there is a core that runs
         them.
         """
-        log.info("stopping: %d requests in progress", self._hub.in_progress)
-        self._hub.drain()
+        log.info("stopping: %d requests in progress", self._sessions.in_progress)
+        self._sessions.drain()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.shutdown_timeout):
-                await _first(self._hub.idle(), self._core_ended.wait())
+                await _first_completed(self._sessions.wait_idle(), self._core_ended.wait())
 
     async def _set_ready(self, ready: bool) -> None:
         self._ready = ready
@@ -203,7 +203,7 @@ class EngineServer:
         return task
 
 
-def _asking(silence: float) -> list[tuple[str, int]]:
+def _keepalive_options(silence: float) -> list[tuple[str, int]]:
     milliseconds = round(silence * 1000)
     names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
     return [("grpc.http2.max_pings_without_data", 0), *((name, milliseconds) for name in names)]
@@ -220,7 +220,7 @@ def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certifi
         raise OSError(f"{address} cannot be listened on: it is in use, or not of this machine") from error
 
 
-async def _first(*endings: Coroutine[Any, Any, object]) -> None:
+async def _first_completed(*endings: Coroutine[Any, Any, object]) -> None:
     """Returns once one of them came."""
     waits = [asyncio.create_task(ending) for ending in endings]
     try:

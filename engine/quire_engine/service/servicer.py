@@ -13,7 +13,7 @@ from quire.v1 import engine_pb2_grpc
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
 from quire_engine.service import session as sessions
-from quire_engine.service.hub import SessionHub
+from quire_engine.service.hub import SessionManager
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ _Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Answers routers."""
 
-    def __init__(self, hub: SessionHub, description: pb.DescribeResponse) -> None:
-        self._hub = hub
+    def __init__(self, hub: SessionManager, description: pb.DescribeResponse) -> None:
+        self._sessions = hub
         self._description = description
 
     async def Describe(  # noqa: N802 - named by the contract
@@ -43,10 +43,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         """Runs one router's session for as long as its stream lives."""
         try:
-            session, number, snapshot = await self._hub.open(await _first_open(request_iterator))
+            session, number, snapshot = await self._sessions.open(await _first_open(request_iterator))
         except QuireError as error:
             await context.abort(grpc.StatusCode[error.status.grpc], error.message)
-        reader = asyncio.create_task(self._read(session, number, request_iterator))
+        reader = asyncio.create_task(self._read_commands(session, number, request_iterator))
         try:
             yield snapshot
             async for batch in session.stream(number):
@@ -56,9 +56,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.ABORTED, "The session was closed or taken over.")
         finally:
             reader.cancel()
-            self._hub.detach(session, number)
+            self._sessions.detach(session, number)
 
-    async def _read(self, session: sessions.Session, number: int, requests: _Requests) -> None:
+    async def _read_commands(self, session: sessions.Session, number: int, requests: _Requests) -> None:
         """Carries out the router's commands. When it says no more, the stream to it goes on; when one cannot be read
         or carried out, the stream ends, because what follows could depend on it.
         """
@@ -66,22 +66,22 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             async for message in requests:
                 if not session.is_attached(number):
                     return
-                self._carry_out(session, message)
+                self._handle_command(session, message)
         except grpc.aio.AioRpcError:
             return
         except Exception:
-            if self._hub.draining:
+            if self._sessions.draining:
                 return  # the server was stopped under it
             log.exception("a command of session %s failed", session.session_id)
             session.break_stream(number)
             raise
 
-    def _carry_out(self, session: sessions.Session, message: pb.SessionRequest) -> None:
+    def _handle_command(self, session: sessions.Session, message: pb.SessionRequest) -> None:
         match message.WhichOneof("command"):
             case "submit":
-                self._hub.submit(session, message.submit)
+                self._sessions.submit(session, message.submit)
             case "cancel":
-                self._hub.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
+                self._sessions.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
             case "ack":
                 session.acknowledge(message.ack.sequence)
             case _:

@@ -30,11 +30,11 @@ class Session:
         self.requests: dict[str, str] = {}
         self.sequence = 0
         self._generation = generation
-        self._kept: deque[pb.StepBatch] = deque()
-        self._kept_bytes = 0
+        self._unacknowledged: deque[pb.StepBatch] = deque()
+        self._unacknowledged_bytes = 0
         self._stream = 0
         self._broken = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._deferred: list[pb.KvEvent] | None = None
 
     @property
@@ -45,12 +45,12 @@ class Session:
     @property
     def acknowledged(self) -> int:
         """The last sequence that is no longer kept."""
-        return self.sequence - len(self._kept)
+        return self.sequence - len(self._unacknowledged)
 
     @property
     def is_finished(self) -> bool:
         """Whether the router has heard of the end of everything that it submitted."""
-        return not self.requests and not self._kept
+        return not self.requests and not self._unacknowledged
 
     def can_resume(self, last_sequence: int) -> bool:
         """Whether everything after ``last_sequence`` is still here."""
@@ -58,8 +58,8 @@ class Session:
 
     def acknowledge(self, sequence: int) -> None:
         """Forgets the batches up to ``sequence``."""
-        while self._kept and self._kept[0].sequence <= sequence:
-            self._kept_bytes -= self._kept.popleft().ByteSize()
+        while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
+            self._unacknowledged_bytes -= self._unacknowledged.popleft().ByteSize()
 
     def defer(self, events: Sequence[pb.KvEvent]) -> None:
         """Notes a step of which the router need not hear at once: its events come first in the next batch."""
@@ -72,7 +72,7 @@ class Session:
         """Adds a step's batches, 0 as the step when none was needed: one, or several where there is much to tell.
         Raises ``SessionOverflowError`` when too many were kept before.
         """
-        if len(self._kept) >= MAX_UNACKNOWLEDGED or self._kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
+        if len(self._unacknowledged) >= MAX_UNACKNOWLEDGED or self._unacknowledged_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise SessionOverflowError
         whole = pb.StepBatch(
             sequence=self.sequence + 1,
@@ -84,11 +84,11 @@ class Session:
         )
         self._deferred = None
         if (size := whole.ByteSize()) <= MAX_BATCH_BYTES:
-            self._keep(whole, size)
+            self._append(whole, size)
         else:
             for part in _split(whole):
-                self._keep(part, part.ByteSize())
-        self._news.set()
+                self._append(part, part.ByteSize())
+        self._changed.set()
 
     def snapshot(self, load: pb.Load, cached: Sequence[pb.KvStored], *, resumed: bool) -> pb.SessionResponse:
         """Where the stream that is about to start stands."""
@@ -107,7 +107,7 @@ class Session:
     def attach(self) -> int:
         """A new stream takes the session over; the number it must pass to ``stream``. An older stream ends."""
         self._stream += 1
-        self._news.set()
+        self._changed.set()
         return self._stream
 
     def is_attached(self, number: int) -> bool:
@@ -117,7 +117,7 @@ class Session:
     def break_stream(self, number: int) -> None:
         """Ends stream ``number``, and only that one."""
         self._broken = number
-        self._news.set()
+        self._changed.set()
 
     async def stream(self, number: int) -> AsyncIterator[pb.StepBatch]:
         """The batches after the acknowledged ones, as they come; ends when a newer stream attaches or this one is
@@ -125,19 +125,19 @@ class Session:
         """
         sent = self.acknowledged
         while self._is_open(number):
-            unsent = list(islice(reversed(self._kept), self.sequence - sent))
+            unsent = list(islice(reversed(self._unacknowledged), self.sequence - sent))
             sent = self.sequence
             for batch in reversed(unsent):
                 yield batch
             # A newer stream may have cleared the event for itself meanwhile, so it alone does not tell.
             while sent == self.sequence and self._is_open(number):
-                self._news.clear()
-                await self._news.wait()
+                self._changed.clear()
+                await self._changed.wait()
 
-    def _keep(self, batch: pb.StepBatch, size: int) -> None:
+    def _append(self, batch: pb.StepBatch, size: int) -> None:
         self.sequence = batch.sequence
-        self._kept.append(batch)
-        self._kept_bytes += size
+        self._unacknowledged.append(batch)
+        self._unacknowledged_bytes += size
 
     def _is_open(self, number: int) -> bool:
         return self.is_attached(number) and self._broken != number

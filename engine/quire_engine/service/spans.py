@@ -25,22 +25,22 @@ _NANOSECONDS = 1_000_000_000
 
 
 @dataclass(slots=True)
-class _Traced:
+class _TracedRequest:
     context: Context
     parent: SpanContext
     prompt_tokens: int
-    told: bool = False
+    prompt_exported: bool = False
 
 
-class SpanBuilder:
+class TraceExporter:
     """Keeps the trace context of the requests that are traced, and exports what happened to them."""
 
     def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
         self._enabled = enabled
         self._interval = step_interval
         self._tracer = tracer or trace.get_tracer("quire.engine")
-        self._traced: dict[str, _Traced] = {}
-        self._usual = 0.0
+        self._traced: dict[str, _TracedRequest] = {}
+        self._average_duration = 0.0
         self._allowance = MAX_STEPS_PER_SECOND
         self._refilled = monotonic()
 
@@ -51,7 +51,7 @@ class SpanBuilder:
         context = extract({"traceparent": request.traceparent})
         parent = trace.get_current_span(context).get_span_context()
         if parent.is_valid:
-            self._traced[request.request_id] = _Traced(context, parent, len(request.prompt_token_ids))
+            self._traced[request.request_id] = _TracedRequest(context, parent, len(request.prompt_token_ids))
 
     def on_abandoned(self, key: str) -> None:
         """Forgets a request whose end nobody will report."""
@@ -61,7 +61,7 @@ class SpanBuilder:
         """Exports the step, if it is one to export, and the requests that ended with it."""
         if not self._enabled:
             return
-        if self._is_remarkable(step.trace):
+        if self._should_trace(step.trace):
             self._export_step(step.trace, step.load)
         for output in step.outputs:
             if output.finish_reason and (traced := self._traced.get(output.request_id)):
@@ -69,13 +69,13 @@ class SpanBuilder:
             if output.ends_request:
                 self._traced.pop(output.request_id, None)
 
-    def _is_remarkable(self, step: StepTrace) -> bool:
-        slow = step.duration > SLOW_FACTOR * self._usual > 0
-        self._usual += 0.05 * (step.duration - self._usual)
+    def _should_trace(self, step: StepTrace) -> bool:
+        slow = step.duration > SLOW_FACTOR * self._average_duration > 0
+        self._average_duration += 0.05 * (step.duration - self._average_duration)
         wanted = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
-        return bool(wanted) and self._take_allowance()
+        return bool(wanted) and self._take_from_budget()
 
-    def _take_allowance(self) -> bool:
+    def _take_from_budget(self) -> bool:
         now = monotonic()
         self._allowance = min(MAX_STEPS_PER_SECOND, self._allowance + (now - self._refilled) * MAX_STEPS_PER_SECOND)
         self._refilled = now
@@ -112,19 +112,19 @@ class SpanBuilder:
             begin = end
         root.end(begin)
 
-    def _export_choice(self, traced: _Traced, output: EngineCoreOutput) -> None:
+    def _export_choice(self, traced: _TracedRequest, output: EngineCoreOutput) -> None:
         """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
         times = output.timings
         if times is None:
             return
-        if not traced.told:
+        if not traced.prompt_exported:
             self._export_prompt(traced, output, times)
-            traced.told = True
+            traced.prompt_exported = True
         if times.first_token:
             self._export_decode(traced, output, times)
         self._export_swaps(traced, times)
 
-    def _export_prompt(self, traced: _Traced, output: EngineCoreOutput, times: SequenceTimings) -> None:
+    def _export_prompt(self, traced: _TracedRequest, output: EngineCoreOutput, times: SequenceTimings) -> None:
         end = times.finished
         self._span(Span.WAIT, traced.context, times.arrived, times.admitted or end)
         if times.admitted:
@@ -137,7 +137,7 @@ class SpanBuilder:
             early = [moment for moment in times.events if moment.time < read]
             self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
 
-    def _export_decode(self, traced: _Traced, output: EngineCoreOutput, times: SequenceTimings) -> None:
+    def _export_decode(self, traced: _TracedRequest, output: EngineCoreOutput, times: SequenceTimings) -> None:
         span = self._tracer.start_span(
             Span.DECODE,
             context=traced.context,
@@ -153,7 +153,7 @@ class SpanBuilder:
         _add_events(span, [moment for moment in times.events if moment.time >= times.first_token])
         span.end(times.finished)
 
-    def _export_swaps(self, traced: _Traced, times: SequenceTimings) -> None:
+    def _export_swaps(self, traced: _TracedRequest, times: SequenceTimings) -> None:
         """A ``swap_out`` lasts for as long as the sequence was off the device."""
         for index, moment in enumerate(times.events):
             attributes = {Attribute.BLOCKS: moment.blocks}

@@ -35,7 +35,7 @@ GIB = 1 << 30
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
-class EngineSettings(CliSettings):
+class SimulatedEngineConfig(CliSettings):
     """What a simulated engine is: its limits, its memory, and how long its steps take."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX)
@@ -76,7 +76,7 @@ class EngineSettings(CliSettings):
     jitter: float | None = Field(default=None, ge=0, lt=1, description="Part by which a step may be longer or shorter.")
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> "EngineSettings":
+    def _makes_sense(self) -> "SimulatedEngineConfig":
         if self.kv_cache_config.usable_tokens < 1:
             raise ValueError(f"The KV pool must hold a block, which has {self.kv_cache_config.block_bytes} bytes.")
         _ = self.latency
@@ -95,7 +95,7 @@ class EngineSettings(CliSettings):
         blocks = self.num_gpu_blocks_override or (self.kv_cache_memory or self._preset.kv_bytes) // block_bytes
         return KVCacheConfig(self.block_size, 1 + blocks, int(self.swap_space * GIB) // block_bytes, block_bytes)
 
-    def limits(self, policy: Policy) -> SchedulerConfig:
+    def scheduler_config(self, policy: Policy) -> SchedulerConfig:
         """What the scheduler keeps, under this policy."""
         return SchedulerConfig.of(
             self,
@@ -109,13 +109,13 @@ class EngineSettings(CliSettings):
         return PRESETS[self.preset]
 
 
-class SimulationConfig(EngineSettings):
+class SimulationConfig(SimulatedEngineConfig):
     """Runs a trace of requests through the engine's own scheduler and memory, in virtual time: a formula says how long
     a step takes, and no model is needed.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-engine simulate")
-    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--compare": "NAMES"}
+    metavars: ClassVar[Mapping[str, str]] = {**SimulatedEngineConfig.metavars, "--compare": "NAMES"}
 
     trace: Path = Field(description="Requests: an Azure CSV or a Mooncake JSONL file.")
     start: int = Field(default=0, ge=0, description="First row of the trace that is used.")

@@ -12,8 +12,8 @@ from quire_engine.command import quit_with
 from quire_engine.config import Policy
 from quire_engine.simulation.config import SimulationConfig
 from quire_engine.simulation.plots import draw_plots
-from quire_engine.simulation.recorder import Recorder
-from quire_engine.simulation.report import Report, make_report
+from quire_engine.simulation.recorder import SimulationRecorder
+from quire_engine.simulation.report import SimulationReport, make_report
 from quire_engine.simulation.runner import Simulation
 from quire_engine.simulation.table import make_table
 from quire_engine.simulation.trace import Arrival, TraceError, read_trace
@@ -26,16 +26,18 @@ def simulate(arguments: Sequence[str]) -> None:
         arrivals = read_trace(config.trace, start=config.start, limit=config.limit, rate=config.rate, seed=config.seed)
     except TraceError as error:
         quit_with(1, str(error))
-    recorders: dict[str, Recorder] = {policy: _run(config, policy, arrivals) for policy in config.policies}
+    recorders: dict[str, SimulationRecorder] = {
+        policy: _simulate_policy(config, policy, arrivals) for policy in config.policies
+    }
     reports = {policy: make_report(recorder) for policy, recorder in recorders.items()}
     sys.stdout.write(f"{_as_json(config, reports) if config.as_json else make_table(reports)}\n")
     if config.plot is not None:
         _plot(config.plot, recorders)
 
 
-def _run(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) -> Recorder:
+def _simulate_policy(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) -> SimulationRecorder:
     simulation = Simulation(
-        config.limits(policy),
+        config.scheduler_config(policy),
         config.kv_cache_config,
         config.latency,
         seed=config.seed,
@@ -45,7 +47,7 @@ def _run(config: SimulationConfig, policy: Policy, arrivals: Sequence[Arrival]) 
     return simulation.run(arrivals)
 
 
-def _as_json(config: SimulationConfig, reports: Mapping[str, Report]) -> str:
+def _as_json(config: SimulationConfig, reports: Mapping[str, SimulationReport]) -> str:
     """What ran, and what came of it."""
     settings = config.model_dump(mode="json", exclude={"as_json", "plot", "compare", "scheduling_policy"})
     settings |= {"latency": asdict(config.latency), "capacity": asdict(config.kv_cache_config)}
@@ -53,7 +55,7 @@ def _as_json(config: SimulationConfig, reports: Mapping[str, Report]) -> str:
     return json.dumps({"settings": settings, "policies": policies}, indent=2)
 
 
-def _plot(path: Path, recorders: Mapping[str, Recorder]) -> None:
+def _plot(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
     try:
         draw_plots(path, recorders)
     except ImportError:

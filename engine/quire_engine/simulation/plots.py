@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from quire_engine.simulation.recorder import Recorder
+from quire_engine.simulation.recorder import SimulationRecorder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 POINTS = 2000
 
 
-def draw_plots(path: Path, recorders: Mapping[str, Recorder]) -> None:
+def draw_plots(path: Path, recorders: Mapping[str, SimulationRecorder]) -> None:
     """Writes one picture with a line for each policy, in the format that the file's name says. Raises ``ImportError``
     without matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be
     written.
@@ -34,19 +34,19 @@ def draw_plots(path: Path, recorders: Mapping[str, Recorder]) -> None:
     figure.savefig(path)
 
 
-def _draw_queue(axes: "Axes", name: str, recorder: Recorder) -> None:
-    axes.plot(_thin(recorder.samples.time), _thin(recorder.samples.waiting), label=name, linewidth=1)
+def _draw_queue(axes: "Axes", name: str, recorder: SimulationRecorder) -> None:
+    axes.plot(_downsample(recorder.samples.time), _downsample(recorder.samples.waiting), label=name, linewidth=1)
 
 
-def _draw_ttft(axes: "Axes", name: str, recorder: Recorder) -> None:
-    lives = recorder.lives.values()
+def _draw_ttft(axes: "Axes", name: str, recorder: SimulationRecorder) -> None:
+    lives = recorder.requests.values()
     values = np.sort([life.first_token - life.arrived for life in lives if life.first_token is not None])
     axes.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=name, linewidth=1)
 
 
-def _draw_usage(axes: "Axes", name: str, recorder: Recorder) -> None:
+def _draw_usage(axes: "Axes", name: str, recorder: SimulationRecorder) -> None:
     part = np.asarray(recorder.samples.used_blocks) / recorder.scheduler.kv_cache_manager.device_pool.num_blocks
-    axes.plot(_thin(recorder.samples.time), _thin(part), label=name, linewidth=1)
+    axes.plot(_downsample(recorder.samples.time), _downsample(part), label=name, linewidth=1)
     axes.set_ylim(0, 1)
 
 
@@ -57,7 +57,7 @@ def _label(axes: "Axes", horizontal: str, vertical: str) -> None:
     axes.legend()
 
 
-def _thin(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def _downsample(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Evenly chosen values, no more than a picture can show."""
     array = np.asarray(values, dtype=np.float64)
     return array[:: max(1, len(array) // POINTS)]

@@ -14,7 +14,7 @@ INSPECTION_STEPS = 256
 
 
 @dataclass(slots=True)
-class Life:
+class RequestRecord:
     """The times of one request, in seconds since the start; None for what never came. ``rank`` is its place in the
     order of arrivals, and ``error`` the code of a typed end.
     """
@@ -30,7 +30,7 @@ class Life:
 
 
 @dataclass(slots=True)
-class Samples:
+class StepSamples:
     """One entry a step: when it ended, how long it took (seconds), and what was there then."""
 
     time: "array[float]" = field(default_factory=lambda: array("d"))
@@ -43,7 +43,7 @@ class Samples:
     host_seconds: "array[float]" = field(default_factory=lambda: array("d"))
 
 
-class Recorder:
+class SimulationRecorder:
     """Hears of arrivals and steps. ``admissions`` are ranks of requests in the order of their first admission,
     ``gaps`` the seconds between two tokens of one request, ``unreachable_blocks`` the most that were ever found, and
     ``wall_seconds`` what the whole run took in real time.
@@ -51,26 +51,26 @@ class Recorder:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        self.lives: dict[str, Life] = {}
-        self.samples = Samples()
+        self.requests: dict[str, RequestRecord] = {}
+        self.samples = StepSamples()
         self.admissions: list[int] = []
-        self.gaps: array[float] = array("d")
+        self.token_gaps: array[float] = array("d")
         self.unreachable_blocks = 0
         self.wall_seconds = 0.0
 
     def arrive(self, request_id: str, time: float) -> None:
         """A request came, whatever becomes of it."""
-        self.lives[request_id] = Life(len(self.lives), time)
+        self.requests[request_id] = RequestRecord(len(self.requests), time)
 
     def refuse(self, request_id: str, error: QuireError) -> None:
         """The engine did not take it."""
-        self.lives[request_id].error = error.code.name
+        self.requests[request_id].error = error.code.name
 
     def observe(self, began: float, ended: float, step: EngineCoreOutputs) -> None:
         """A step was made, from ``began`` to ``ended``."""
-        self._admit(began, step.trace.request_ids)
+        self._record_admissions(began, step.trace.request_ids)
         for output in step.outputs:
-            self._note(ended, output)
+            self._record_output(ended, output)
         self._sample(began, ended, step)
         if len(self.samples.time) % INSPECTION_STEPS == 0:
             self.inspect()
@@ -82,20 +82,20 @@ class Recorder:
             self.unreachable_blocks, count_leaked_blocks(self.scheduler.kv_cache_manager, tables)
         )
 
-    def _admit(self, time: float, request_ids: list[str]) -> None:
+    def _record_admissions(self, time: float, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            life = self.lives[request_id]
+            life = self.requests[request_id]
             if life.admitted is None:
                 life.admitted = time
                 self.admissions.append(life.rank)
 
-    def _note(self, time: float, output: EngineCoreOutput) -> None:
-        life = self.lives[output.request_id]
+    def _record_output(self, time: float, output: EngineCoreOutput) -> None:
+        life = self.requests[output.request_id]
         if output.token_ids:
             if life.last_token is None:
                 life.first_token = time
             else:
-                self.gaps.append(time - life.last_token)
+                self.token_gaps.append(time - life.last_token)
             life.last_token = time
             life.num_tokens += len(output.token_ids)
         if output.ends_request:

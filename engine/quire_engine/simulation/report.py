@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from quire_engine.scheduling.statistics import SchedulerStats
-from quire_engine.simulation.recorder import Recorder, Samples
+from quire_engine.simulation.recorder import SimulationRecorder, StepSamples
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Percentiles:
     """Mean, percentiles and maximum of what was measured often; all 0 if it never was."""
 
     mean: float = 0.0
@@ -25,7 +25,7 @@ class Spread:
     max: float = 0.0
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Spread":
+    def of(cls, values: Iterable[float]) -> "Percentiles":
         """Of these values; a percentile between two of them is interpolated."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
@@ -35,7 +35,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TimeAverage:
     """Mean over time, idle time included, and maximum."""
 
     mean: float
@@ -43,18 +43,18 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SimulatorSpeed:
     """How fast the simulator was, in real time: the only figures in which two equal runs differ. ``plan_commit`` is
     what the scheduler took of each step, in seconds.
     """
 
     wall_seconds: float
     steps_per_second: float
-    plan_commit: Spread
+    plan_commit: Percentiles
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """One policy on one trace. Times are virtual seconds, rates per virtual second, parts between 0 and 1.
 
     ``errors`` counts typed ends and refusals by code. ``waiting`` is the time from arrival to first admission,
@@ -72,14 +72,14 @@ class Report:
     output_tokens_per_second: float
     computed_tokens_per_second: float
     requests_per_second: float
-    ttft: Spread
-    itl: Spread
-    waiting: Spread
-    end_to_end: Spread
-    overtakes: Spread
-    queue: Level
-    running: Level
-    kv_usage: Level
+    ttft: Percentiles
+    itl: Percentiles
+    waiting: Percentiles
+    end_to_end: Percentiles
+    overtakes: Percentiles
+    queue: TimeAverage
+    running: TimeAverage
+    kv_usage: TimeAverage
     hit_rate_device: float
     hit_rate_host: float
     preemptions_by_swap: int
@@ -89,17 +89,17 @@ class Report:
     blocks_swapped_in: int
     waste: float
     unreachable_blocks: int
-    pace: Pace
+    pace: SimulatorSpeed
 
 
-def make_report(recorder: Recorder) -> Report:
+def make_report(recorder: SimulationRecorder) -> SimulationReport:
     """All figures of a finished run."""
-    lives, samples = list(recorder.lives.values()), recorder.samples
+    lives, samples = list(recorder.requests.values()), recorder.samples
     counted, device = recorder.scheduler.stats, recorder.scheduler.kv_cache_manager.device_pool
     seconds = samples.time[-1] if samples.time else 0.0
     output_tokens = sum(life.num_tokens for life in lives)
     ended = [life.ended - life.arrived for life in lives if life.ended is not None]
-    return Report(
+    return SimulationReport(
         requests=len(lives),
         completed=sum(life.ended is not None and life.error is None for life in lives),
         errors=Counter(life.error for life in lives if life.error is not None),
@@ -109,24 +109,24 @@ def make_report(recorder: Recorder) -> Report:
         output_tokens_per_second=_ratio(output_tokens, seconds),
         computed_tokens_per_second=_ratio(counted.computed_tokens, seconds),
         requests_per_second=_ratio(len(ended), seconds),
-        ttft=Spread.of(life.first_token - life.arrived for life in lives if life.first_token is not None),
-        itl=Spread.of(recorder.gaps),
-        waiting=Spread.of(life.admitted - life.arrived for life in lives if life.admitted is not None),
-        end_to_end=Spread.of(ended),
-        overtakes=Spread.of(overtakes(recorder.admissions)),
-        queue=_level(samples.waiting, samples),
-        running=_level(samples.running, samples),
-        kv_usage=_level(np.array(samples.used_blocks) / device.num_blocks, samples),
+        ttft=Percentiles.of(life.first_token - life.arrived for life in lives if life.first_token is not None),
+        itl=Percentiles.of(recorder.token_gaps),
+        waiting=Percentiles.of(life.admitted - life.arrived for life in lives if life.admitted is not None),
+        end_to_end=Percentiles.of(ended),
+        overtakes=Percentiles.of(overtakes(recorder.admissions)),
+        queue=_time_average(samples.waiting, samples),
+        running=_time_average(samples.running, samples),
+        kv_usage=_time_average(np.array(samples.used_blocks) / device.num_blocks, samples),
         hit_rate_device=_ratio(counted.prefix_hit_tokens - counted.prefix_host_tokens, counted.prefix_query_tokens),
         hit_rate_host=_ratio(counted.prefix_host_tokens, counted.prefix_query_tokens),
         preemptions_by_swap=counted.preemptions_by_swap,
         preemptions_by_recompute=counted.preemptions_by_recompute,
-        preemption_reasons=_reasons(counted),
+        preemption_reasons=_preemptions_by_reason(counted),
         blocks_swapped_out=counted.blocks_swapped_out,
         blocks_swapped_in=counted.blocks_swapped_in,
         waste=_ratio(_over_time(samples.empty_slots, samples), _over_time(samples.held_slots, samples)),
         unreachable_blocks=recorder.unreachable_blocks,
-        pace=_pace(recorder),
+        pace=_simulator_speed(recorder),
     )
 
 
@@ -140,7 +140,7 @@ def overtakes(admissions: Sequence[int]) -> list[int]:
     return counts
 
 
-def _reasons(counted: SchedulerStats) -> Mapping[str, int]:
+def _preemptions_by_reason(counted: SchedulerStats) -> Mapping[str, int]:
     """Victims by why they gave way as they did."""
     reasons: Counter[str] = Counter()
     for (_, reason), count in counted.preemptions.items():
@@ -148,17 +148,17 @@ def _reasons(counted: SchedulerStats) -> Mapping[str, int]:
     return reasons
 
 
-def _pace(recorder: Recorder) -> Pace:
+def _simulator_speed(recorder: SimulationRecorder) -> SimulatorSpeed:
     samples, wall = recorder.samples, recorder.wall_seconds
-    return Pace(wall, _ratio(len(samples.time), wall), Spread.of(samples.host_seconds))
+    return SimulatorSpeed(wall, _ratio(len(samples.time), wall), Percentiles.of(samples.host_seconds))
 
 
-def _level(values: Sequence[float] | Floats, samples: Samples) -> Level:
+def _time_average(values: Sequence[float] | Floats, samples: StepSamples) -> TimeAverage:
     seconds = samples.time[-1] if samples.time else 0.0
-    return Level(_ratio(_over_time(values, samples), seconds), float(max(values, default=0)))
+    return TimeAverage(_ratio(_over_time(values, samples), seconds), float(max(values, default=0)))
 
 
-def _over_time(values: Sequence[float] | Floats, samples: Samples) -> float:
+def _over_time(values: Sequence[float] | Floats, samples: StepSamples) -> float:
     """The integral: each value holds for the length of its step."""
     return float(np.dot(np.asarray(values, dtype=np.float64), np.asarray(samples.duration)))
 

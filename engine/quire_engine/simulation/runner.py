@@ -17,7 +17,7 @@ from quire_engine.request import Request
 from quire_engine.scheduling.config import SchedulerConfig
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.simulation.clock import VirtualClock
-from quire_engine.simulation.recorder import Recorder
+from quire_engine.simulation.recorder import SimulationRecorder
 from quire_engine.simulation.trace import Arrival
 
 STUCK_AFTER = 1000
@@ -40,11 +40,11 @@ class Simulation:
         executor = SimulatedExecutor(capacity, latency, seed=seed, vocab_size=limits.vocab_size, sleep=self.clock.sleep)
         memory = KVCacheManager(capacity, prefix_caching=prefix_caching, host_caching=host_caching)
         self.scheduler = Scheduler(limits, memory, rates=latency.rates, clock=self.clock)
-        self.recorder = Recorder(self.scheduler)
+        self.recorder = SimulationRecorder(self.scheduler)
         self._core = EngineCore(self.scheduler, executor, self._receive)
         self._step_began = 0.0
 
-    def run(self, arrivals: Iterable[Arrival]) -> Recorder:
+    def run(self, arrivals: Iterable[Arrival]) -> SimulationRecorder:
         """Every request to its end; ``arrivals`` are in the order of their times."""
         begin = perf_counter()
         for index, arrival in enumerate(arrivals):

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_engine.config import Names
 from quire_engine.simulation.clock import NANOSECONDS
-from quire_engine.simulation.config import EngineSettings
+from quire_engine.simulation.config import SimulatedEngineConfig
 
 from quire_router.admission.queue import QueueSettings
 from quire_router.fleet.ledger import ROOM_SECONDS
@@ -34,14 +34,14 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Utilisation = Annotated[float, Field(gt=0, le=100)]
 
 
-class FleetSettings(EngineSettings):
+class FleetSettings(SimulatedEngineConfig):
     """Simulates engines and the routers before them, with the code that serves, in virtual time.
 
     The requests are those of a trace, or groups of prompts that begin alike.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="quire-router simulate")
-    metavars: ClassVar[Mapping[str, str]] = {**EngineSettings.metavars, "--policies": "NAMES"}
+    metavars: ClassVar[Mapping[str, str]] = {**SimulatedEngineConfig.metavars, "--policies": "NAMES"}
 
     trace: Path | None = Field(
         default=None, description="Requests: an Azure CSV or a Mooncake JSONL file; by default they are generated."

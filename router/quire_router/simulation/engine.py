@@ -6,12 +6,12 @@ from quire.v1 import engine_pb2
 from quire_engine.core import EngineCore, EngineCoreOutputs
 from quire_engine.executor.simulated import SimulatedExecutor
 from quire_engine.kv.memory import KVCacheManager
-from quire_engine.pace import PaceMeter
+from quire_engine.pace import StepTimeEstimator
 from quire_engine.request import Request
 from quire_engine.scheduling.scheduler import Scheduler
 from quire_engine.service.messages import load_to_proto
 from quire_engine.simulation.clock import NANOSECONDS
-from quire_engine.simulation.config import EngineSettings
+from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_proto.errors import QuireError
 
 from quire_router.generation import GenerationRequest
@@ -24,9 +24,9 @@ class SimulatedEngine:
     reaches the engine between the two. ``busy`` are the nanoseconds in which it stepped.
     """
 
-    def __init__(self, settings: EngineSettings, seed: int) -> None:
+    def __init__(self, settings: SimulatedEngineConfig, seed: int) -> None:
         self.busy = 0
-        limits = settings.limits(settings.scheduling_policy)
+        limits = settings.scheduler_config(settings.scheduling_policy)
         executor = SimulatedExecutor(
             settings.kv_cache_config,
             settings.latency,
@@ -41,7 +41,7 @@ class SimulatedEngine:
         )
         self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
         self._core = EngineCore(self.scheduler, executor, self._receive)
-        self._meter = PaceMeter(settings.latency.rates, settings.kv_cache_config.block_bytes)
+        self._meter = StepTimeEstimator(settings.latency.rates, settings.kv_cache_config.block_bytes)
         self._now = 0
         self._idle_steps = 0
         self._inbox: list[Request] = []
@@ -54,7 +54,7 @@ class SimulatedEngine:
 
     def report(self) -> engine_pb2.Load:
         """What it would say of itself when a router connects."""
-        return load_to_proto(self.scheduler.get_load(), self._meter.pace)
+        return load_to_proto(self.scheduler.get_load(), self._meter.model)
 
     def submit(self, generation: GenerationRequest, num_output: int) -> None:
         """A request has come that will draw so many tokens; the engine looks at it when its next step begins."""
@@ -89,7 +89,7 @@ class SimulatedEngine:
         """What the step made and what the engine says after it, at the moment of its end."""
         step, self._step = self._step, None
         assert step is not None, "no step is under way"
-        return step, load_to_proto(step.load, self._meter.pace)
+        return step, load_to_proto(step.load, self._meter.model)
 
     def _measure(self, seconds: float) -> None:
         """As the service does with every step, but for the clock."""

@@ -12,7 +12,7 @@ from quire_engine.kv.events import KVCacheEvent
 from quire_engine.kv.waste import count_leaked_blocks
 from quire_engine.scheduling.output import EngineCoreOutput
 from quire_engine.simulation.clock import NANOSECONDS
-from quire_engine.simulation.config import EngineSettings
+from quire_engine.simulation.config import SimulatedEngineConfig
 from quire_proto.sampling import SamplingParams
 
 from quire_router.admission.queue import QueueSettings
@@ -53,7 +53,7 @@ class FleetShape:
 class FleetSimulation:
     """For one run."""
 
-    def __init__(self, fleet: FleetShape, settings: EngineSettings, seed: int) -> None:
+    def __init__(self, fleet: FleetShape, settings: SimulatedEngineConfig, seed: int) -> None:
         self._fleet = fleet
         self._seed = seed
         self._engines = [SimulatedEngine(settings, splitmix(seed, index)) for index in range(fleet.engines)]

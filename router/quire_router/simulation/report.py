@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire_engine.simulation.clock import NANOSECONDS
-from quire_engine.simulation.report import Spread
+from quire_engine.simulation.report import Percentiles
 
 from quire_router.simulation.recorder import RequestTrace, RunRecord
 
@@ -25,9 +25,9 @@ class Report:
     arrival_seconds: float
     seconds: float
     hit_rate: float
-    ttft: Spread
-    itl: Spread
-    end_to_end: Spread
+    ttft: Percentiles
+    itl: Percentiles
+    end_to_end: Percentiles
     imbalance: float
     busy: float
     preemptions: int
@@ -46,9 +46,9 @@ def make_report(record: RunRecord) -> Report:
         arrival_seconds=max(trace.arrived for trace in traces) / NANOSECONDS,
         seconds=record.end / NANOSECONDS,
         hit_rate=_ratio(sum(trace.cached_tokens for trace in completed), prompt_tokens),
-        ttft=Spread.of(ttft(trace) for trace in completed),
-        itl=Spread.of(_itl(trace) for trace in completed if trace.num_tokens > 1),
-        end_to_end=Spread.of(_seconds(trace.arrived, trace.ended) for trace in completed),
+        ttft=Percentiles.of(ttft(trace) for trace in completed),
+        itl=Percentiles.of(_itl(trace) for trace in completed if trace.num_tokens > 1),
+        end_to_end=Percentiles.of(_seconds(trace.arrived, trace.ended) for trace in completed),
         imbalance=_ratio(max(record.busy), mean_busy),
         busy=_ratio(mean_busy, record.end),
         preemptions=record.preemptions,

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from quire.v1 import engine_pb2
 from quire_engine.kv.events import BlockStored, KVCacheEvent, Tier
-from quire_engine.simulation.config import EngineSettings
+from quire_engine.simulation.config import SimulatedEngineConfig
 
 from quire_router.placement import tier
 from quire_router.simulation.replica import CacheChange
@@ -13,7 +13,7 @@ from quire_router.simulation.replica import CacheChange
 _TIERS = {Tier.DEVICE: tier.Tier.DEVICE, Tier.HOST: tier.Tier.HOST}
 
 
-def describe(settings: EngineSettings) -> engine_pb2.DescribeResponse:
+def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
     """What such an engine says that it is."""
     capacity = settings.kv_cache_config
     return engine_pb2.DescribeResponse(
