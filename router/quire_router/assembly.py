@@ -21,10 +21,10 @@ from quire_router.config import Settings
 from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.cache_events import CacheEvents
 from quire_router.fleet.combined import discovery_of
-from quire_router.fleet.expectations import Expectations
+from quire_router.fleet.expectations import SpeculativeBlocks
 from quire_router.fleet.fleet import EnginePool
 from quire_router.fleet.output import ATTEMPT_FAILURES
-from quire_router.fleet.peers import Peers
+from quire_router.fleet.peers import LoadSharing
 from quire_router.fleet.served import ModelIdentity
 from quire_router.fleet.settings import ConnectionSettings
 from quire_router.journal.memory import MemoryJournal
@@ -63,8 +63,8 @@ class Parts:
         redis = settings.redis
         self.journal = _journal(redis, settings.retention)
         self.meter = None if redis is None else RedisRateLimiter(redis)
-        self.expectations = Expectations(self.fleet.table, self.index)
-        self.peers = None if redis is None else Peers(redis, self.fleet.ledger, self.expectations)
+        self.expectations = SpeculativeBlocks(self.fleet.table, self.index)
+        self.peers = None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations)
         limits = RateLimiter(file.tenants, self.meter)
         self.lifecycle = self._lifecycle(settings, texts, limits)
         self.frontend = Frontend(
@@ -110,7 +110,7 @@ class Parts:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:
-            placer.on_speculative_blocks = self.expectations.note
+            placer.on_speculative_blocks = self.expectations.add
         routing = Dispatcher(
             self.fleet,
             placer,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from time import thread_time
 
 from quire.v1 import engine_pb2
-from quire_router.fleet.ledger import Ledger
-from quire_router.fleet.share import Message, Share
+from quire_router.fleet.ledger import LoadLedger
+from quire_router.fleet.share import LoadMessage, RouterLoad
 from quire_router.placement.table import EngineTable
 
 ENGINES = 1_000
@@ -27,7 +27,7 @@ def least(what: Callable[[], object], count: int) -> float:
 
 
 def main() -> None:
-    ledger = Ledger(EngineTable())
+    ledger = LoadLedger(EngineTable())
     names = [f"10.0.{number // 256}.{number % 256}:9000" for number in range(ENGINES)]
     accounts = [ledger.add(name) for name in names]
     for name in names:
@@ -43,19 +43,19 @@ def main() -> None:
     print(f"the payload has {len(payloads[0])} bytes")
 
 
-def dispatch(ledger: Ledger, engine_id: str) -> None:
+def dispatch(ledger: LoadLedger, engine_id: str) -> None:
     entry = ledger.begin(engine_id, pending_tokens=1000, sequences=1)
-    entry.hear()
+    entry.on_first_output()
     entry.end()
 
 
-def told(ledger: Ledger, router_id: str, sequence: int) -> bytes:
-    share: Share = ledger.share()
-    return Message(router_id, sequence, share).encode()
+def told(ledger: LoadLedger, router_id: str, sequence: int) -> bytes:
+    share: RouterLoad = ledger.local_load()
+    return LoadMessage(router_id, sequence, share).encode()
 
 
-def hear(ledger: Ledger, payload: bytes) -> None:
-    ledger.hear(Message.decode(payload), 30)
+def hear(ledger: LoadLedger, payload: bytes) -> None:
+    ledger.on_message(LoadMessage.decode(payload), 30)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def test_nobody_waits_at_the_router_while_an_engine_has_room_and_the_rest_take_t
 
 def test_a_router_that_has_nothing_more_to_do_still_tells_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second request comes too soon after the first for its router to tell of it at once."""
-    monkeypatch.setattr(cadence, "IN_A_ROW", 1)
+    monkeypatch.setattr(cadence, "BURST", 1)
     seed = next(seed for seed in range(100) if [splitmix(seed, index) % 2 for index in range(3)] == [0, 0, 1])
     jobs = [unique(0, 0.0, 900), unique(1, 0.05, 1000), unique(2, 0.5, 10)]
     shape = {**TINY, "policies": ["least_load"], "replicas": 2, "load_age": 1e3, "seed": seed}

@@ -15,7 +15,7 @@ from quire_router.config import Settings
 from quire_router.fleet import combined
 from quire_router.fleet.combined import CombinedDiscovery, discovery_of
 from quire_router.fleet.endpoint import Endpoint, merged
-from quire_router.fleet.paced import Paced
+from quire_router.fleet.paced import CpuThrottle
 from quire_router.fleet.source import Address, DnsName, KubernetesService, parse_source
 from quire_router.fleet.static import StaticDiscovery
 
@@ -156,9 +156,9 @@ async def test_what_is_asked_for_all_the_time_is_done_at_once_then_at_a_pace_and
         done.append(asked)
         burn(0.03)
 
-    paced = Paced(work)
+    paced = CpuThrottle(work)
     for asked in range(100):  # noqa: B007 - ``work`` notes how far it came
-        paced.ask()
+        paced.request()
         await asyncio.sleep(0)
     await until(lambda: done[-1] == 99)
     assert done[0] == 0

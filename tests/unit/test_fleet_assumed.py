@@ -5,7 +5,7 @@ import json
 import pytest
 from quire_router.fleet.assumed import assumed_limits
 from quire_router.fleet.fleet import EnginePool
-from quire_router.fleet.limits import ModelLimits
+from quire_router.fleet.limits import ServedModelLimits
 from quire_router.fleet.static import StaticDiscovery
 
 from tests.support.scripted_engine import ScriptedEngine
@@ -38,7 +38,7 @@ async def test_the_folder_counts_until_an_engine_has_told(tmp_path):
     address = await engine.start()
     fleet = EnginePool(StaticDiscovery([address]), ["m"], assumed=assumed_limits({"m": tmp_path}))
     try:
-        assert fleet.limits("m") == ModelLimits(64, 100)
+        assert fleet.limits("m") == ServedModelLimits(64, 100)
         await fleet.start()
         await until(lambda: fleet.ready("m") == 1)
         assert (fleet.limits("m").max_model_len, fleet.limits("m").vocab_size) == (32, 99)

@@ -10,11 +10,11 @@ from time import sleep
 
 import pytest
 from prometheus_client import REGISTRY
-from quire_router.fleet.cadence import IN_A_ROW
-from quire_router.fleet.expectations import Expectation, Expectations
-from quire_router.fleet.ledger import Ledger, LedgerEntry
-from quire_router.fleet.peers import CHANNEL, ROUTERS, Peers, PeerSettings
-from quire_router.fleet.share import Message, Share
+from quire_router.fleet.cadence import BURST
+from quire_router.fleet.expectations import SpeculativeBlocks, SpeculativePrefix
+from quire_router.fleet.ledger import LedgerEntry, LoadLedger
+from quire_router.fleet.peers import CHANNEL, ROUTERS, LoadSharing, LoadSharingSettings
+from quire_router.fleet.share import LoadMessage, RouterLoad
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 from redis.asyncio import Redis
@@ -22,8 +22,8 @@ from redis.asyncio import Redis
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.waiting import until
 
-QUICK = PeerSettings(beat=0.1, tick=0.02, lease=0.5, timeout=0.3)
-PATIENT = PeerSettings(lease=3600, timeout=30)
+QUICK = LoadSharingSettings(heartbeat=0.1, tick=0.02, lease=0.5, timeout=0.3)
+PATIENT = LoadSharingSettings(lease=3600, timeout=30)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,11 @@ async def server(shared_server: RedisServer) -> RedisServer:
 class Replica:
     """One router, as far as its load goes, that knows one engine."""
 
-    peers: Peers
-    ledger: Ledger
+    peers: LoadSharing
+    ledger: LoadLedger
     table: EngineTable
     index: PrefixIndex
-    expectations: Expectations
+    expectations: SpeculativeBlocks
 
     def begin(self, pending: int = 10) -> LedgerEntry:
         return self.ledger.begin("e:1", pending_tokens=pending, sequences=2)
@@ -68,12 +68,12 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(server: RedisServer, settings: PeerSettings = QUICK) -> AsyncIterator[Replica]:
+async def replica(server: RedisServer, settings: LoadSharingSettings = QUICK) -> AsyncIterator[Replica]:
     table, index = EngineTable(), PrefixIndex()
-    ledger = Ledger(table)
+    ledger = LoadLedger(table)
     ledger.add("e:1")
-    expectations = Expectations(table, index, lambda: 0.0)
-    peers = Peers(server.url, ledger, expectations, settings=settings)
+    expectations = SpeculativeBlocks(table, index, lambda: 0.0)
+    peers = LoadSharing(server.url, ledger, expectations, settings=settings)
     peers.start()
     try:
         yield Replica(peers, ledger, table, index, expectations)
@@ -87,7 +87,7 @@ async def test_what_one_router_has_in_flight_the_others_count_too(server: RedisS
         entry = first.begin()
         mine = second.begin(5)
         await until(lambda: first.counted == second.counted == (2, 15, 0))
-        entry.hear()
+        entry.on_first_output()
         await until(lambda: first.counted == second.counted == (2, 5, 2))
         entry.end()
         mine.end()
@@ -95,7 +95,7 @@ async def test_what_one_router_has_in_flight_the_others_count_too(server: RedisS
 
 
 async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisServer) -> None:
-    async with replica(server, PeerSettings(beat=3600, timeout=3600)) as first:
+    async with replica(server, LoadSharingSettings(heartbeat=3600, timeout=3600)) as first:
         first.begin()
         await until(lambda: first.peers.available)
         await asyncio.sleep(0.2)  # until it was told: no more will be said
@@ -107,11 +107,11 @@ async def test_a_router_that_comes_later_knows_what_is_in_flight(server: RedisSe
 async def test_what_one_router_expects_the_others_do_too_but_not_those_that_come_later(server: RedisServer) -> None:
     async with replica(server) as first, replica(server) as second:
         await until(lambda: len(first.ledger) == len(second.ledger) == 1)
-        first.expectations.note("e:1", [b"a" * 16, b"b" * 16])
-        first.expectations.note("unknown", [b"c" * 16])
+        first.expectations.add("e:1", [b"a" * 16, b"b" * 16])
+        first.expectations.add("unknown", [b"c" * 16])
         first.begin()
         await until(lambda: second.expects(b"a" * 16, b"b" * 16))
-        assert first.expectations.take() == ()
+        assert first.expectations.pop_all() == ()
         async with replica(server) as third:
             await until(lambda: third.counted == (1, 10, 0))
             assert not third.expects(b"a" * 16)
@@ -123,7 +123,7 @@ async def test_what_was_expected_while_redis_was_away_is_not_told_afterwards() -
             await until(lambda: len(first.ledger) == len(second.ledger) == 1)
             server.kill()
             await until(lambda: not first.peers.available)
-            first.expectations.note("e:1", [b"a" * 16])
+            first.expectations.add("e:1", [b"a" * 16])
             first.begin()
             server.start()
             await until(lambda: second.counted == (1, 10, 0))
@@ -133,7 +133,7 @@ async def test_what_was_expected_while_redis_was_away_is_not_told_afterwards() -
 async def test_a_share_whose_expectations_are_damaged_counts_all_the_same(server: RedisServer) -> None:
     async with replica(server) as first, Redis.from_url(server.url) as client:
         await until(lambda: first.peers.available)
-        message = Message("other", 1, Share({"e:1": (7, 0, 0)}), (Expectation("e:1", (b"a" * 15,)),))
+        message = LoadMessage("other", 1, RouterLoad({"e:1": (7, 0, 0)}), (SpeculativePrefix("e:1", (b"a" * 15,)),))
         await client.publish(CHANNEL, message.encode())
         await until(lambda: first.counted == (7, 0, 0))
         assert not first.expects(b"a" * 16)
@@ -167,7 +167,7 @@ async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_o
 ) -> None:
     async with replica(server, PATIENT) as first:
         await until(lambda: first.peers.available)
-        monkeypatch.setattr(Peers, "_read_all", lambda _: asyncio.Event().wait())
+        monkeypatch.setattr(LoadSharing, "_read_all", lambda _: asyncio.Event().wait())
         async with replica(server, PATIENT) as second:
             second.begin()
             await until(lambda: first.counted == (1, 10, 0))
@@ -177,16 +177,16 @@ async def test_a_router_that_closes_before_it_knows_the_others_is_forgotten_at_o
 
 async def test_a_burst_of_changes_is_told_at_once_and_a_flood_of_them_seldom(server: RedisServer) -> None:
     """While the cadence allows none, what changes is told together."""
-    settings = PeerSettings(interval=3600, beat=7200, lease=7200)
+    settings = LoadSharingSettings(interval=3600, heartbeat=7200, lease=7200)
     async with replica(server) as first, replica(server, settings) as second:
         await until(lambda: len(first.ledger) == 1 and second.peers.available)
-        for told in range(1, IN_A_ROW):
+        for told in range(1, BURST):
             second.begin()
             await until(lambda told=told: first.counted[0] == told)
         second.begin()
         second.begin()
         await asyncio.sleep(0.1)
-        assert first.counted[0] == IN_A_ROW - 1, "shares with an engine in them cost a little more than one each"
+        assert first.counted[0] == BURST - 1, "shares with an engine in them cost a little more than one each"
 
 
 async def test_what_the_others_send_in_the_time_that_shares_take_is_known(server: RedisServer) -> None:
@@ -225,7 +225,9 @@ async def test_a_share_that_arrives_late_is_ignored(server: RedisServer) -> None
     async with replica(server) as first, Redis.from_url(server.url) as client:
         await until(lambda: first.peers.available)
         for sequence, requests in ((2, 7), (1, 9)):
-            await client.publish(CHANNEL, Message("other", sequence, Share({"e:1": (requests, 0, 0)})).encode())
+            await client.publish(
+                CHANNEL, LoadMessage("other", sequence, RouterLoad({"e:1": (requests, 0, 0)})).encode()
+            )
         before = ignored()
         await client.publish(CHANNEL, b"?")
         await until(lambda: ignored() > before)
@@ -275,7 +277,9 @@ async def test_a_router_that_was_frozen_does_not_take_the_others_for_dead(server
 
 async def test_a_url_that_is_none_is_refused_without_its_password() -> None:
     with pytest.raises(ValueError, match="not of the form") as refusal:
-        Peers("redis://:secret/word@host:x/0", Ledger(EngineTable()), Expectations(EngineTable(), PrefixIndex()))
+        LoadSharing(
+            "redis://:secret/word@host:x/0", LoadLedger(EngineTable()), SpeculativeBlocks(EngineTable(), PrefixIndex())
+        )
     assert "secret" not in str(refusal.value)
 
 

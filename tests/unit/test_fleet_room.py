@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
-from quire_router.fleet.account import Account
-from quire_router.fleet.ledger import Ledger
+from quire_router.fleet.account import EngineLoad
+from quire_router.fleet.ledger import LoadLedger
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.placement.table import EngineTable
 
@@ -15,8 +15,8 @@ ROOM = 100  # tokens, of which each takes a second
 SEQUENCES = 4
 
 
-def engines(pending: Sequence[int], on_room: Callable[[], None] = lambda: None) -> tuple[Ledger, list[Account]]:
-    ledger = Ledger(EngineTable(), room_seconds=ROOM, on_room=on_room)
+def engines(pending: Sequence[int], on_room: Callable[[], None] = lambda: None) -> tuple[LoadLedger, list[EngineLoad]]:
+    ledger = LoadLedger(EngineTable(), room_seconds=ROOM, on_room=on_room)
     accounts = [ledger.add(f"e{number}:1") for number in range(len(pending))]
     for number, (account, tokens) in enumerate(zip(accounts, pending, strict=True)):
         account.describe(engine_pb2.DescribeResponse(max_num_seqs=SEQUENCES))
@@ -37,7 +37,7 @@ def test_an_engine_that_runs_as_much_as_it_can_has_no_room_to_spare() -> None:
     ledger, accounts = engines([0])
     for _ in range(SEQUENCES):
         assert has_spare_room(accounts)
-        ledger.begin("e0:1", pending_tokens=1).hear()
+        ledger.begin("e0:1", pending_tokens=1).on_first_output()
     assert not has_spare_room(accounts)
 
 
@@ -46,7 +46,7 @@ def test_whoever_waits_is_told_when_an_engine_is_clear_though_it_had_room_before
     told: list[None] = []
     ledger, accounts = engines([0], lambda: told.append(None))
     request = ledger.begin("e0:1", pending_tokens=tokens)
-    assert (accounts[0].has_room, accounts[0].is_clear) == (tokens < ROOM, False)
+    assert (accounts[0].has_capacity, accounts[0].is_mostly_idle) == (tokens < ROOM, False)
     told.clear()
-    request.hear()
-    assert (told, accounts[0].is_clear) == ([None], True)
+    request.on_first_output()
+    assert (told, accounts[0].is_mostly_idle) == ([None], True)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.v1 import engine_pb2
-from quire_router.fleet.cadence import IN_A_ROW, Cadence
-from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.ledger import Ledger
-from quire_router.fleet.share import Message
+from quire_router.fleet.cadence import BURST, PublishRate
+from quire_router.fleet.expectations import SpeculativeBlocks
+from quire_router.fleet.ledger import LoadLedger
+from quire_router.fleet.share import LoadMessage
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 from quire_router.simulation.flood import add_flood, assign_tenants
@@ -43,7 +43,7 @@ def test_news_come_once_each_in_order_and_not_before_their_time(told, asked, del
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=20).map(sorted), st.integers(0, 40))
 def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_interval(changes, interval) -> None:
-    shares: DelayedFeed[Message] = DelayedFeed()
+    shares: DelayedFeed[LoadMessage] = DelayedFeed()
     ledger, expectations = parts()
     ledger.add("0").describe(engine_pb2.DescribeResponse())
     publisher = Publisher("a", ledger, expectations, shares, interval)
@@ -53,49 +53,49 @@ def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_
         publisher.change(now)
     publisher.flush(changes[-1] + 2 * interval)
     moments = [time for time, _ in shares.items]
-    assert all(later - earlier >= interval for earlier, later in zip(moments, moments[IN_A_ROW:], strict=False))
-    assert moments[:IN_A_ROW] == changes[:IN_A_ROW]
+    assert all(later - earlier >= interval for earlier, later in zip(moments, moments[BURST:], strict=False))
+    assert moments[:BURST] == changes[:BURST]
     for time, message in shares.items:
-        assert message.share.engines["0"][0] >= sum(change < time for change in changes)
-        assert message.share.engines["0"][0] <= sum(change <= time for change in changes)
-    assert shares.items[-1][1].share.engines["0"][0] == len(changes)
+        assert message.load.engines["0"][0] >= sum(change < time for change in changes)
+        assert message.load.engines["0"][0] <= sum(change <= time for change in changes)
+    assert shares.items[-1][1].load.engines["0"][0] == len(changes)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([0, 1, 100, 1000])), min_size=1, max_size=60))
 def test_shares_are_told_at_once_after_a_rest_and_seldom_where_they_are_many_or_long(waits) -> None:
     """Each is paid for with an interval for itself and one for each hundred engines; ten intervals can be owed."""
-    cadence, now, paid = Cadence(10), 0.0, 0.0
+    cadence, now, paid = PublishRate(10), 0.0, 0.0
     for wait, engines in waits:
-        now = max(now + wait, cadence.due(now + wait))
+        now = max(now + wait, cadence.next_at(now + wait))
         assert now == pytest.approx(max(now, paid - 90))
         paid = max(paid, now) + 10 * (1 + engines / 100)
-        cadence.told(now, engines)
-    assert cadence.due(now) == pytest.approx(max(now, paid - 90))
-    assert cadence.due(paid) == paid
+        cadence.on_published(now, engines)
+    assert cadence.next_at(now) == pytest.approx(max(now, paid - 90))
+    assert cadence.next_at(paid) == paid
 
 
 @given(st.integers(0, 300))
 def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(peers: int) -> None:
     """All tell as often as they may for 1,000 intervals, in which four others tell 4,000 shares."""
-    cadence, now, told = Cadence(1), 0.0, 0
-    while (now := cadence.due(now)) < 1000:
-        cadence.told(now, 0, peers)
+    cadence, now, told = PublishRate(1), 0.0, 0
+    while (now := cadence.next_at(now)) < 1000:
+        cadence.on_published(now, 0, peers)
         told += 1
-    assert peers * (told - IN_A_ROW) <= 4_000 + peers
+    assert peers * (told - BURST) <= 4_000 + peers
     assert told >= 1000 / max(1, peers / 4)
 
 
 def test_a_share_that_is_never_told_stays_untold() -> None:
-    shares: DelayedFeed[Message] = DelayedFeed()
+    shares: DelayedFeed[LoadMessage] = DelayedFeed()
     publisher = Publisher("a", *parts(), shares, None)
     publisher.change(5)
     publisher.flush(10**12)
     assert shares.items == []
 
 
-def parts() -> tuple[Ledger, Expectations]:
+def parts() -> tuple[LoadLedger, SpeculativeBlocks]:
     table = EngineTable()
-    return Ledger(table), Expectations(table, PrefixIndex())
+    return LoadLedger(table), SpeculativeBlocks(table, PrefixIndex())
 
 
 def test_prompts_share_the_blocks_that_the_trace_says_they_share(tmp_path) -> None:

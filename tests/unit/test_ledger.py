@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 from quire.v1 import engine_pb2, load_pb2
-from quire_router.fleet.ledger import MAX_PEERS, Ledger, LedgerEntry
+from quire_router.fleet.ledger import MAX_PEERS, LedgerEntry, LoadLedger
 from quire_router.fleet.recent import SETTLE_SECONDS
-from quire_router.fleet.share import MAX_PAYLOAD_BYTES, Counts, DamagedShareError, Message, Share
-from quire_router.fleet.unseen import Unseen
+from quire_router.fleet.share import MAX_PAYLOAD_BYTES, Counts, InvalidLoadMessageError, LoadMessage, RouterLoad
+from quire_router.fleet.unseen import UnseenLoadEstimate
 from quire_router.placement.table import EngineTable
 
 ENGINES = st.sampled_from(["a:1", "b:1", "c:1"])
 ROUTERS = st.sampled_from(["x", "y", "z"])
 SMALL = st.integers(0, 50)
 SHARES = st.builds(
-    Share,
+    RouterLoad,
     engines=st.dictionaries(ENGINES, st.tuples(SMALL, SMALL, SMALL)),
 )
 
@@ -32,10 +32,10 @@ class Recount(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.table = EngineTable()
-        self.ledger = Ledger(self.table, clock=lambda: self.now)
+        self.ledger = LoadLedger(self.table, clock=lambda: self.now)
         self.accounts = {engine_id: self.ledger.add(engine_id) for engine_id in ("a:1", "b:1")}
         self.own: dict[LedgerEntry, tuple[str, Counts, int]] = {}
-        self.peers: dict[str, tuple[int, Share, int]] = {}
+        self.peers: dict[str, tuple[int, RouterLoad, int]] = {}
         self.reported = dict.fromkeys(self.accounts, 0)
 
     @rule(target=entries, engine_id=ENGINES, pending=SMALL, sequences=st.integers(1, 4))
@@ -51,7 +51,7 @@ class Recount(RuleBasedStateMachine):
     @rule(entry=entries)
     def hear_output(self, entry: LedgerEntry | None) -> None:
         if entry is not None:
-            entry.hear()
+            entry.on_first_output()
             if entry in self.own:
                 engine_id, _, sequences = self.own[entry]
                 self.own[entry] = engine_id, (1, 0, sequences), sequences
@@ -63,9 +63,9 @@ class Recount(RuleBasedStateMachine):
             self.own.pop(entry, None)
 
     @rule(router_id=ROUTERS, sequence=st.integers(1, 20), share=SHARES, ticks=st.integers(1, 3))
-    def hear_share(self, router_id: str, sequence: int, share: Share, ticks: int) -> None:
-        message = Message.decode(Message(router_id, sequence, share).encode())
-        assert self.ledger.hear(message, ticks)
+    def hear_share(self, router_id: str, sequence: int, share: RouterLoad, ticks: int) -> None:
+        message = LoadMessage.decode(LoadMessage(router_id, sequence, share).encode())
+        assert self.ledger.on_message(message, ticks)
         if router_id not in self.peers or sequence > self.peers[router_id][0]:
             self.peers[router_id] = sequence, share, ticks
 
@@ -109,7 +109,7 @@ class Recount(RuleBasedStateMachine):
 
     @invariant()
     def shares_are_what_a_recount_finds(self) -> None:
-        assert self.ledger.share().engines == {
+        assert self.ledger.local_load().engines == {
             engine_id: counts
             for engine_id in self.accounts
             if (counts := total(e[1] for e in self.own.values() if e[0] == engine_id))[0]
@@ -126,7 +126,7 @@ class Recount(RuleBasedStateMachine):
             account.report(engine_pb2.Load())
         for _ in range(3):
             self.ledger.tick()
-        assert self.ledger.share().engines == {}
+        assert self.ledger.local_load().engines == {}
         assert len(self.ledger) == 0
         for _, row in self.table:
             load = self.table.requests[row], self.table.pending_tokens[row], self.table.decoding[row]
@@ -151,7 +151,7 @@ class OneEngine:
         self.now = 0.0
         self.table = EngineTable()
         self.rooms = 0
-        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self.count, clock=lambda: self.now)
+        self.ledger = LoadLedger(self.table, room_seconds=room_seconds, on_room=self.count, clock=lambda: self.now)
         self.account = self.ledger.add("e:1")
 
     def count(self) -> None:
@@ -171,7 +171,7 @@ class OneEngine:
         self.account.report(engine_pb2.Load(uncomputed_tokens=uncomputed, running=running))
 
     def hear(self, sequence: int, pending: int) -> None:
-        self.ledger.hear(Message("peer", sequence, Share({"e:1": (1, pending, 0)})), 5)
+        self.ledger.on_message(LoadMessage("peer", sequence, RouterLoad({"e:1": (1, pending, 0)})), 5)
 
 
 def test_a_long_prompt_counts_for_less_as_it_is_computed() -> None:
@@ -213,11 +213,11 @@ def test_what_nobody_dispatched_counts_as_the_engine_says() -> None:
 def test_a_request_that_was_heard_leaves_nothing_pending_although_the_report_is_late() -> None:
     place = OneEngine()
     entry = place.ledger.begin("e:1", pending_tokens=100)
-    entry.hear()
+    entry.on_first_output()
     assert place.pending == 0
     entry.end()
-    entry.hear()
-    assert place.ledger.share() == Share()
+    entry.on_first_output()
+    assert place.ledger.local_load() == RouterLoad()
 
 
 def test_what_is_being_computed_is_known_from_the_beginning_of_each_step() -> None:
@@ -230,7 +230,7 @@ def test_what_is_being_computed_is_known_from_the_beginning_of_each_step() -> No
     place.hear(1, 2000)
     assert place.step == (5.0, 300), "what comes meanwhile waits for the next step"
     place.now = 5.3
-    first.hear()
+    first.on_first_output()
     assert place.step == (5.3, 1000), "the first token ends a step, and the next one takes as much as it can"
     place.report(1500, after=0.5)
     assert place.step == (5.8, 1000)
@@ -249,10 +249,10 @@ def test_what_others_send_while_a_share_is_on_its_way_is_their_rate_times_that_t
         place.hear(2 * number + 1, 100)
         if number % 2 == 0:
             place.ledger.begin("e:1", pending_tokens=1)
-            unseen.told(number)
+            unseen.on_published(number)
         else:
             place.now += 0.01
-            unseen.heard(number - 1)
+            unseen.on_received(number - 1)
         place.hear(2 * number + 2, 0)
     rate = 100 * 400 / place.now
     assert place.table.unseen_tokens == pytest.approx(rate * 0.02, rel=0.25)
@@ -262,22 +262,22 @@ def test_what_others_send_while_a_share_is_on_its_way_is_their_rate_times_that_t
 
 def test_shares_that_come_back_late_out_of_order_or_never_are_timed_by_the_first_that_does() -> None:
     now = 0.0
-    unseen = Unseen(lambda: now)
-    unseen.dispatched(1000)
-    unseen.heard(1)
+    unseen = UnseenLoadEstimate(lambda: now)
+    unseen.on_remote_dispatch(1000)
+    unseen.on_received(1)
     assert unseen.tokens() == 0, "nothing of its own was on its way"
-    unseen.changed()
+    unseen.on_local_change()
     for number, moment in ((1, 0.1), (2, 0.2)):
         now = moment
-        unseen.told(number)
-        unseen.changed()
+        unseen.on_published(number)
+        unseen.on_local_change()
     now = 0.25
-    unseen.heard(0)
+    unseen.on_received(0)
     assert unseen.tokens() == 0
-    unseen.heard(2)  # the first was lost
+    unseen.on_received(2)  # the first was lost
     assert unseen.tokens() == pytest.approx(1000 * exp(-0.125) / 2 * 0.25)
     now = 0.9
-    unseen.heard(2)
+    unseen.on_received(2)
     assert unseen.tokens() < 1000 / 2 * 0.25
 
 
@@ -288,7 +288,7 @@ def test_each_step_takes_its_own_time_of_the_seconds_that_are_room(pending_token
     place.account.describe(engine_pb2.DescribeResponse(max_num_batched_tokens=10))
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(step_seconds=0.5, token_seconds=0.25)))
     place.ledger.begin("e:1", pending_tokens=pending_tokens)
-    assert place.account.has_room is has_room
+    assert place.account.has_capacity is has_room
 
 
 def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:
@@ -297,14 +297,14 @@ def test_room_is_told_when_it_comes_and_not_while_it_lasts() -> None:
     place.account.report(engine_pb2.Load(pace=engine_pb2.Pace(token_seconds=1)))
     place.rooms = 0
     long = place.ledger.begin("e:1", pending_tokens=2)
-    assert not place.account.has_room
-    long.hear()
-    assert (place.account.has_room, place.rooms) == (True, 1)
+    assert not place.account.has_capacity
+    long.on_first_output()
+    assert (place.account.has_capacity, place.rooms) == (True, 1)
     place.hear(1, 0)
-    assert not place.account.has_room
+    assert not place.account.has_capacity
     for _ in range(5):
         place.ledger.tick()
-    assert (place.account.has_room, place.rooms) == (True, 2)
+    assert (place.account.has_capacity, place.rooms) == (True, 2)
     long.end()
     assert place.rooms == 2
 
@@ -319,7 +319,10 @@ def test_a_pace_that_is_none_is_not_taken(wrong: float) -> None:
 
 def test_so_many_routers_are_believed_and_no_more() -> None:
     place = OneEngine()
-    taken = [place.ledger.hear(Message(f"r{number}", 1, Share({"e:1": (1, 1, 1)})), 1) for number in range(300)]
+    taken = [
+        place.ledger.on_message(LoadMessage(f"r{number}", 1, RouterLoad({"e:1": (1, 1, 1)})), 1)
+        for number in range(300)
+    ]
     assert sum(taken) == MAX_PEERS == place.table.requests[place.table.row_of("e:1")]
 
 
@@ -335,30 +338,30 @@ def test_an_engine_with_requests_cannot_be_forgotten() -> None:
 
 @given(st.dictionaries(st.text(max_size=20), st.tuples(*[st.integers(0, 2**32 - 1)] * 3)))
 def test_a_share_arrives_as_it_was_sent(engines: Mapping[str, Counts]) -> None:
-    message = Message("router-1", 7, Share(engines))
-    assert Message.decode(message.encode()) == message
+    message = LoadMessage("router-1", 7, RouterLoad(engines))
+    assert LoadMessage.decode(message.encode()) == message
 
 
 def test_more_tokens_than_fit_are_told_as_many() -> None:
-    told = Message.decode(Message("r", 1, Share({"e:1": (1, 2**40, 1)})).encode())
-    assert told.share.engines["e:1"] == (1, 2**32 - 1, 1)
+    told = LoadMessage.decode(LoadMessage("r", 1, RouterLoad({"e:1": (1, 2**40, 1)})).encode())
+    assert told.load.engines["e:1"] == (1, 2**32 - 1, 1)
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_share_are_refused(payload: bytes) -> None:
-    with pytest.raises(DamagedShareError):
-        Message.decode(payload)
+    with pytest.raises(InvalidLoadMessageError):
+        LoadMessage.decode(payload)
 
 
 @given(st.integers(0, 200), st.binary(max_size=8))
 def test_a_share_that_was_damaged_is_refused_or_well_formed(position: int, noise: bytes) -> None:
-    payload = Message("router", 3, Share({"a:1": (1, 2, 3), "b:1": (4, 5, 6)})).encode()
+    payload = LoadMessage("router", 3, RouterLoad({"a:1": (1, 2, 3), "b:1": (4, 5, 6)})).encode()
     damaged = payload[:position] + noise + payload[position + len(noise) :]
     try:
-        message = Message.decode(damaged)
-    except DamagedShareError:
+        message = LoadMessage.decode(damaged)
+    except InvalidLoadMessageError:
         return
-    assert all(len(counts) == 3 and min(counts) >= 0 for counts in message.share.engines.values())
+    assert all(len(counts) == 3 and min(counts) >= 0 for counts in message.load.engines.values())
 
 
 @pytest.mark.parametrize(
@@ -380,11 +383,11 @@ def test_a_share_of_another_kind_is_refused(change: dict[str, object]) -> None:
         "pending_tokens": [1],
         "decoding": [1],
     }
-    assert Message.decode(load_pb2.LoadShare(**fields).SerializeToString())
-    with pytest.raises(DamagedShareError):
-        Message.decode(load_pb2.LoadShare(**{**fields, **change}).SerializeToString())
+    assert LoadMessage.decode(load_pb2.LoadShare(**fields).SerializeToString())
+    with pytest.raises(InvalidLoadMessageError):
+        LoadMessage.decode(load_pb2.LoadShare(**{**fields, **change}).SerializeToString())
 
 
 def test_a_share_that_is_too_long_is_refused_unread() -> None:
-    with pytest.raises(DamagedShareError, match="too long"):
-        Message.decode(b"\x12\x01r" * MAX_PAYLOAD_BYTES)
+    with pytest.raises(InvalidLoadMessageError, match="too long"):
+        LoadMessage.decode(b"\x12\x01r" * MAX_PAYLOAD_BYTES)

@@ -18,7 +18,7 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.model_text import ModelTokenizer
 from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.engine import Dispatch, Engine
-from quire_router.fleet.ledger import Ledger
+from quire_router.fleet.ledger import LoadLedger
 from quire_router.fleet.outbox import CommandQueue
 from quire_router.fleet.session import Session
 from quire_router.fleet.settings import ConnectionSettings
@@ -100,7 +100,7 @@ class OneEngine:
 
     def __init__(self, link: DirectLink) -> None:
         self.table = EngineTable()
-        self.ledger = Ledger(self.table)
+        self.ledger = LoadLedger(self.table)
         self.engine = Engine(link, self.ledger.add(link.address))  # type: ignore[arg-type]
 
     def rows(self, model: str) -> Rows:

@@ -17,9 +17,9 @@ from quire_router.admission.limits import ReserveRequest
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
-from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.ledger import Ledger
-from quire_router.fleet.peers import Peers
+from quire_router.fleet.expectations import SpeculativeBlocks
+from quire_router.fleet.ledger import LoadLedger
+from quire_router.fleet.peers import LoadSharing
 from quire_router.journal.redis import RedisJournal
 from quire_router.journal.settings import JournalSettings
 from quire_router.placement.index import PrefixIndex
@@ -74,13 +74,13 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @asynccontextmanager
-async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisRateLimiter, RedisLoad, Peers]]:
+async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisRateLimiter, RedisLoad, LoadSharing]]:
     """Everything of a router that speaks to Redis."""
     journal = RedisJournal(access, owner="me", settings=JournalSettings(settle=0))
     meter = RedisRateLimiter(access, timeout=1.0)
     load = RedisLoad(access, ["m"])
     teller = LoadTeller(access, lambda: {"m": 7})
-    peers = Peers(access, Ledger(EngineTable()), Expectations(EngineTable(), PrefixIndex()))
+    peers = LoadSharing(access, LoadLedger(EngineTable()), SpeculativeBlocks(EngineTable(), PrefixIndex()))
     journal.start()
     teller.start()
     peers.start()
@@ -91,7 +91,9 @@ async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisR
             await part.close()
 
 
-async def work(journal: RedisJournal, meter: RedisRateLimiter, load: RedisLoad, peers: Peers, number: int) -> None:
+async def work(
+    journal: RedisJournal, meter: RedisRateLimiter, load: RedisLoad, peers: LoadSharing, number: int
+) -> None:
     """Returns once all of them have been to Redis and back."""
     charge = ReserveRequest("t", f"r{number}", 0, 0, max_concurrent=None)
     async with asyncio.timeout(20):

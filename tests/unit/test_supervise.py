@@ -14,10 +14,10 @@ from quire_router.autoscale.redis_load import LoadSettings, LoadTeller
 from quire_router.fleet import fleet as fleets
 from quire_router.fleet.combined import CombinedDiscovery
 from quire_router.fleet.endpoint import Endpoint
-from quire_router.fleet.expectations import Expectations
+from quire_router.fleet.expectations import SpeculativeBlocks
 from quire_router.fleet.fleet import EnginePool
-from quire_router.fleet.ledger import Ledger
-from quire_router.fleet.peers import Peers, PeerSettings
+from quire_router.fleet.ledger import LoadLedger
+from quire_router.fleet.peers import LoadSharing, LoadSharingSettings
 from quire_router.fleet.settings import ConnectionSettings
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
@@ -271,10 +271,10 @@ async def test_the_health_over_grpc_goes_on_and_stopping_skips_nothing(monkeypat
 
 async def test_leases_of_other_routers_end_also_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     table, ticks = EngineTable(), []
-    ledger = Ledger(table)
+    ledger = LoadLedger(table)
     monkeypatch.setattr(ledger, "tick", failing_once(lambda: ticks.append(1)))
-    expectations, settings = Expectations(table, PrefixIndex()), PeerSettings(tick=0.001)
-    peers = Peers("redis://127.0.0.1:1", ledger, expectations, settings=settings)
+    expectations, settings = SpeculativeBlocks(table, PrefixIndex()), LoadSharingSettings(tick=0.001)
+    peers = LoadSharing("redis://127.0.0.1:1", ledger, expectations, settings=settings)
     peers.start()
     await until(lambda: len(ticks) > 1)
     await peers.close()

@@ -13,18 +13,18 @@ from time import monotonic
 
 from quire.v1 import engine_pb2
 
-from quire_router.fleet.recent import Recent
+from quire_router.fleet.recent import UnreportedTokens
 from quire_router.fleet.share import Counts
 from quire_router.placement.table import EngineTable, StepTimes
 
-NOTHING: Counts = (0, 0, 0)
+ZERO_COUNTS: Counts = (0, 0, 0)
 _ASSUMED_STEP_TOKENS = 2048
 ASSUMED_BLOCK_SIZE = 16
 _SLOWEST = 3600.0  # seconds; a pace beyond is no pace
 _CLEAR_PART = 0.05  # of the seconds with which an engine still has room
 
 
-class Account:
+class EngineLoad:
     """Of the engine in ``row`` of ``table``. ``on_own`` is called when what this router has there has changed,
     ``on_room`` when the engine came to have room: fewer requests than it runs at once, and less than ``room_seconds``
     of prompts to compute; and when it came to be clear: with next to none. Once ``closed``, it hears no report.
@@ -41,17 +41,17 @@ class Account:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.row = row
-        self.own = NOTHING
-        self.peers = NOTHING
-        self.has_room = False
-        self.is_clear = False
+        self.local = ZERO_COUNTS
+        self.remote = ZERO_COUNTS
+        self.has_capacity = False
+        self.is_mostly_idle = False
         self.closed = False
         self._table = table
         self._room_seconds = room_seconds
         self._on_own = on_own
         self._on_room = on_room
         self._clock = clock
-        self._recent = Recent()
+        self._unreported = UnreportedTokens()
         self._reported = 0
         self._max_sequences = inf
         self._token_seconds = 0.0
@@ -66,8 +66,8 @@ class Account:
             block_size=description.block_size or ASSUMED_BLOCK_SIZE,
             step_tokens=description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS,
         )
-        self._time_prompts()
-        self._write()
+        self._update_token_seconds()
+        self._write_row()
 
     def report(self, load: engine_pb2.Load) -> None:
         """Takes what the engine said after a step; comes for every step of every engine. An empty one forgets."""
@@ -79,32 +79,32 @@ class Account:
         table.blocks_free[row] = load.blocks_free
         table.blocks_total[row] = load.blocks_total
         if load.HasField("pace"):
-            self._take_pace(load.pace)
+            self._set_pace(load.pace)
         # Of each running sequence the last token is not computed yet, and is none of a prompt.
         self._reported = max(0, load.uncomputed_tokens - load.running)
-        self._recent.reported(self._clock())
-        self._write()
+        self._unreported.on_report(self._clock())
+        self._write_row()
         self._begin_step()
 
-    def change_own(self, before: Counts, after: Counts) -> None:
+    def change_local(self, before: Counts, after: Counts) -> None:
         """What this router has there changed by as much as ``after`` is more than ``before``."""
         was_idle = self._is_idle
-        self.own = self._changed(self.own, before, after)
-        self._rewrite(was_idle, before, after)
+        self.local = self._apply(self.local, before, after)
+        self._update(was_idle, before, after)
         self._on_own()
 
-    def change_peers(self, before: Counts, after: Counts) -> None:
+    def change_remote(self, before: Counts, after: Counts) -> None:
         """As ``change_own``, of what the other routers have there together."""
         was_idle = self._is_idle
-        self.peers = self._changed(self.peers, before, after)
-        self._rewrite(was_idle, before, after)
+        self.remote = self._apply(self.remote, before, after)
+        self._update(was_idle, before, after)
 
     @property
     def _is_idle(self) -> bool:
-        return not self.own[0] + self.peers[0]
+        return not self.local[0] + self.remote[0]
 
-    def _rewrite(self, was_idle: bool, before: Counts, after: Counts) -> None:
-        self._write()
+    def _update(self, was_idle: bool, before: Counts, after: Counts) -> None:
+        self._write_row()
         if was_idle or after[1] < before[1]:
             self._begin_step()
 
@@ -116,40 +116,40 @@ class Account:
         table.computing[row] = min(table.pending_tokens[row], table.step_tokens[row])
         table.stepped[row] = self._clock()
 
-    def _changed(self, total: Counts, before: Counts, after: Counts) -> Counts:
+    def _apply(self, total: Counts, before: Counts, after: Counts) -> Counts:
         dispatched = after[1] - before[1]
         if dispatched > 0:
-            self._recent.add(dispatched)
+            self._unreported.add(dispatched)
         return total[0] + after[0] - before[0], total[1] + dispatched, total[2] + after[2] - before[2]
 
     def _pending(self) -> int:
-        counted = self.own[1] + self.peers[1]
-        return min(max(counted, self._reported), self._reported + self._recent.tokens)
+        counted = self.local[1] + self.remote[1]
+        return min(max(counted, self._reported), self._reported + self._unreported.tokens)
 
-    def _write(self) -> None:
+    def _write_row(self) -> None:
         table, row = self._table, self.row
-        requests, decoding, pending = self.own[0] + self.peers[0], self.own[2] + self.peers[2], self._pending()
+        requests, decoding, pending = self.local[0] + self.remote[0], self.local[2] + self.remote[2], self._pending()
         table.requests[row] = requests
         table.decoding[row] = decoding
         table.pending_tokens[row] = pending
-        had_room, was_clear = self.has_room, self.is_clear
+        had_room, was_clear = self.has_capacity, self.is_mostly_idle
         # A request whose prompt is computed takes the place of a sequence too, soon.
         busy = max(requests, decoding) >= self._max_sequences
         seconds = pending * self._token_seconds
-        self.has_room = not busy and seconds < self._room_seconds
-        self.is_clear = not busy and seconds < _CLEAR_PART * self._room_seconds
-        if (self.has_room and not had_room) or (self.is_clear and not was_clear):
+        self.has_capacity = not busy and seconds < self._room_seconds
+        self.is_mostly_idle = not busy and seconds < _CLEAR_PART * self._room_seconds
+        if (self.has_capacity and not had_room) or (self.is_mostly_idle and not was_clear):
             self._on_room()
 
-    def _take_pace(self, told: engine_pb2.Pace) -> None:
+    def _set_pace(self, told: engine_pb2.Pace) -> None:
         pace = StepTimes(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
         for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
             if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
                 return
         self._table.set_step_times(self.row, pace)
-        self._time_prompts()
+        self._update_token_seconds()
 
-    def _time_prompts(self) -> None:
+    def _update_token_seconds(self) -> None:
         """What a prompt's token takes where steps are full of them, its part of each step's own time included."""
         table, row = self._table, self.row
         self._token_seconds = float(table.token_seconds[row] + table.step_seconds[row] / table.step_tokens[row])

@@ -2,33 +2,33 @@
 clock.
 """
 
-IN_A_ROW = 10
+BURST = 10
 """Shares that may be told at once if none was told for as many intervals."""
 
-ENGINES_OF_AN_INTERVAL = 100
+ENGINES_PER_INTERVAL = 100
 """Telling of so many engines is worth another interval: that is what takes time, here and at those who hear it."""
 
 
-PEERS_OF_AN_INTERVAL = 4
+PEERS_PER_INTERVAL = 4
 """With more peers than these the interval grows with their number: each of them hears all others, so that what one
 hears would grow with it, and what all hear with its square.
 """
 
 
-class Cadence:
+class PublishRate:
     """On average a share is told every ``interval``, or less often where it is long or goes to many: the generic cell
     rate algorithm (ITU-T I.371). Times are numbers of any one unit.
     """
 
     def __init__(self, interval: float) -> None:
         self._interval = interval
-        self._paid = 0.0
+        self._theoretical_arrival = 0.0
 
-    def due(self, now: float) -> float:
+    def next_at(self, now: float) -> float:
         """From when on the next may be told; what is not after ``now`` means at once."""
-        return max(now, self._paid - (IN_A_ROW - 1) * self._interval)
+        return max(now, self._theoretical_arrival - (BURST - 1) * self._interval)
 
-    def told(self, now: float, engines: int, peers: int = 0) -> None:
+    def on_published(self, now: float, engines: int, peers: int = 0) -> None:
         """A share of so many ``engines`` was published now, for so many ``peers``."""
-        intervals = (1 + engines / ENGINES_OF_AN_INTERVAL) * max(1.0, peers / PEERS_OF_AN_INTERVAL)
-        self._paid = max(self._paid, now) + self._interval * intervals
+        intervals = (1 + engines / ENGINES_PER_INTERVAL) * max(1.0, peers / PEERS_PER_INTERVAL)
+        self._theoretical_arrival = max(self._theoretical_arrival, now) + self._interval * intervals

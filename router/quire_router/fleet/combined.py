@@ -12,7 +12,7 @@ from time import thread_time
 from quire_router import metrics
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.endpoint import Endpoint, merged
-from quire_router.fleet.paced import rest_after
+from quire_router.fleet.paced import pause_after
 from quire_router.fleet.source import Address, DnsName, KubernetesService, Source, parse_source
 from quire_router.fleet.static import StaticDiscovery
 from quire_router.supervise import supervise
@@ -53,7 +53,7 @@ class CombinedDiscovery:
                 self._changed.clear()
                 began = thread_time()
                 yield self._found()
-                await asyncio.sleep(rest_after(thread_time() - began))
+                await asyncio.sleep(pause_after(thread_time() - began))
         finally:
             await asyncio.gather(*(task.stop() for task in tasks))
 

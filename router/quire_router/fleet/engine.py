@@ -5,7 +5,7 @@ from types import TracebackType
 
 from quire.v1 import engine_pb2
 
-from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, Account
+from quire_router.fleet.account import ASSUMED_BLOCK_SIZE, EngineLoad
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.ledger import LedgerEntry
 from quire_router.fleet.link import EngineConnection
@@ -19,7 +19,7 @@ class Engine:
     are believed.
     """
 
-    def __init__(self, link: EngineConnection, account: Account, served: ModelMatcher | None = None) -> None:
+    def __init__(self, link: EngineConnection, account: EngineLoad, served: ModelMatcher | None = None) -> None:
         self.connection = link
         self.load = account
         self._model_matcher = served
@@ -42,7 +42,7 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Requests of this router there."""
-        return self.load.own[0]
+        return self.load.local[0]
 
     @property
     def models(self) -> frozenset[str]:
@@ -102,7 +102,7 @@ class Dispatch:
     def __enter__(self) -> OutputStream:
         self._outputs = self._engine.connection.submit(self._message)
         self._entry = self._begin()
-        self._outputs.on_first = self._entry.hear
+        self._outputs.on_first = self._entry.on_first_output
         return self._outputs
 
     def __exit__(

@@ -13,52 +13,52 @@ from time import monotonic
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.table import EngineTable
 
-MAX_PROMPT_NAMES = 64
+MAX_PROMPT_HASHES = 64
 """Blocks of one prompt that are told. Most of what prompts share is at their beginning."""
 
-MAX_NAMES = 4096
+MAX_HASHES = 4096
 """Blocks of all prompts that are told at once: 64 KiB of names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
+class SpeculativePrefix:
     """An engine will soon have the blocks of these names, which follow each other in one prompt."""
 
     engine_id: str
-    names: tuple[bytes, ...]
+    hashes: tuple[bytes, ...]
 
 
-class Expectations:
+class SpeculativeBlocks:
     """Of one router, whose ``index`` learns what the others expect. ``clock`` is the index's, in seconds."""
 
     def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:
         self._table = table
         self._index = index
         self._clock = clock
-        self._untold: deque[Expectation] = deque()
-        self._num_names = 0
+        self._unpublished: deque[SpeculativePrefix] = deque()
+        self._num_hashes = 0
 
-    def note(self, engine_id: str, names: Iterable[bytes]) -> None:
+    def add(self, engine_id: str, names: Iterable[bytes]) -> None:
         """This router sent a prompt there of which these blocks are new to the engine. Of one prompt the first
-        ``MAX_PROMPT_NAMES`` are kept, and of all the newest, ``MAX_NAMES`` together.
+        ``MAX_PROMPT_HASHES`` are kept, and of all the newest, ``MAX_HASHES`` together.
         """
-        expectation = Expectation(engine_id, tuple(islice(names, MAX_PROMPT_NAMES)))
-        if expectation.names:
-            self._untold.appendleft(expectation)
-            self._num_names += len(expectation.names)
-        while self._num_names > MAX_NAMES:
-            self._num_names -= len(self._untold.pop().names)
+        expectation = SpeculativePrefix(engine_id, tuple(islice(names, MAX_PROMPT_HASHES)))
+        if expectation.hashes:
+            self._unpublished.appendleft(expectation)
+            self._num_hashes += len(expectation.hashes)
+        while self._num_hashes > MAX_HASHES:
+            self._num_hashes -= len(self._unpublished.pop().hashes)
 
-    def take(self) -> tuple[Expectation, ...]:
+    def pop_all(self) -> tuple[SpeculativePrefix, ...]:
         """What was noted since it was last taken, newest first."""
-        taken = tuple(self._untold)
-        self._untold.clear()
-        self._num_names = 0
+        taken = tuple(self._unpublished)
+        self._unpublished.clear()
+        self._num_hashes = 0
         return taken
 
-    def hear(self, expectations: Iterable[Expectation]) -> None:
+    def apply_remote(self, expectations: Iterable[SpeculativePrefix]) -> None:
         """Another router sent prompts. Engines that are not known here are passed over."""
         for expectation in expectations:
             row = self._table.row_of(expectation.engine_id)
             if row >= 0:
-                self._index.add_speculative(row, expectation.names, self._clock())
+                self._index.add_speculative(row, expectation.hashes, self._clock())

@@ -12,17 +12,17 @@ import numpy as np
 from quire.v1 import engine_pb2
 
 from quire_router import metrics
-from quire_router.fleet.account import Account
+from quire_router.fleet.account import EngineLoad
 from quire_router.fleet.asked import max_sequences
 from quire_router.fleet.away import ReconnectLimiter
 from quire_router.fleet.discovery import Discovery
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.engine import Dispatch, Engine
-from quire_router.fleet.ledger import ROOM_SECONDS, Ledger
-from quire_router.fleet.limits import ModelLimits
+from quire_router.fleet.ledger import ROOM_SECONDS, LoadLedger
+from quire_router.fleet.limits import ServedModelLimits
 from quire_router.fleet.link import EngineConnection
 from quire_router.fleet.output import EngineLost
-from quire_router.fleet.paced import Paced
+from quire_router.fleet.paced import CpuThrottle
 from quire_router.fleet.room import has_room, has_spare_room
 from quire_router.fleet.served import ModelIdentity, ModelMatcher
 from quire_router.fleet.settings import ConnectionSettings
@@ -45,7 +45,7 @@ class _Candidates:
     """The engines that can run a model now, their accounts and their rows."""
 
     engines: tuple[Engine, ...]
-    accounts: tuple[Account, ...]
+    accounts: tuple[EngineLoad, ...]
     rows: Rows
 
 
@@ -68,12 +68,12 @@ class EnginePool:
         on_room: Callable[[], None] = lambda: None,
         room_seconds: float = ROOM_SECONDS,
         table: EngineTable | None = None,
-        assumed: Mapping[str, ModelLimits] | None = None,
+        assumed: Mapping[str, ServedModelLimits] | None = None,
         vocabularies: Mapping[str, ModelIdentity] | None = None,
     ) -> None:
         self.table = EngineTable() if table is None else table
         self.on_room = on_room
-        self.ledger = Ledger(self.table, room_seconds=room_seconds, on_room=self._notify_capacity)
+        self.ledger = LoadLedger(self.table, room_seconds=room_seconds, on_room=self._notify_capacity)
         self._discovery = discovery
         self._settings = settings or ConnectionSettings()
         self._models = tuple(models)
@@ -86,7 +86,7 @@ class EnginePool:
         self._limits = dict(assumed or {})
         self._stale_limits: set[str] = set()  # the models whose limits may have changed
         self._changed = asyncio.Event()
-        self._throttled_notify = Paced(self._notify)
+        self._throttled_notify = CpuThrottle(self._notify)
         self._discovery_task: SupervisedTask | None = None
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -107,7 +107,7 @@ class EnginePool:
             self._remove_if_idle(engine)
         await asyncio.gather(*self._closing)
         self._candidates_by_model.clear()
-        self._throttled_notify.call()
+        self._throttled_notify.run_now()
 
     # What can run where
 
@@ -140,7 +140,7 @@ class EnginePool:
         """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
         return has_spare_room(self._candidates(model).accounts)
 
-    def limits(self, model: str) -> ModelLimits | None:
+    def limits(self, model: str) -> ServedModelLimits | None:
         """The model's limits as engines told them, also after they went away. While none has told they are those that
         are ``assumed``, or None.
         """
@@ -230,11 +230,13 @@ class EnginePool:
         self._engines[address] = self._by_row[account.row] = Engine(link, account, self._model_matcher)
         link.start()
 
-    def _on_kv_event(self, engine_id: str, account: Account, change: engine_pb2.Snapshot | engine_pb2.KvEvent) -> None:
+    def _on_kv_event(
+        self, engine_id: str, account: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent
+    ) -> None:
         if self.on_kv_event is not None and not account.closed:
             self.on_kv_event(engine_id, change)
 
-    def _clear_reported(self, engine_id: str, account: Account) -> None:
+    def _clear_reported(self, engine_id: str, account: EngineLoad) -> None:
         """Nothing that the engine said is true any more."""
         account.report(engine_pb2.Load())
         self._on_kv_event(engine_id, account, engine_pb2.Snapshot())
@@ -257,7 +259,7 @@ class EnginePool:
         """
         self._candidates_by_model.clear()
         self._stale_limits.update(self._models)
-        self._throttled_notify.ask()
+        self._throttled_notify.request()
 
     def _notify(self) -> None:
         for model in self._models:
@@ -276,7 +278,7 @@ class EnginePool:
             if model in each.models and each.connection.description is not None
         ]
         if described:
-            self._limits[model] = ModelLimits(
+            self._limits[model] = ServedModelLimits(
                 max_model_len=min(d.max_model_len for d in described),
                 vocab_size=min(d.vocab_size for d in described),
                 eos_token_ids=tuple(described[0].eos_token_ids),

@@ -20,7 +20,7 @@ from kubernetes.aio.config import ConfigException
 from quire_router.fleet.backoff import Backoff
 from quire_router.fleet.endpoint import Endpoint
 from quire_router.fleet.kube_api import KubeApi, KubeProblem, connect
-from quire_router.fleet.paced import rest_after
+from quire_router.fleet.paced import pause_after
 from quire_router.fleet.slices import Json, Slices
 from quire_router.fleet.source import KubernetesService
 from quire_router.fleet.standing import Standing
@@ -78,7 +78,7 @@ class KubernetesDiscovery:
                 if found != told:
                     told = found
                     yield found
-                await asyncio.sleep(rest_after(thread_time() - began))
+                await asyncio.sleep(pause_after(thread_time() - began))
 
     async def _changes(self) -> AsyncGenerator[None, None]:
         """Yields when the slices may have changed. What was heard stays whatever happens to a connection."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLimits:
+class ServedModelLimits:
     """What a model's engines have in common: the smallest length and vocabulary among them, in tokens."""
 
     max_model_len: int

@@ -18,10 +18,10 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from quire_router import metrics
-from quire_router.fleet.cadence import Cadence
-from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.ledger import MAX_PEERS, Ledger
-from quire_router.fleet.share import MAX_PAYLOAD_BYTES, DamagedShareError, Message, Share
+from quire_router.fleet.cadence import PublishRate
+from quire_router.fleet.expectations import SpeculativeBlocks
+from quire_router.fleet.ledger import MAX_PEERS, LoadLedger
+from quire_router.fleet.share import MAX_PAYLOAD_BYTES, InvalidLoadMessageError, LoadMessage, RouterLoad
 from quire_router.redis_access import RedisAccess
 from quire_router.redis_client import redis_client
 from quire_router.supervise import SupervisedTask, supervise
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 CHANNEL = "quire:load"
 ROUTERS = "quire:routers"
 FIRST_DELAY, LAST_DELAY = 0.05, 2.0
-SILENT_LOOKS = 4
+MAX_SILENT_POLLS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSettings:
-    """Times in seconds. A share is published when it changed, at once or at the ``Cadence`` of ``interval``, and at
-    least every ``beat``; a router that is silent for ``lease`` is taken for dead, counted in ticks of ``tick``. Redis
-    has to answer within ``timeout``.
+class LoadSharingSettings:
+    """Times in seconds. A router's load is published when it changed, at once or at the ``PublishRate`` of
+    ``interval``, and at least every ``heartbeat``; a router that is silent for ``lease`` is taken for dead, counted in
+    ticks of ``tick``. Redis has to answer within ``timeout``.
 
     Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
     waiting again (``docs/fleet-simulator.md``).
@@ -46,12 +46,12 @@ class PeerSettings:
 
     interval: float = 0.01
     tick: float = 0.1
-    beat: float = 1.0
+    heartbeat: float = 1.0
     lease: float = 3.0
     timeout: float = 1.0
 
 
-class Peers:
+class LoadSharing:
     """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``place``; ``ValueError``,
     without its password, when that is no URL. While Redis is away, this router's own counts go on and the others'
     shares expire.
@@ -60,21 +60,21 @@ class Peers:
     def __init__(
         self,
         place: RedisAccess | str,
-        ledger: Ledger,
-        expectations: Expectations,
+        ledger: LoadLedger,
+        expectations: SpeculativeBlocks,
         *,
         router_id: str | None = None,
-        settings: PeerSettings | None = None,
+        settings: LoadSharingSettings | None = None,
     ) -> None:
         self.router_id = router_id or uuid4().hex
         self.available = False
         self._ledger = ledger
-        self._expectations = expectations
-        self._settings = settings or PeerSettings()
+        self._speculative = expectations
+        self._settings = settings or LoadSharingSettings()
         self._client = redis_client(place, timeout=self._settings.timeout)  # what is told next replaces what was not
         self._closing = False
-        self._introduced = False
-        self._speaking = False
+        self._published = False
+        self._connected = False
         self._sequence = 0
         self._changed = asyncio.Event()
         self._delay = FIRST_DELAY
@@ -87,13 +87,13 @@ class Peers:
 
     async def close(self) -> None:
         """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
-        introduced = self._introduced  # also where it has not heard yet who else is there
-        self._closing, self._speaking = True, False
+        introduced = self._published  # also where it has not heard yet who else is there
+        self._closing, self._connected = True, False
         await asyncio.gather(*(task.stop() for task in self._tasks))
         with suppress(RedisError, OSError, TimeoutError):
             if introduced:
-                await self._leave()
-        self._lost_redis()
+                await self._unpublish()
+        self._on_disconnected()
         await self._client.aclose()
 
     # While Redis is there, and while it is not
@@ -101,40 +101,40 @@ class Peers:
     async def _run(self) -> None:
         while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
             try:
-                await self._converse()
+                await self._run_connection()
             except* (RedisError, OSError, TimeoutError) as errors:
-                self._tell_outage(errors)
+                self._log_outage(errors)
             except* Exception:  # whatever went wrong with one message, the next one may pass
                 log.exception("sharing the load with the other routers failed")
-            self._lost_redis()
+            self._on_disconnected()
             await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
             self._delay = min(2 * self._delay, LAST_DELAY)
 
-    async def _converse(self) -> None:
+    async def _run_connection(self) -> None:
         async with self._client.pubsub() as channel:
             # What is said after the subscription is heard after what was said before it, so nothing is missed.
             await channel.subscribe(CHANNEL)
-            self._expectations.take()  # what was noted while Redis was away may be long true, or never
+            self._speculative.pop_all()  # what was noted while Redis was away may be long true, or never
             await self._publish()
             await self._read_all()
-            self._found_redis()
-            self._speaking = not self._closing
+            self._on_connected()
+            self._connected = not self._closing
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(channel))
-                tasks.create_task(self._tell())
+                tasks.create_task(self._receive_messages(channel))
+                tasks.create_task(self._publish_changes())
 
-    def _found_redis(self) -> None:
+    def _on_connected(self) -> None:
         log.info("the load is shared with the other routers: %d are known", len(self._ledger))
         self.available, self._delay = True, FIRST_DELAY
         metrics.LOAD_SHARED.set(1)
 
-    def _lost_redis(self) -> None:
-        self._introduced = False
-        self._speaking = False
+    def _on_disconnected(self) -> None:
+        self._published = False
+        self._connected = False
         self.available = False
         metrics.LOAD_SHARED.set(0)
 
-    def _tell_outage(self, errors: BaseExceptionGroup) -> None:
+    def _log_outage(self, errors: BaseExceptionGroup) -> None:
         if not self._closing and (self.available or self._delay == FIRST_DELAY):
             # The type says enough; a message might repeat a part of what was sent.
             name = type(_first(errors)).__name__
@@ -142,56 +142,56 @@ class Peers:
 
     # Telling
 
-    async def _tell(self) -> None:
+    async def _publish_changes(self) -> None:
         loop = asyncio.get_running_loop()
-        cadence = Cadence(self._settings.interval)
-        while self._speaking:
-            beat = loop.call_later(self._settings.beat, self._changed.set)
+        cadence = PublishRate(self._settings.interval)
+        while self._connected:
+            beat = loop.call_later(self._settings.heartbeat, self._changed.set)
             try:
                 await self._changed.wait()
             finally:
                 beat.cancel()
-            await asyncio.sleep(cadence.due(loop.time()) - loop.time())
-            cadence.told(loop.time(), await self._publish(), len(self._ledger))
+            await asyncio.sleep(cadence.next_at(loop.time()) - loop.time())
+            cadence.on_published(loop.time(), await self._publish(), len(self._ledger))
 
     async def _publish(self) -> int:
         """Tells this router's share; returns how many engines are in it."""
-        self._introduced = True
+        self._published = True
         self._changed.clear()
-        share = self._ledger.share()
+        share = self._ledger.local_load()
         message = self._message(share)
-        self._ledger.unseen.told(message.sequence)
-        kept = message.encode_share()
+        self._ledger.unseen.on_published(message.sequence)
+        kept = message.encode_load()
         pipeline = self._client.pipeline(transaction=False)
         pipeline.set(self._key(self.router_id), kept, px=round(self._settings.lease * 1000))
         pipeline.sadd(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, kept + message.encode_expected())
+        pipeline.publish(CHANNEL, kept + message.encode_speculative())
         await pipeline.execute()
         return len(share.engines)
 
-    async def _leave(self) -> None:
+    async def _unpublish(self) -> None:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.delete(self._key(self.router_id))
         pipeline.srem(ROUTERS, self.router_id)
-        pipeline.publish(CHANNEL, self._message(Share()).encode())
+        pipeline.publish(CHANNEL, self._message(RouterLoad()).encode())
         await pipeline.execute()
 
-    def _message(self, share: Share) -> Message:
+    def _message(self, share: RouterLoad) -> LoadMessage:
         self._sequence += 1
-        return Message(self.router_id, self._sequence, share, self._expectations.take())
+        return LoadMessage(self.router_id, self._sequence, share, self._speculative.pop_all())
 
     # Hearing
 
-    async def _follow(self, channel: PubSub) -> None:
+    async def _receive_messages(self, channel: PubSub) -> None:
         # This router hears itself as well, so a channel that stays silent is broken. Looks are counted, not seconds, so
         # that a router that was frozen itself does not take it for that.
-        silence, patience = 0, (self._settings.beat + self._settings.timeout) / SILENT_LOOKS
-        while self._speaking and silence <= SILENT_LOOKS:
+        silence, patience = 0, (self._settings.heartbeat + self._settings.timeout) / MAX_SILENT_POLLS
+        while self._connected and silence <= MAX_SILENT_POLLS:
             message = await channel.get_message(ignore_subscribe_messages=True, timeout=patience)
             silence = silence + 1 if message is None else 0
             if message is not None:
-                self._hear(message["data"], self._settings.lease)
-        self._speaking = False
+                self._receive(message["data"], self._settings.lease)
+        self._connected = False
         raise TimeoutError("the channel is silent")
 
     async def _read_all(self) -> None:
@@ -207,23 +207,23 @@ class Peers:
         gone: list[bytes] = []
         for name, payload, milliseconds in zip(names, answers[::2], answers[1::2], strict=True):
             if isinstance(payload, bytes) and payload:
-                self._hear(payload, min(self._settings.lease, milliseconds / 1000))
+                self._receive(payload, min(self._settings.lease, milliseconds / 1000))
             else:
                 gone.append(name)
         if gone:
             await self._client.srem(ROUTERS, *gone)
 
-    def _hear(self, payload: bytes, seconds: float) -> None:
+    def _receive(self, payload: bytes, seconds: float) -> None:
         try:
-            message = Message.decode(payload)
-        except DamagedShareError:
+            message = LoadMessage.decode(payload)
+        except InvalidLoadMessageError:
             metrics.LOAD_SHARES_IGNORED.inc()
             return
         if message.router_id == self.router_id:
-            self._ledger.unseen.heard(message.sequence)
+            self._ledger.unseen.on_received(message.sequence)
             return
-        if self._ledger.hear(message, max(1, round(seconds / self._settings.tick))):
-            self._expectations.hear(message.expected)
+        if self._ledger.on_message(message, max(1, round(seconds / self._settings.tick))):
+            self._speculative.apply_remote(message.speculative)
         else:
             metrics.LOAD_SHARES_IGNORED.inc()
         metrics.LOAD_ROUTERS.set(len(self._ledger))

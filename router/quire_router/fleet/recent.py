@@ -4,7 +4,7 @@ SETTLE_SECONDS = 0.1
 """More than a Submit takes on its way to an engine, or a share to another router."""
 
 
-class Recent:
+class UnreportedTokens:
     """An upper bound, in two buckets of which the older one is dropped.
 
     A report may have been made while a Submit was on its way, or while the step ran that began before it came. So what
@@ -28,7 +28,7 @@ class Recent:
         """They were dispatched, here or by another router, since the last report."""
         self._new += tokens
 
-    def reported(self, now: float) -> None:
+    def on_report(self, now: float) -> None:
         """A report came, at ``now`` in seconds of a monotonic clock."""
         if now - self._turned >= SETTLE_SECONDS:
             self._old, self._new, self._turned = self._new, 0, now

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire_router.fleet.account import Account
+from quire_router.fleet.account import EngineLoad
 
 _KEPT_PART = 4
 """One engine in so many is kept clear. In the fleet simulator, one in two hardly helps those any more whom it is kept
@@ -10,11 +10,11 @@ for, and makes whom it is kept from wait several times as long.
 """
 
 
-def has_room(accounts: Sequence[Account]) -> bool:
+def has_room(accounts: Sequence[EngineLoad]) -> bool:
     """Whether some engine could begin with a request soon."""
-    return any(account.has_room for account in accounts)
+    return any(account.has_capacity for account in accounts)
 
 
-def has_spare_room(accounts: Sequence[Account]) -> bool:
+def has_spare_room(accounts: Sequence[EngineLoad]) -> bool:
     """Whether an engine would have next to no prompts before a request, and a quarter of them none even after it."""
-    return sum(account.is_clear for account in accounts) > len(accounts) // _KEPT_PART
+    return sum(account.is_mostly_idle for account in accounts) > len(accounts) // _KEPT_PART

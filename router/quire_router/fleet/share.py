@@ -10,46 +10,46 @@ from google.protobuf.message import DecodeError
 from quire.v1 import load_pb2
 from quire_proto.hashing import HASH_BYTES
 
-from quire_router.fleet.expectations import MAX_NAMES, Expectation
+from quire_router.fleet.expectations import MAX_HASHES, SpeculativePrefix
 
 Counts = tuple[int, int, int]
 """Of one engine: requests in flight, tokens of their prompts that are pending, sequences that are decoding."""
 
 VERSION = 1
 MAX_PAYLOAD_BYTES = 2**20
-_LARGEST = 2**32 - 1
+_MAX_UINT32 = 2**32 - 1
 _ROUTER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class DamagedShareError(ValueError):
+class InvalidLoadMessageError(ValueError):
     """A payload is not a share, or one of a version that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RouterLoad:
     """What one router has in flight on each engine, by its id."""
 
     engines: Mapping[str, Counts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class LoadMessage:
     """A share on its way: whose it is, and its number among that router's. What is ``expected`` of engines that are not
     in the share is not told.
     """
 
     router_id: str
     sequence: int
-    share: Share
-    expected: tuple[Expectation, ...] = ()
+    load: RouterLoad
+    speculative: tuple[SpeculativePrefix, ...] = ()
 
     def encode(self) -> bytes:
         """The payload; numbers that do not fit are told as the largest that does."""
-        return self.encode_share() + self.encode_expected()
+        return self.encode_load() + self.encode_speculative()
 
-    def encode_share(self) -> bytes:
+    def encode_load(self) -> bytes:
         """The payload without what is expected."""
-        engines = self.share.engines
+        engines = self.load.engines
         requests, pending_tokens, decoding = zip(*engines.values(), strict=True) if engines else ((), (), ())
         return load_pb2.LoadShare(
             version=VERSION,
@@ -57,48 +57,48 @@ class Message:
             sequence=self.sequence,
             engine_ids=engines,
             requests=requests,
-            pending_tokens=[min(tokens, _LARGEST) for tokens in pending_tokens],
+            pending_tokens=[min(tokens, _MAX_UINT32) for tokens in pending_tokens],
             decoding=decoding,
         ).SerializeToString()
 
-    def encode_expected(self) -> bytes:
-        """What follows ``encode_share`` in the payload: messages that follow each other are one."""
-        if not self.expected:
+    def encode_speculative(self) -> bytes:
+        """What follows ``encode_load`` in the payload: messages that follow each other are one."""
+        if not self.speculative:
             return b""
-        places = {engine_id: place for place, engine_id in enumerate(self.share.engines)}
-        told = [each for each in self.expected if each.engine_id in places]
+        places = {engine_id: place for place, engine_id in enumerate(self.load.engines)}
+        told = [each for each in self.speculative if each.engine_id in places]
         return load_pb2.LoadShare(
             expected_engines=[places[each.engine_id] for each in told],
-            expected_blocks=[len(each.names) for each in told],
-            expected_names=b"".join(name for each in told for name in each.names),
+            expected_blocks=[len(each.hashes) for each in told],
+            expected_names=b"".join(name for each in told for name in each.hashes),
         ).SerializeToString()
 
     @classmethod
     def decode(cls, payload: bytes) -> Self:
-        """Raises ``DamagedShareError``, whatever the bytes are."""
+        """Raises ``InvalidLoadMessageError``, whatever the bytes are."""
         if len(payload) > MAX_PAYLOAD_BYTES:
-            raise DamagedShareError("it is too long")
+            raise InvalidLoadMessageError("it is too long")
         try:
             told = load_pb2.LoadShare.FromString(payload)
         except DecodeError:
-            raise DamagedShareError("it is not a message") from None
+            raise InvalidLoadMessageError("it is not a message") from None
         if told.version != VERSION or not _ROUTER_ID.fullmatch(told.router_id):
-            raise DamagedShareError("it is of another version, or of nobody")
+            raise InvalidLoadMessageError("it is of another version, or of nobody")
         try:
             engines = dict(
                 zip(told.engine_ids, zip(told.requests, told.pending_tokens, told.decoding, strict=True), strict=True)
             )
         except ValueError:
-            raise DamagedShareError("its columns differ in length") from None
-        return cls(told.router_id, told.sequence, Share(engines), tuple(_expected(told)))
+            raise InvalidLoadMessageError("its columns differ in length") from None
+        return cls(told.router_id, told.sequence, RouterLoad(engines), tuple(_speculative(told)))
 
 
-def _expected(told: load_pb2.LoadShare) -> Iterator[Expectation]:
+def _speculative(told: load_pb2.LoadShare) -> Iterator[SpeculativePrefix]:
     """Prompts whose engine is in the share; none where the columns or the names do not fit together, or are too many.
     The share itself is good without.
     """
     engines, blocks, names = told.expected_engines, told.expected_blocks, told.expected_names
-    most = min(len(names) // HASH_BYTES, MAX_NAMES)
+    most = min(len(names) // HASH_BYTES, MAX_HASHES)
     if len(engines) != len(blocks) or len(blocks) > most or sum(blocks) * HASH_BYTES != len(names):
         return
     if sum(blocks) > most:
@@ -107,4 +107,4 @@ def _expected(told: load_pb2.LoadShare) -> Iterator[Expectation]:
     for engine, count in zip(engines, blocks, strict=True):
         expected = tuple(islice(each, count))
         if engine < len(told.engine_ids):
-            yield Expectation(told.engine_ids[engine], expected)
+            yield SpeculativePrefix(told.engine_ids[engine], expected)

@@ -14,7 +14,7 @@ from quire_engine.simulation.config import SimulatedEngineConfig
 
 from quire_router.admission.queue import QueueSettings
 from quire_router.fleet.ledger import ROOM_SECONDS
-from quire_router.fleet.peers import PeerSettings
+from quire_router.fleet.peers import LoadSharingSettings
 from quire_router.placement.settings import PlacementSettings, PolicyName
 from quire_router.simulation.fleet import FleetShape
 from quire_router.simulation.replica import Delays
@@ -67,7 +67,7 @@ class FleetSettings(SimulatedEngineConfig):
         default=[0.9], description="Work that arrives, as part of what the engines can do with nothing cached."
     )
     share_age: Annotated[float | None, BeforeValidator(lambda value: None if value == "none" else value)] = Field(
-        default=PeerSettings().interval,
+        default=LoadSharingSettings().interval,
         ge=0,
         description="Seconds between two times that a router tells the others what it has in flight; none: never.",
     )

@@ -18,7 +18,7 @@ from quire_proto.sampling import SamplingParams
 from quire_router.admission.queue import QueueSettings
 from quire_router.admission.turn import QueuedRequest
 from quire_router.fleet.ledger import LedgerEntry
-from quire_router.fleet.share import Message
+from quire_router.fleet.share import LoadMessage
 from quire_router.generation import GenerationRequest
 from quire_router.placement.settings import PlacementSettings
 from quire_router.simulation.engine import SimulatedEngine
@@ -58,7 +58,7 @@ class FleetSimulation:
         self._seed = seed
         self._engines = [SimulatedEngine(settings, splitmix(seed, index)) for index in range(fleet.engines)]
         self._feeds = [EngineFeeds(DelayedFeed(), DelayedFeed()) for _ in self._engines]
-        shares: DelayedFeed[Message] = DelayedFeed()
+        shares: DelayedFeed[LoadMessage] = DelayedFeed()
         handshake = EngineHandshake(describe(settings), self._engines[0].report())
         self._replicas = [
             SimulatedRouter(
@@ -197,7 +197,7 @@ class FleetSimulation:
             if trace.first_token is None:
                 trace.first_token, trace.cached_tokens = self._now, output.cached_tokens
                 self._advance_router(trace.router)
-                self._in_flight[index].hear()
+                self._in_flight[index].on_first_output()
             trace.last_token = self._now
             trace.num_tokens += len(output.token_ids)
         if output.ends_request:

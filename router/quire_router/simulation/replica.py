@@ -13,10 +13,10 @@ import numpy as np
 from quire.v1 import engine_pb2
 from quire_engine.simulation.clock import NANOSECONDS
 
-from quire_router.fleet.expectations import Expectations
-from quire_router.fleet.ledger import Ledger, LedgerEntry
+from quire_router.fleet.expectations import SpeculativeBlocks
+from quire_router.fleet.ledger import LedgerEntry, LoadLedger
 from quire_router.fleet.room import has_room, has_spare_room
-from quire_router.fleet.share import Message
+from quire_router.fleet.share import LoadMessage
 from quire_router.generation import GenerationRequest
 from quire_router.placement.index import PrefixIndex
 from quire_router.placement.namespace import BlockNamespace
@@ -81,7 +81,7 @@ class SimulatedRouter:
         engine: EngineHandshake,
         engines: Sequence[EngineFeeds],
         *,
-        shares: DelayedFeed[Message],
+        shares: DelayedFeed[LoadMessage],
         delays: Delays,
         room_seconds: float,
     ) -> None:
@@ -89,7 +89,7 @@ class SimulatedRouter:
         self._now = 0
         table = EngineTable()
         namespace = BlockNamespace(engine.description.model_revision, engine.description.block_size)
-        self._ledger = Ledger(table, room_seconds=room_seconds, clock=self._seconds)
+        self._ledger = LoadLedger(table, room_seconds=room_seconds, clock=self._seconds)
         self._accounts = [self._ledger.add(str(index)) for index in range(len(engines))]
         for account in self._accounts:
             account.describe(engine.description)
@@ -97,8 +97,8 @@ class SimulatedRouter:
         self._rows = np.array([account.row for account in self._accounts], dtype=np.intp)
         self._index = PrefixIndex()
         self._placer = Placer(table, self._index, placement, lambda _: namespace, self._seconds)
-        self._expectations = Expectations(table, self._index, self._seconds)
-        self._placer.on_speculative_blocks = self._expectations.note
+        self._expectations = SpeculativeBlocks(table, self._index, self._seconds)
+        self._placer.on_speculative_blocks = self._expectations.add
         self._peers = FeedReader(shares, delays.share)
         self._loads = [FeedReader(engine.loads, delays.load) for engine in engines]
         self._changes = [FeedReader(engine.changes, delays.event) for engine in engines]
@@ -118,7 +118,7 @@ class SimulatedRouter:
     @property
     def in_flight(self) -> int:
         """Its own requests that it counts as running somewhere."""
-        return sum(account.own[0] for account in self._accounts)
+        return sum(account.local[0] for account in self._accounts)
 
     def place(self, generation: GenerationRequest) -> PlacementDecision:
         """Where the request goes, by what is known."""
@@ -146,11 +146,11 @@ class SimulatedRouter:
             apply()
         self._now = now
 
-    def _apply_share(self, message: Message) -> None:
+    def _apply_share(self, message: LoadMessage) -> None:
         if message.router_id == str(self.number):
-            self._ledger.unseen.heard(message.sequence)
-        elif self._ledger.hear(message, _FOR_EVER):
-            self._expectations.hear(message.expected)
+            self._ledger.unseen.on_received(message.sequence)
+        elif self._ledger.on_message(message, _FOR_EVER):
+            self._expectations.apply_remote(message.speculative)
 
     def _apply_cache_changes(self, row: int, batch: list[CacheChange]) -> None:
         for change in batch:
