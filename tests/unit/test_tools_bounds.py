@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.text import held, reasoning
-from quire_proto.text.held import MAX_MARKER_SPACE, Held, Source
-from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart, joined
+from quire_proto.text.held import MAX_MARKER_SPACE, StreamReader, TextBuffer
+from quire_proto.text.pieces import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools import body, head, hermes, llama, parser
 from quire_proto.text.tools.body import MAX_CALL_CHARS
 from quire_proto.text.tools.formats import ToolFormat, new_tool_parser
-from quire_proto.text.tools.head import ToolCallHeaderParser, Verdict
+from quire_proto.text.tools.head import HeaderStatus, ToolCallHeaderParser
 
 NAMES = ("get", "now")
 OPENERS = {
@@ -75,7 +75,7 @@ def read(open_, text, cuts=(), *, ended=True):
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     reader = open_()
     pieces = [piece for start, end in pairwise(bounds) for piece in reader.push(text[start:end])]
-    return joined([*pieces, *(reader.finish() if ended else [])])
+    return merge_adjacent([*pieces, *(reader.finish() if ended else [])])
 
 
 @PARSERS
@@ -109,16 +109,16 @@ ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{
 @settings(deadline=None, max_examples=300)
 @given(HEADS, CUTS)
 def test_a_head_is_what_one_expression_finds(text, cuts):
-    reader, verdict = ToolCallHeaderParser(NAMES), Verdict.EARLY
+    reader, verdict = ToolCallHeaderParser(NAMES), HeaderStatus.EARLY
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in pairwise(bounds):
-        source = Source()
+        source = StreamReader()
         source.push(text[start:end])
-        if verdict is Verdict.EARLY:
+        if verdict is HeaderStatus.EARLY:
             verdict = reader.read(source)
     name = NAME.match(text[:512])
     arguments = ARGUMENTS.match(text[:512], name.end()) if name and name[1] in NAMES else None
-    assert (verdict is Verdict.CALL) == (arguments is not None)
+    assert (verdict is HeaderStatus.CALL) == (arguments is not None)
     if arguments is not None:
         assert (reader.name, reader.taken.take()) == (name[1], text[: arguments.end()])
 
@@ -190,11 +190,11 @@ class CountedPattern:
 @contextmanager
 def counting() -> Iterator[None]:
     Work.characters = 0
-    take = Held.take
+    take = TextBuffer.take
     with ExitStack() as patches:
         for module, name in ((held, "_SPACES"), (body, "_STRUCTURE"), (body, "_IN_STRING")):
             patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
-        patches.enter_context(patch.object(Held, "take", lambda self: counted(take(self))))
+        patches.enter_context(patch.object(TextBuffer, "take", lambda self: counted(take(self))))
         patches.enter_context(patch.object(parser, "read_body", lambda text, names: body.read_body(str(text), names)))
         yield
 
@@ -270,7 +270,7 @@ def test_what_is_held_back_is_bounded_whatever_comes(open_):
 def test_much_space_is_a_part_of_what_it_stands_in():
     much, most = " " * (MAX_MARKER_SPACE + 1), " " * MAX_MARKER_SPACE
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [ToolCallStart("now"), Arguments("{}")]
+    told = [ToolCallStart("now"), ToolCallArguments("{}")]
     assert read(OPENERS["hermes"], f"a{most}{call}") == [Content("a"), *told]
     assert read(OPENERS["hermes"], f"a{much}{call}") == [Content(f"a{much}"), *told]
     assert read(OPENERS["llama3"], much + LLAMA_CALL) == [Content(much + LLAMA_CALL)]
@@ -283,7 +283,7 @@ def test_much_space_is_a_part_of_what_it_stands_in():
 def test_what_was_no_call_as_a_whole_is_not_looked_at_as_one_again():
     late = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'
     early = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [ToolCallStart("now"), Arguments("{}")]
+    told = [ToolCallStart("now"), ToolCallArguments("{}")]
     assert read(OPENERS["hermes"], '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type": ' + late)]
     assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *told]
     assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == told

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 from quire_engine.structured.model import ModelGrammars
 from quire_proto.structured import Structured, StructuredKind
-from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart
+from quire_proto.text.pieces import Content, Reasoning, ToolCallArguments, ToolCallStart
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools.formats import ToolFormat, new_tool_parser
-from quire_proto.text.tools.grammar import Callable, Thinking, schema_on_line, tool_call_grammar
+from quire_proto.text.tools.grammar import ReasoningState, ToolSpec, schema_on_line, tool_call_grammar
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.tool_models import with_marks
@@ -26,7 +26,7 @@ SCHEMAS = {
     },
     "now": {"properties": {}, "additionalProperties": False},
 }
-TOOLS = [Callable(name, schema) for name, schema in SCHEMAS.items()]
+TOOLS = [ToolSpec(name, schema) for name, schema in SCHEMAS.items()]
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 VOCABULARY = 400
 
@@ -89,7 +89,7 @@ def read_calls(tool_format, text):
         assert not isinstance(piece, Content), text
         if isinstance(piece, ToolCallStart):
             calls.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
+        elif isinstance(piece, ToolCallArguments):
             calls[-1][1] += piece.text
     return calls
 
@@ -113,7 +113,7 @@ def test_forced_calls_are_calls_by_their_schemas(model, tool_format, parallel):
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_forced_call_may_be_thought_about(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": True, "parallel": False}
-    grammar = compiled(model, **how, thinking=Thinking(marked=True, opened=opened))
+    grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     text = f"{'' if opened else '<think>'}hello {{}}\n</think>\n\n{call}"
     assert accepts(model, grammar, text)
@@ -125,7 +125,7 @@ def test_a_forced_call_may_be_thought_about(model, opened):
 @pytest.mark.parametrize("opened", [False, True])
 def test_free_text_may_be_thought_about_too(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": False, "parallel": False}
-    grammar = compiled(model, **how, thinking=Thinking(marked=True, opened=opened))
+    grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     for text in ("hello world", "hello " + hermes(call("{}", name="now"))):
         assert accepts(model, grammar, f"{'' if opened else '<think>'}hello\n</think>\n\n{text}")
     assert accepts(model, grammar, "hello world") is not opened
@@ -185,7 +185,7 @@ REPLY = {
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_reply_may_be_thought_about_as_a_call_may(model, opened):
     how = {"tool_format": ToolFormat.HERMES, "tools": TOOLS, "forced": False, "parallel": True, "reply": REPLY}
-    grammar = compiled(model, **how, thinking=Thinking(marked=True, opened=opened))
+    grammar = compiled(model, **how, thinking=ReasoningState(marked=True, opened=opened))
     reply = '{"mood":"good"}'
     for answer in (reply, hermes(call("{}", name="now"))):
         assert accepts(model, grammar, f"{'' if opened else '<think>'}hello\n</think>\n\n{answer}")
@@ -205,16 +205,16 @@ def test_an_answer_with_a_schema_is_calls_or_json_of_that_schema(model, tool_for
         pieces = [*parser.push(text), *parser.finish()]
         kinds = {type(piece) for piece in pieces}
         seen |= kinds
-        assert kinds in ({ToolCallStart, Arguments}, {Content}), text
+        assert kinds in ({ToolCallStart, ToolCallArguments}, {Content}), text
         if kinds == {Content}:
             content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
             jsonschema.validate(json.loads(content), REPLY)
         else:
             names = [piece.name for piece in pieces if isinstance(piece, ToolCallStart)]
-            arguments = [piece.text for piece in pieces if isinstance(piece, Arguments)]
+            arguments = [piece.text for piece in pieces if isinstance(piece, ToolCallArguments)]
             for name, each in zip(names, arguments, strict=True):
                 jsonschema.validate(json.loads(each), SCHEMAS[name])
-    assert seen == {ToolCallStart, Arguments, Content}
+    assert seen == {ToolCallStart, ToolCallArguments, Content}
 
 
 @pytest.mark.parametrize("text", ["hello", "{}", '{"mood":"good"} and more', '{"mood":"toolong"}', ""])

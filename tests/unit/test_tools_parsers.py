@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_proto.text.pieces import Arguments, Content, Reasoning, ToolCallStart, joined
+from quire_proto.text.pieces import Content, Reasoning, ToolCallArguments, ToolCallStart, merge_adjacent
 from quire_proto.text.reasoning import ReasoningParser, opens_reasoning
 from quire_proto.text.tools.body import MAX_CALL_CHARS
 from quire_proto.text.tools.formats import ToolFormat, detect_tool_format, new_tool_parser
@@ -67,7 +67,7 @@ def read(parser, text, cuts=(), *, ended=True):
     pieces = [piece for part in parts for piece in parser.push(part)]
     pieces += parser.finish() if ended else []
     assert all(piece.text for piece in pieces if not isinstance(piece, ToolCallStart))
-    return joined(pieces)
+    return merge_adjacent(pieces)
 
 
 def calls(tool_format, text, cuts=()):
@@ -108,7 +108,7 @@ def test_calls_are_of_offered_tools_and_arguments_follow_them(tool_format, text)
     for piece in calls(tool_format, text):
         if isinstance(piece, ToolCallStart):
             assert piece.name in NAMES
-        if isinstance(piece, Arguments):
+        if isinstance(piece, ToolCallArguments):
             assert isinstance(before, ToolCallStart)
         before = piece
 
@@ -132,7 +132,10 @@ def written_calls(draw, key):
     name, arguments = draw(st.sampled_from(NAMES)), draw(OBJECTS)
     text = json.dumps(arguments, ensure_ascii=draw(st.booleans()), indent=draw(st.sampled_from([None, 1])))
     gap = draw(st.sampled_from(["", " ", "\n"]))
-    return f'{gap}{{{gap}"name":{gap}"{name}",{gap}"{key}": {text}{gap}}}{gap}', (ToolCallStart(name), Arguments(text))
+    return f'{gap}{{{gap}"name":{gap}"{name}",{gap}"{key}": {text}{gap}}}{gap}', (
+        ToolCallStart(name),
+        ToolCallArguments(text),
+    )
 
 
 @given(st.lists(WORDS | written_calls("arguments"), max_size=5), CUTS)
@@ -145,7 +148,7 @@ def test_hermes_calls_and_content_are_what_was_written(items, cuts):
         else:
             text += f"\n<tool_call>{item[0]}</tool_call>"
             expected += item[1]
-    assert calls(HERMES, text, cuts) == joined(expected)
+    assert calls(HERMES, text, cuts) == merge_adjacent(expected)
 
 
 @given(st.lists(written_calls("parameters"), max_size=4), st.sampled_from([";", "; ", "\n", " ;\n"]), CUTS)
@@ -162,35 +165,35 @@ def test_llama_calls_are_what_was_written(items, gap, cuts):
     [
         (
             '<tool_call>{"arguments": {"a": "é"}, "name": "get"}</tool_call>',
-            [ToolCallStart("get"), Arguments('{"a": "é"}')],
+            [ToolCallStart("get"), ToolCallArguments('{"a": "é"}')],
         ),
         (
             '<tool_call>{"name": "get", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            [ToolCallStart("get"), Arguments('{"a": 1}')],
+            [ToolCallStart("get"), ToolCallArguments('{"a": 1}')],
         ),
-        ('<tool_call>{"name": "now"}</tool_call>', [ToolCallStart("now"), Arguments("{}")]),
-        ('<tool_call>{"name": "now"}', [ToolCallStart("now"), Arguments("{}")]),
-        ('<tool_call>{"name": "get", "arguments": {"a": 1}', [ToolCallStart("get"), Arguments('{"a": 1}')]),
-        ('<tool_call>{"name": "get", "arguments": {"a": ', [ToolCallStart("get"), Arguments('{"a": ')]),
+        ('<tool_call>{"name": "now"}</tool_call>', [ToolCallStart("now"), ToolCallArguments("{}")]),
+        ('<tool_call>{"name": "now"}', [ToolCallStart("now"), ToolCallArguments("{}")]),
+        ('<tool_call>{"name": "get", "arguments": {"a": 1}', [ToolCallStart("get"), ToolCallArguments('{"a": 1}')]),
+        ('<tool_call>{"name": "get", "arguments": {"a": ', [ToolCallStart("get"), ToolCallArguments('{"a": ')]),
         (
             '<tool_call>{"name": "get", "arguments": {"a": 1</tool_call> b',
-            [ToolCallStart("get"), Arguments('{"a": 1'), Content(" b")],
+            [ToolCallStart("get"), ToolCallArguments('{"a": 1'), Content(" b")],
         ),
         (
             '<tool_call>{"name": "get", "arguments": {}}}</tool_call>',
-            [ToolCallStart("get"), Arguments("{}"), Content("}</tool_call>")],
+            [ToolCallStart("get"), ToolCallArguments("{}"), Content("}</tool_call>")],
         ),
         ('<tool_call>{"name": "get", "arguments": 5}</tool_call>', None),
         ('<tool_call>{"name": "drop", "arguments": {}}</tool_call>', None),
-        ('<tool_call>{"name": "get", "arguments": {}', [ToolCallStart("get"), Arguments("{}")]),
+        ('<tool_call>{"name": "get", "arguments": {}', [ToolCallStart("get"), ToolCallArguments("{}")]),
         ("<tool_call>get()</tool_call>", None),
         ('<tool_call>{"arguments": {}, "name": "drop"}</tool_call>', None),
-        ('<tool_call>{"name": "now"}</tool_call> b ', [ToolCallStart("now"), Arguments("{}"), Content(" b ")]),
-        ('<tool_call>{"name": "now"}</tool_call>\n', [ToolCallStart("now"), Arguments("{}")]),
+        ('<tool_call>{"name": "now"}</tool_call> b ', [ToolCallStart("now"), ToolCallArguments("{}"), Content(" b ")]),
+        ('<tool_call>{"name": "now"}</tool_call>\n', [ToolCallStart("now"), ToolCallArguments("{}")]),
         ('say "<tool_call>"', None),
         (
             '<tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>',
-            [Content("<tool_call>"), ToolCallStart("now"), Arguments("{}")],
+            [Content("<tool_call>"), ToolCallStart("now"), ToolCallArguments("{}")],
         ),
         ('{"name": "get", "parameters": {}}', None),
     ],
@@ -202,10 +205,13 @@ def test_what_hermes_models_get_wrong_is_mended_or_stays_text(text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('{"name": "get", "parameters": {"a": 1}}', [ToolCallStart("get"), Arguments('{"a": 1}')]),
-        ('{"type": "function", "name": "now", "parameters": {}}', [ToolCallStart("now"), Arguments("{}")]),
-        ('{"name": "now", "arguments": {}}\nDone.', [ToolCallStart("now"), Arguments("{}"), Content("\nDone.")]),
-        (f"{NOW}; <|python_tag|>{NOW}", [ToolCallStart("now"), Arguments("{}")] * 2),
+        ('{"name": "get", "parameters": {"a": 1}}', [ToolCallStart("get"), ToolCallArguments('{"a": 1}')]),
+        ('{"type": "function", "name": "now", "parameters": {}}', [ToolCallStart("now"), ToolCallArguments("{}")]),
+        (
+            '{"name": "now", "arguments": {}}\nDone.',
+            [ToolCallStart("now"), ToolCallArguments("{}"), Content("\nDone.")],
+        ),
+        (f"{NOW}; <|python_tag|>{NOW}", [ToolCallStart("now"), ToolCallArguments("{}")] * 2),
         ('{"name": "Bob", "parameters": {}}', None),
         ('{"city": "Rome"}', None),
         ('Sure: {"name": "get", "parameters": {}}', None),
@@ -220,15 +226,15 @@ def test_what_llama_models_get_wrong_is_mended_or_stays_text(text, expected):
 def test_a_call_is_told_while_it_comes():
     parser = new_tool_parser(HERMES, NAMES)
     assert parser.push('Hi\n<tool_call>\n{"name": "get", "arguments":') == [Content("Hi")]
-    assert parser.push(' {"a"') == [ToolCallStart("get"), Arguments('{"a"')]
-    assert parser.push(": 1") == [Arguments(": 1")]
-    assert parser.push("}}\n</tool_call>") == [Arguments("}")]
+    assert parser.push(' {"a"') == [ToolCallStart("get"), ToolCallArguments('{"a"')]
+    assert parser.push(": 1") == [ToolCallArguments(": 1")]
+    assert parser.push("}}\n</tool_call>") == [ToolCallArguments("}")]
     assert parser.finish() == []
 
 
 def test_a_call_may_begin_with_much_space():
     begin = '<tool_call>{"name": "get", "arguments":' + " " * 400
-    assert new_tool_parser(HERMES, NAMES).push(begin + '{"a"') == [ToolCallStart("get"), Arguments('{"a"')]
+    assert new_tool_parser(HERMES, NAMES).push(begin + '{"a"') == [ToolCallStart("get"), ToolCallArguments('{"a"')]
 
 
 @FORMATS

@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 
 from quire_proto.errors import QuireError, invalid
 from quire_proto.text.errors import TokenizerLoadError
-from quire_proto.text.reasoning import END as END_OF_REASONING
+from quire_proto.text.reasoning import THINK_END
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
 from quire_proto.text.tools.formats import ToolFormat, detect_tool_format
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         except (TemplateSyntaxError, RecursionError) as error:
             raise TokenizerLoadError(f"{origin}: the chat template is not valid: {error}.") from error
         self.tool_format: ToolFormat | None = detect_tool_format(source) if "tools" in self.variables else None
-        self.has_reasoning = END_OF_REASONING in source
+        self.has_reasoning = THINK_END in source
         self.is_slow = False
         with suppress(QuireError):
             self.render([{"role": "user", "content": "Hello"}])

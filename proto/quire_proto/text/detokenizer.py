@@ -8,7 +8,7 @@ across tokens.
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
-Alone = Callable[[int], str | None]
+StandaloneText = Callable[[int], str | None]
 """The text that a token has behind whole characters, whatever they are; None where that depends on its neighbours."""
 
 REPLACEMENT = "\ufffd"
@@ -27,7 +27,7 @@ class Detokenizer:
 
     __slots__ = ("_alone", "_decode", "_prefix", "_settled", "_window")
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], alone: Alone = lambda _: None) -> None:
+    def __init__(self, decode: Decode, prompt: Sequence[int], alone: StandaloneText = lambda _: None) -> None:
         self._decode = decode
         self._alone = alone
         self._window = _context(decode, prompt)

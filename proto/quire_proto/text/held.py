@@ -1,5 +1,5 @@
 """Text that comes in pieces and is held back until it is known what it is, at the cost of what is looked at: nothing is
-copied or searched again because more has come. Knows no marks of its own.
+copied or searched again because more has come.
 """
 
 import re
@@ -10,7 +10,7 @@ MAX_MARKER_SPACE = 4096  # characters of white space that may belong to a mark b
 _SPACES = re.compile(f"[{SPACE}]*")
 
 
-class Held:
+class TextBuffer:
     """Text that is kept until it is taken."""
 
     __slots__ = ("_length", "_parts")
@@ -37,7 +37,7 @@ class Held:
         return text
 
 
-class Source:
+class StreamReader:
     """What is to be read: ``text`` from ``at`` on, and then what was put behind it. ``position`` counts the characters
     from the output's beginning to there.
     """
@@ -85,7 +85,7 @@ class Source:
             self.position -= len(text)
 
 
-class Search:
+class MarkerSearch:
     """Looks for a mark. ``held`` is the end of what was read, as far as it may be the mark's beginning."""
 
     __slots__ = ("_mark", "held")
@@ -94,7 +94,7 @@ class Search:
         self._mark = mark
         self.held = ""
 
-    def read(self, source: Source, end: int | None = None) -> tuple[str, bool]:
+    def read(self, source: StreamReader, end: int | None = None) -> tuple[str, bool]:
         """Text that is not the mark, and whether the mark stands behind it. Reads all up to ``end``, or to the end of
         the mark, or no more than what it held.
         """
@@ -114,7 +114,7 @@ class Search:
         held, self.held = self.held, ""
         return held
 
-    def _read_on(self, source: Source, end: int) -> tuple[str, bool]:
+    def _read_on(self, source: StreamReader, end: int) -> tuple[str, bool]:
         """Looks where the mark may have begun before: at what is held and as much of the text as can belong to it."""
         held, stop = self.take(), min(end, source.at + len(self._mark) - 1)
         window = held + source.text[source.at : stop]
@@ -128,12 +128,12 @@ class Search:
         return self._hold(window)
 
     def _hold(self, text: str) -> tuple[str, bool]:
-        kept = beginning(text, self._mark)
+        kept = partial_marker_length(text, self._mark)
         self.held = text[len(text) - kept :]
         return text[: len(text) - kept], False
 
 
-class Expected:
+class MarkerMatch:
     """A mark that stands here or does not. ``held`` is as much of it as was read."""
 
     __slots__ = ("_mark", "held")
@@ -142,7 +142,7 @@ class Expected:
         self._mark = mark
         self.held = ""
 
-    def read(self, source: Source) -> bool | None:
+    def read(self, source: StreamReader) -> bool | None:
         """Whether the mark is here; None while it may be. Where it is not, what was held is put back."""
         text = source.take(min(len(source.text), source.at + len(self._mark) - len(self.held)))
         self.held += text
@@ -160,7 +160,7 @@ class Expected:
         return held
 
 
-class Gap:
+class TrailingSpace:
     """White space that belongs to a text only where more text follows; but more than ``MAX_MARKER_SPACE`` characters of
     it are text, so that what is held back is bounded.
     """
@@ -168,7 +168,7 @@ class Gap:
     __slots__ = ("_flows", "_space")
 
     def __init__(self) -> None:
-        self._space = Held()
+        self._space = TextBuffer()
         self._flows = False
 
     def push(self, text: str) -> str:
@@ -191,7 +191,7 @@ class Gap:
         return self._space.take()
 
 
-def beginning(text: str, mark: str) -> int:
+def partial_marker_length(text: str, mark: str) -> int:
     """The length of the longest end of ``text``, which does not hold ``mark``, that the mark begins with."""
     at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
     while at >= 0 and not mark.startswith(text[at:]):

@@ -13,11 +13,11 @@ from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.detokenizer import REPLACEMENT
 from quire_proto.text.errors import TokenizerLoadError
 from quire_proto.text.output import OutputTextStream
-from quire_proto.text.reasoning import BEGIN, END, opens_reasoning
+from quire_proto.text.reasoning import THINK_BEGIN, THINK_END, opens_reasoning
 from quire_proto.text.special_tokens import SpecialTokenEscaper
 from quire_proto.text.stop import StopMatcher
 from quire_proto.text.tokens import TokenBytes
-from quire_proto.text.tools.formats import MARKS, ToolFormat
+from quire_proto.text.tools.formats import TOOL_MARKERS, ToolFormat
 from quire_proto.text.vocabulary import vocabulary_digest
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -238,9 +238,9 @@ def _encoding(tokenizer: Tokenizer, text: str, *, special: bool = False) -> Enco
 
 def _marks_of(template: ChatTemplate | None) -> Iterator[str]:
     if template is not None and template.tool_format is not None:
-        yield from MARKS[template.tool_format]
+        yield from TOOL_MARKERS[template.tool_format]
     if template is not None and template.has_reasoning:
-        yield from (BEGIN, END)
+        yield from (THINK_BEGIN, THINK_END)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

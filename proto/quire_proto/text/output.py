@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from quire_proto.text.detokenizer import Alone, Decode, Detokenizer
+from quire_proto.text.detokenizer import Decode, Detokenizer, StandaloneText
 from quire_proto.text.stop import StopMatcher
 
 
@@ -18,7 +18,7 @@ class OutputTextStream:
     def __init__(
         self,
         decode: Decode,
-        alone: Alone,
+        alone: StandaloneText,
         visible: Callable[[int], bool],
         prompt: Sequence[int],
         matcher: StopMatcher | None,

@@ -21,24 +21,24 @@ class Reasoning:
 
 @dataclass(slots=True)
 class ToolCallStart:
-    """A call begins. All ``Arguments`` until the next one are this call's."""
+    """A call begins. All ``ToolCallArguments`` until the next one are this call's."""
 
     name: str
 
 
 @dataclass(slots=True)
-class Arguments:
+class ToolCallArguments:
     """The next part of a call's arguments, JSON as the model writes it. Never empty."""
 
     text: str
 
 
-Piece = Content | Reasoning | ToolCallStart | Arguments
+OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def merge_adjacent(pieces: Iterable[OutputPart]) -> list[OutputPart]:
     """The same with neighbours of one kind in one piece."""
-    result: list[Piece] = []
+    result: list[OutputPart] = []
     for kind, group in groupby(pieces, type):
         if kind is ToolCallStart:
             result += group

@@ -2,15 +2,23 @@
 tokens.
 """
 
-from quire_proto.text.held import MAX_MARKER_SPACE, SPACE, Expected, Gap, Held, Search, Source
-from quire_proto.text.pieces import Content, Piece, Reasoning, joined
+from quire_proto.text.held import (
+    MAX_MARKER_SPACE,
+    SPACE,
+    MarkerMatch,
+    MarkerSearch,
+    StreamReader,
+    TextBuffer,
+    TrailingSpace,
+)
+from quire_proto.text.pieces import Content, OutputPart, Reasoning, merge_adjacent
 
-BEGIN, END = "<think>", "</think>"
+THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 def opens_reasoning(prompt: str) -> bool:
     """Whether a prompt ends inside of the model's thoughts, so that its output begins with them."""
-    return prompt.rstrip(SPACE).endswith(BEGIN)
+    return prompt.rstrip(SPACE).endswith(THINK_BEGIN)
 
 
 class ReasoningParser:
@@ -23,17 +31,17 @@ class ReasoningParser:
     """
 
     def __init__(self, *, opened: bool) -> None:
-        self._source = Source()
-        self._pieces: list[Piece] = []
+        self._source = StreamReader()
+        self._pieces: list[OutputPart] = []
         self._thought = opened  # so that space before the next thought or the answer belongs to a mark
         self._thinks = opened  # what comes is a thought, also where the mark is not repeated
-        self._space = Held()
-        self._begin_mark = Expected(BEGIN)
-        self._end_mark = Search(END)
-        self._gap = Gap()
+        self._space = TextBuffer()
+        self._begin_mark = MarkerMatch(THINK_BEGIN)
+        self._end_mark = MarkerSearch(THINK_END)
+        self._gap = TrailingSpace()
         self._step = self._begin
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[OutputPart]:
         """What is certain now."""
         if self._step == self._answer:
             return [Content(text)] if text else []
@@ -42,7 +50,7 @@ class ReasoningParser:
             self._step()
         return self._told()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputPart]:
         """What was held back."""
         self._tell(self._space.take() + self._begin_mark.take() + self._gap.take() + self._end_mark.take())
         return self._told()
@@ -94,6 +102,6 @@ class ReasoningParser:
         if text:
             self._pieces.append(Reasoning(text) if self._thinks else Content(text))
 
-    def _told(self) -> list[Piece]:
+    def _told(self) -> list[OutputPart]:
         pieces, self._pieces = self._pieces, []
-        return joined(pieces) if len(pieces) > 1 else pieces
+        return merge_adjacent(pieces) if len(pieces) > 1 else pieces

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire_proto.errors import invalid
 from quire_proto.text.errors import TokenizerLoadError
-from quire_proto.text.reasoning import BEGIN, END
+from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
 
 Conversation = Sequence[Mapping[str, Any]]
 
@@ -26,7 +26,7 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # Unicode has th
 _RARE = "\U0010fffe\ue000"  # what a tokenizer that falls back to no bytes has its token for the unknown for
 _WORDS = frozenset({"role", "type"})
 _SHORT, _REMEMBERED = 32, 4096  # characters, and texts of so many at most: names of fields, roles and tools come often
-_THOUGHTS = frozenset({BEGIN, END})  # templates look for them in what an assistant said
+_THOUGHTS = frozenset({THINK_BEGIN, THINK_END})  # templates look for them in what an assistant said
 
 
 class SpecialTokenEscaper:

@@ -13,7 +13,7 @@ from quire_proto.json_schema import min_properties_is_ambiguous, unsupported
 from quire_proto.structured import MAX_TEXT, Structured, StructuredKind
 from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.tools.formats import ToolFormat
-from quire_proto.text.tools.grammar import ANYTHING, Callable, Thinking, schema_on_line, tool_call_grammar
+from quire_proto.text.tools.grammar import ANYTHING, ReasoningState, ToolSpec, schema_on_line, tool_call_grammar
 
 from quire_router.api.schemas import ChatRequest, GenerationBody, Templated, TemplateOptions
 from quire_router.api.tools import Tool, too_large
@@ -46,7 +46,7 @@ def structured_of(request: GenerationBody, text: ModelTokenizer, prompt: Sequenc
             [_callable(tool, request.forced) for tool in request.callable],
             forced=request.forced,
             parallel=request.parallel_tool_calls is not False,
-            thinking=Thinking(text.has_reasoning, text.starts_in_reasoning(prompt)),
+            thinking=ReasoningState(text.has_reasoning, text.starts_in_reasoning(prompt)),
             special=text.marker_tokens,
             reply=reply,
         )
@@ -159,9 +159,9 @@ def template_options(given: TemplateOptions | None, effort: str | None, text: Mo
     return {name: value for name, value in options.items() if name in text.template_variables}
 
 
-def _callable(tool: Tool, forced: bool) -> Callable:
+def _callable(tool: Tool, forced: bool) -> ToolSpec:
     """A call that is not forced is held to its schema only where the tool is strict."""
     if "x-guidance" in tool.function.schema_of_arguments:
         raise invalid("tools", "x-guidance is not supported in the schema of a tool.")
     schema = tool.function.schema_of_arguments if forced or tool.function.strict else ANYTHING
-    return Callable(tool.function.name, schema)
+    return ToolSpec(tool.function.name, schema)

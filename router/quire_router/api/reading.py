@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire_proto.sampling import FinishReason
-from quire_proto.text.pieces import Arguments, Content, Piece, Reasoning, ToolCallStart
+from quire_proto.text.pieces import Content, OutputPart, Reasoning, ToolCallArguments, ToolCallStart
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools.formats import new_tool_parser
 from quire_proto.text.tools.parser import ToolParser
@@ -76,26 +76,26 @@ class ChoiceReader:
             return Said(said.content, said.reasoning, said.calls, TOOL_CALLS)
         return said
 
-    def _push(self, text: str) -> list[Piece]:
-        pieces: list[Piece] = [Content(text)] if text else []
+    def _push(self, text: str) -> list[OutputPart]:
+        pieces: list[OutputPart] = [Content(text)] if text else []
         if self._thinking is not None:
             pieces = self._thinking.push(text)
         return self._call(pieces)
 
-    def _finish(self) -> list[Piece]:
+    def _finish(self) -> list[OutputPart]:
         pieces = self._call(self._thinking.finish()) if self._thinking is not None else []
         return pieces if self._tools is None else [*pieces, *self._tools.finish()]
 
-    def _call(self, pieces: list[Piece]) -> list[Piece]:
+    def _call(self, pieces: list[OutputPart]) -> list[OutputPart]:
         """The same, with the calls found in the content."""
         if self._tools is None:
             return pieces
-        result: list[Piece] = []
+        result: list[OutputPart] = []
         for piece in pieces:
             result += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
         return result
 
-    def _said(self, pieces: Iterable[Piece], reason: FinishReason | None = None) -> Said:
+    def _said(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> Said:
         content, reasoning, calls = "", "", list[CallDelta]()
         for piece in pieces:
             if isinstance(piece, Content):
@@ -103,7 +103,7 @@ class ChoiceReader:
             elif isinstance(piece, ToolCallStart):
                 calls.append(CallDelta(self._calls, self._call_id(), piece.name, ""))
                 self._calls += 1
-            elif isinstance(piece, Arguments):
+            elif isinstance(piece, ToolCallArguments):
                 calls.append(self._with_arguments(calls, piece.text))
             elif isinstance(piece, Reasoning) and not self._hides_thoughts:
                 reasoning += piece.text

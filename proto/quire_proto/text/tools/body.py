@@ -12,7 +12,7 @@ _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
 
 
-def read_body(body: str, names: Collection[str]) -> tuple[str, str] | None:
+def parse_call(body: str, names: Collection[str]) -> tuple[str, str] | None:
     """Name and arguments of a whole call of one of ``names``, in any order and with arguments as an object, as text
     that holds one, or absent. None for what is no such call.
     """

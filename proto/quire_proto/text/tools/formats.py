@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from enum import StrEnum
 
-from quire_proto.text.tools.hermes import BEGIN, HermesParser
-from quire_proto.text.tools.llama import MARK, LlamaParser
+from quire_proto.text.tools.hermes import TOOL_CALL_BEGIN, HermesParser
+from quire_proto.text.tools.llama import PYTHON_TAG, LlamaParser
 from quire_proto.text.tools.parser import ToolParser
 
 
@@ -15,7 +15,7 @@ class ToolFormat(StrEnum):
     LLAMA3 = "llama3"
 
 
-MARKS = {ToolFormat.HERMES: ("<tool_call>", "</tool_call>"), ToolFormat.LLAMA3: (MARK,)}
+TOOL_MARKERS = {ToolFormat.HERMES: ("<tool_call>", "</tool_call>"), ToolFormat.LLAMA3: (PYTHON_TAG,)}
 """What a parser has to see, also where the tokenizer takes it for a special token."""
 
 _OTHER_FORMATS = ("<function=", "<arg_key>")  # other things than JSON in the marks of Hermes
@@ -23,7 +23,7 @@ _OTHER_FORMATS = ("<function=", "<arg_key>")  # other things than JSON in the ma
 
 def detect_tool_format(template: str) -> ToolFormat | None:
     """The format that a chat template writes calls in; None where it is none of these."""
-    if BEGIN in template:
+    if TOOL_CALL_BEGIN in template:
         is_json = '"arguments' in template and not any(mark in template for mark in _OTHER_FORMATS)
         return ToolFormat.HERMES if is_json else None
     return ToolFormat.LLAMA3 if '"parameters' in template and '"name' in template else None

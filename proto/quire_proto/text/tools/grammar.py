@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire_proto.json_schema import simplify
-from quire_proto.text.reasoning import BEGIN as THINK
-from quire_proto.text.reasoning import END as END_OF_THINKING
+from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
 from quire_proto.text.tools import hermes
 from quire_proto.text.tools.formats import ToolFormat
 
@@ -20,7 +19,7 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
-class Callable:
+class ToolSpec:
     """A tool that may be called, and the JSON schema of its arguments, an object."""
 
     name: str
@@ -28,7 +27,7 @@ class Callable:
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningState:
     """What a model may think before its calls: whether it does at all, and whether the prompt has begun it."""
 
     marked: bool = False
@@ -37,11 +36,11 @@ class Thinking:
 
 def tool_call_grammar(
     tool_format: ToolFormat,
-    tools: Sequence[Callable],
+    tools: Sequence[ToolSpec],
     *,
     forced: bool,
     parallel: bool,
-    thinking: Thinking = Thinking(),
+    thinking: ReasoningState = ReasoningState(),
     special: Collection[str] = (),
     reply: Mapping[str, Any] | None = None,
 ) -> str:
@@ -55,7 +54,7 @@ def tool_call_grammar(
     else:
         rules = _free(tool_format, marks, parallel)
     # Where text is free it may hold thoughts anyway, unless their mark is no text.
-    apart = forced or reply is not None or thinking.opened or marks.is_token(THINK)
+    apart = forced or reply is not None or thinking.opened or marks.is_token(THINK_BEGIN)
     rules += _thoughts(thinking, marks) if thinking.marked and apart else ["start: answer"]
     return "\n".join(["%llguidance {}", *rules, _TEXT, *_calls(tool_format, tools, marks)])
 
@@ -100,23 +99,23 @@ def _calls_or(tool_format: ToolFormat, parallel: bool, reply: Mapping[str, Any] 
 def _free(tool_format: ToolFormat, marks: _Marks, parallel: bool) -> list[str]:
     if tool_format is ToolFormat.HERMES:
         answer = "answer: (begun body)* TEXT" if parallel else "answer: TEXT | begun body"
-        return [answer, marks.until("begun", hermes.BEGIN)]
+        return [answer, marks.until("begun", hermes.TOOL_CALL_BEGIN)]
     calls = 'call ("; " call)*' if parallel else "call"
     return [f"answer: PLAIN | {calls}", r"PLAIN: /([^{< \t\r\n](.|\n)*)?/"]
 
 
-def _thoughts(thinking: Thinking, marks: _Marks) -> list[str]:
-    begin = "" if thinking.opened else f"{marks.write(THINK)} "
+def _thoughts(thinking: ReasoningState, marks: _Marks) -> list[str]:
+    begin = "" if thinking.opened else f"{marks.write(THINK_BEGIN)} "
     optional = f"({begin}thought GAP)" + ("" if thinking.opened else "?")
-    return [f"start: {optional} answer", r"GAP: /\n{0,2}/", marks.until("thought", END_OF_THINKING)]
+    return [f"start: {optional} answer", r"GAP: /\n{0,2}/", marks.until("thought", THINK_END)]
 
 
-def _calls(tool_format: ToolFormat, tools: Sequence[Callable], marks: _Marks) -> list[str]:
+def _calls(tool_format: ToolFormat, tools: Sequence[ToolSpec], marks: _Marks) -> list[str]:
     numbers = range(len(tools))
     bodies = "body: " + " | ".join(f"tool_{number}" for number in numbers)
     if tool_format is ToolFormat.HERMES:
-        rules = [f"call: {marks.write(hermes.BEGIN)} body", bodies]
-        before, key, after = "\n", "arguments", f'"}}\\n" {marks.write(hermes.END)}'
+        rules = [f"call: {marks.write(hermes.TOOL_CALL_BEGIN)} body", bodies]
+        before, key, after = "\n", "arguments", f'"}}\\n" {marks.write(hermes.TOOL_CALL_END)}'
     else:
         rules, before, key, after = ["call: body", bodies], "", "parameters", '"}"'
     for number, tool in zip(numbers, tools, strict=True):

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from enum import Enum, auto
 
-from quire_proto.text.held import Held, Source
+from quire_proto.text.held import StreamReader, TextBuffer
 
 MAX_HEADER_CHARS = 512  # characters up to the arguments of a call that is told while it comes
 
@@ -13,13 +13,13 @@ _SHAPE = '{":",":{'  # what stands there but for space and for what the strings 
 _KEY, _NAME = 2, 4  # how much of the shape is read inside of that string
 
 
-class Verdict(Enum):
+class HeaderStatus(Enum):
     """What a beginning says of a body."""
 
-    EARLY = auto()  # nothing yet
-    NO_CALL = auto()
-    CALL = auto()  # whose arguments begin
-    WHOLE = auto()  # it says what a call says, but not in this order: only the whole of it tells
+    INCOMPLETE = auto()  # nothing yet
+    NOT_A_CALL = auto()
+    ARGUMENTS = auto()  # whose arguments begin
+    NEEDS_BODY = auto()  # it says what a call says, but not in this order: only the whole of it tells
 
 
 class ToolCallHeaderParser:
@@ -29,35 +29,35 @@ class ToolCallHeaderParser:
 
     def __init__(self, names: Collection[str]) -> None:
         self.name = ""
-        self.taken = Held()
+        self.taken = TextBuffer()
         self._names = names
         self._read = 0  # of the shape
         self._string: str | None = None  # what is read of the string that goes on
 
-    def read(self, source: Source) -> Verdict:
+    def read(self, source: StreamReader) -> HeaderStatus:
         """What is known now. Reads no more than it needs for that, and not the bracket that begins the arguments."""
-        verdict = Verdict.EARLY
-        while verdict is Verdict.EARLY and source.at < len(source.text) and len(self.taken) < MAX_HEADER_CHARS:
+        status = HeaderStatus.INCOMPLETE
+        while status is HeaderStatus.INCOMPLETE and source.at < len(source.text) and len(self.taken) < MAX_HEADER_CHARS:
             end = min(len(source.text), source.at + MAX_HEADER_CHARS - len(self.taken))
-            verdict = self._read_mark(source, end) if self._string is None else self._read_string(source, end)
-        is_long = verdict is Verdict.EARLY and len(self.taken) >= MAX_HEADER_CHARS
-        return Verdict.WHOLE if is_long else verdict
+            status = self._read_mark(source, end) if self._string is None else self._read_string(source, end)
+        is_long = status is HeaderStatus.INCOMPLETE and len(self.taken) >= MAX_HEADER_CHARS
+        return HeaderStatus.NEEDS_BODY if is_long else status
 
-    def _read_mark(self, source: Source, end: int) -> Verdict:
+    def _read_mark(self, source: StreamReader, end: int) -> HeaderStatus:
         self.taken.push(source.take(source.space(end)))
         if source.at == end:
-            return Verdict.EARLY
+            return HeaderStatus.INCOMPLETE
         mark = source.text[source.at]
         if mark != _SHAPE[self._read]:
-            return Verdict.NO_CALL if self._read < _KEY else Verdict.WHOLE
+            return HeaderStatus.NOT_A_CALL if self._read < _KEY else HeaderStatus.NEEDS_BODY
         self._read += 1
         if self._read == len(_SHAPE):
-            return Verdict.CALL
+            return HeaderStatus.ARGUMENTS
         self.taken.push(source.take(source.at + 1))
         self._string = "" if mark == '"' else None
-        return Verdict.EARLY
+        return HeaderStatus.INCOMPLETE
 
-    def _read_string(self, source: Source, end: int) -> Verdict:
+    def _read_string(self, source: StreamReader, end: int) -> HeaderStatus:
         at = source.text.find('"', source.at, end)
         string = (self._string or "") + source.text[source.at : end if at < 0 else at]
         self.taken.push(source.take(end if at < 0 else at + 1))
@@ -66,18 +66,18 @@ class ToolCallHeaderParser:
             return self._read_key(string, ended=at >= 0)
         if self._read == _NAME:
             return self._read_name(string, ended=at >= 0)
-        return Verdict.EARLY if _begins(string, _ARGUMENTS, ended=at >= 0) else Verdict.WHOLE
+        return HeaderStatus.INCOMPLETE if _begins(string, _ARGUMENTS, ended=at >= 0) else HeaderStatus.NEEDS_BODY
 
-    def _read_key(self, key: str, *, ended: bool) -> Verdict:
+    def _read_key(self, key: str, *, ended: bool) -> HeaderStatus:
         if not _begins(key, _KEYS, ended=ended):
-            return Verdict.NO_CALL
-        return Verdict.WHOLE if ended and key != "name" else Verdict.EARLY
+            return HeaderStatus.NOT_A_CALL
+        return HeaderStatus.NEEDS_BODY if ended and key != "name" else HeaderStatus.INCOMPLETE
 
-    def _read_name(self, name: str, *, ended: bool) -> Verdict:
+    def _read_name(self, name: str, *, ended: bool) -> HeaderStatus:
         self.name, escape, _ = name.partition("\\")
         if not _begins(self.name, self._names, ended=ended and not escape):
-            return Verdict.NO_CALL
-        return Verdict.WHOLE if escape else Verdict.EARLY
+            return HeaderStatus.NOT_A_CALL
+        return HeaderStatus.NEEDS_BODY if escape else HeaderStatus.INCOMPLETE
 
 
 def _begins(string: str, known: Collection[str], *, ended: bool) -> bool:

@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 
-from quire_proto.text.held import SPACE, Gap, Held, Search, Source
-from quire_proto.text.pieces import Arguments, Content, Piece, ToolCallStart, joined
-from quire_proto.text.tools.body import MAX_CALL_CHARS, JsonObjectScanner, read_body
-from quire_proto.text.tools.head import ToolCallHeaderParser, Verdict
+from quire_proto.text.held import SPACE, MarkerSearch, StreamReader, TextBuffer, TrailingSpace
+from quire_proto.text.pieces import Content, OutputPart, ToolCallArguments, ToolCallStart, merge_adjacent
+from quire_proto.text.tools.body import MAX_CALL_CHARS, JsonObjectScanner, parse_call
+from quire_proto.text.tools.head import HeaderStatus, ToolCallHeaderParser
 
 
 class ToolParser(ABC):
@@ -27,130 +27,132 @@ class ToolParser(ABC):
     def __init__(self, names: Collection[str], *, exact: bool = False) -> None:
         self._names = frozenset(names)
         self._exact = exact
-        self._source = Source()
-        self._pieces: list[Piece] = []
-        self._called = False  # the last that was told is a call
-        self._search = Search(self.mark)
-        self._gap = Gap()
+        self._source = StreamReader()
+        self._pieces: list[OutputPart] = []
+        self._last_is_call = False  # the last that was told is a call
+        self._search = MarkerSearch(self.mark)
+        self._gap = TrailingSpace()
         self._opening = ""  # the space and the mark before what may be a call
         self._start = 0  # where in the output that begins
-        self._refused = 0  # up to where bodies were looked at as a whole, and were none
-        self._head = ToolCallHeaderParser(self._names)
-        self._body = Held()
+        self._rejected_until = 0  # up to where bodies were looked at as a whole, and were none
+        self._header = ToolCallHeaderParser(self._names)
+        self._body = TextBuffer()
         self._end = JsonObjectScanner()
-        self._step: Callable[[], None] = self._outside
+        self._state: Callable[[], None] = self._read_content
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[OutputPart]:
         """What is certain now."""
         self._source.push(text)
         self._run()
-        return self._told()
+        return self._drain()
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[OutputPart]:
         """What was held back."""
         self._run()
-        while self._finish_step():
+        while self._finish_state():
             self._run()
-        return self._told()
+        return self._drain()
 
     @abstractmethod
-    def _read_whole(self) -> None:
-        """Looks for the end of a body that cannot be told while it comes. To call ``_tell_whole`` or ``_refuse``."""
+    def _read_body(self) -> None:
+        """Looks for the end of a body that cannot be told while it comes. To call ``_finish_body`` or ``_reject``."""
 
     @abstractmethod
-    def _finish_whole(self) -> None:
+    def _finish_incomplete_body(self) -> None:
         """The output ends in such a body."""
 
     @abstractmethod
-    def _close(self) -> None:
+    def _read_closing(self) -> None:
         """Takes what the format has behind the arguments of a call."""
 
     def _run(self) -> None:
         while self._source.more():
-            self._step()
+            self._state()
 
-    def _told(self) -> list[Piece]:
+    def _drain(self) -> list[OutputPart]:
         pieces, self._pieces = self._pieces, []
-        return joined(pieces) if len(pieces) > 1 else pieces
+        return merge_adjacent(pieces) if len(pieces) > 1 else pieces
 
-    def _finish_step(self) -> bool:
+    def _finish_state(self) -> bool:
         """The output ends in this step. Whether something is to be read again because of that."""
-        if self._step == self._outside:
-            self._finish_outside()
-        elif self._step == self._read_head:
-            self._refuse(self._head.taken.take())
-        elif self._step == self._read_whole:
-            self._finish_whole()
+        if self._state == self._read_content:
+            self._finish_content()
+        elif self._state == self._read_header:
+            self._reject(self._header.taken.take())
+        elif self._state == self._read_body:
+            self._finish_incomplete_body()
         return self._source.more()
 
-    def _outside(self) -> None:
+    def _read_content(self) -> None:
         """Content, until the mark."""
         content, found = self._search.read(self._source)
-        self._tell_content(self._gap.push(content))
+        self._emit_content(self._gap.push(content))
         if found:
-            self._open(self._gap.take() + self.mark)
+            self._begin_call(self._gap.take() + self.mark)
 
-    def _finish_outside(self) -> None:
+    def _finish_content(self) -> None:
         """Space that ends an output behind a call is nothing."""
         content = self._gap.take() + self._search.take()
-        if not self._called or content.strip(SPACE):
-            self._tell_content(content)
+        if not self._last_is_call or content.strip(SPACE):
+            self._emit_content(content)
 
-    def _open(self, opening: str) -> None:
+    def _begin_call(self, opening: str) -> None:
         """A body may begin here, behind ``opening``."""
         self._opening, self._start = opening, self._source.position
-        self._head, self._step = ToolCallHeaderParser(self._names), self._read_head
+        self._header, self._state = ToolCallHeaderParser(self._names), self._read_header
 
-    def _read_head(self) -> None:
-        verdict = self._head.read(self._source)
-        if verdict is Verdict.CALL:
-            self._pieces.append(ToolCallStart(self._head.name))
-            self._called, self._end, self._step = True, JsonObjectScanner(), self._arguments
-        elif verdict is Verdict.NO_CALL or (verdict is Verdict.WHOLE and (self._exact or self._start < self._refused)):
-            self._refuse(self._head.taken.take())
-        elif verdict is Verdict.WHOLE:
-            self._source.put_back(self._head.taken.take())
-            self._body, self._end, self._step = Held(), JsonObjectScanner(), self._read_whole
+    def _read_header(self) -> None:
+        status = self._header.read(self._source)
+        if status is HeaderStatus.ARGUMENTS:
+            self._pieces.append(ToolCallStart(self._header.name))
+            self._last_is_call, self._end, self._state = True, JsonObjectScanner(), self._read_arguments
+        elif status is HeaderStatus.NOT_A_CALL or (
+            status is HeaderStatus.NEEDS_BODY and (self._exact or self._start < self._rejected_until)
+        ):
+            self._reject(self._header.taken.take())
+        elif status is HeaderStatus.NEEDS_BODY:
+            self._source.put_back(self._header.taken.take())
+            self._body, self._end, self._state = TextBuffer(), JsonObjectScanner(), self._read_body
 
-    def _arguments(self) -> None:
+    def _read_arguments(self) -> None:
         source = self._source
         end = self._end.find(source.text, source.at, len(source.text))
         told = source.take(len(source.text) if end is None else end)
         if told:
-            self._pieces.append(Arguments(told))
+            self._pieces.append(ToolCallArguments(told))
         if end is not None:
-            self._step = self._close
+            self._state = self._read_closing
 
-    def _tell_whole(self, behind: str = "") -> None:
+    def _finish_body(self, behind: str = "") -> None:
         """The body is all that is held of it, and the format's own mark was read ``behind`` it."""
         body = self._body.take()
-        call = read_body(body, self._names)
+        call = parse_call(body, self._names)
         if call is None:
-            self._refuse_whole(body, behind)
+            self._reject_body(body, behind)
         else:
-            self._pieces += [ToolCallStart(call[0]), Arguments(call[1])]
-            self._called = True
-            self._next()
+            self._pieces += [ToolCallStart(call[0]), ToolCallArguments(call[1])]
+            self._last_is_call = True
+            self._after_call()
 
-    def _refuse_whole(self, body: str, behind: str = "") -> None:
-        self._refused = self._start + len(body)
-        self._refuse(body + behind)
+    def _reject_body(self, body: str, behind: str = "") -> None:
+        self._rejected_until = self._start + len(body)
+        self._reject(body + behind)
 
-    def _refuse(self, body: str) -> None:
+    def _reject(self, body: str) -> None:
         """What began here is no call. What is in it may still be looked at."""
-        self._tell_content(self._opening)
+        self._emit_content(self._opening)
         self._source.put_back(body)
-        self._step = self._outside
+        self._state = self._read_content
 
-    def _next(self) -> None:
+    def _after_call(self) -> None:
         """What may follow a call."""
-        self._step = self._outside
+        self._state = self._read_content
 
-    def _tell_content(self, text: str) -> None:
+    def _emit_content(self, text: str) -> None:
         if text:
             self._pieces.append(Content(text))
-            self._called = False
+            self._last_is_call = False
 
-    def _room(self) -> int:
+    def _body_limit(self) -> int:
         """Where the text of a body must end that begins where it does."""
         return min(len(self._source.text), self._source.at + MAX_CALL_CHARS - (self._source.position - self._start))
