@@ -190,7 +190,7 @@ SHORT_TASKS = {
     "router/quire_router/fleet/fleet.py": {"EnginePool._remove_if_idle"},  # closes a link
     "router/quire_router/journal/redis.py": {"RedisJournal.open_if_absent"},
     "router/quire_router/routing.py": {"Dispatcher._wait"},
-    "engine/quire_engine/service/server.py": {"_first"},
+    "engine/quire_engine/service/server.py": {"_first_completed"},
     "engine/quire_engine/service/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails
 }
 """Where tasks begin that end by themselves, with a request or a connection, and tell what they raise."""

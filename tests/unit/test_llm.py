@@ -106,11 +106,11 @@ def test_a_stop_string_ends_the_output_that_has_it_and_no_other(offline, prompts
 def test_nothing_is_computed_for_an_output_after_its_stop_string(offline):
     prompt, params = [5, 6, 7], seeded(3, max_tokens=200, ignore_eos=True, n=3)
     stop = text_of(expected_output(prompt, params.seed, 200)[:9]).strip()[-1]
-    before = offline.scheduler.statistics.generated_tokens
+    before = offline.scheduler.stats.generated_tokens
 
     (result,) = quiet(offline.llm, prompt, SamplingParams(**fields(params), stop=stop))
 
-    made = offline.scheduler.statistics.generated_tokens - before
+    made = offline.scheduler.stats.generated_tokens - before
     kept = sum(len(output.token_ids) for output in result.outputs)
     assert kept <= made <= kept + len(result.outputs)
 
