@@ -43,7 +43,7 @@ class FirstIdle:
         row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
         return None if row is None else PlacementDecision(str(self._table.ids[row]), row, "first_idle", 0)
 
-    def placed(self, decision: PlacementDecision, generation: GenerationRequest) -> None:
+    def record_dispatch(self, decision: PlacementDecision, generation: GenerationRequest) -> None:
         pass
 
 
