@@ -12,9 +12,9 @@ from quire_router.admission.limits import RateLimiter
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenants_file import TenantsFile, read_tenants
-from quire_router.api.frontend import Frontend
-from quire_router.api.identity import Keys
-from quire_router.api.running import BodyBudget, Running
+from quire_router.api.frontend import ApiService
+from quire_router.api.identity import StaticKeys
+from quire_router.api.running import BodyBudget, ConcurrencyLimit
 from quire_router.autoscale.load import Load, OwnLoad
 from quire_router.autoscale.redis_load import LoadTeller, RedisLoad
 from quire_router.config import Settings
@@ -67,12 +67,12 @@ class Parts:
         self.peers = None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations)
         limits = RateLimiter(file.tenants, self.meter)
         self.lifecycle = self._lifecycle(settings, texts, limits)
-        self.frontend = Frontend(
+        self.frontend = ApiService(
             texts,
             self.fleet,
             self.lifecycle,
-            Keys((key.get_secret_value() for key in settings.api_key), file),
-            Running(settings.max_concurrent_requests),
+            StaticKeys((key.get_secret_value() for key in settings.api_key), file),
+            ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
             refuse_unknown=settings.unknown_parameters == "refuse",
             request_timeout=settings.request_timeout,
@@ -80,7 +80,7 @@ class Parts:
             tenant_limits=limits,
             bodies=BodyBudget(settings.max_inflight_body_bytes),
         )
-        self.queue.on_queued = self.frontend.bodies.release
+        self.queue.on_queued = self.frontend.bodies.release_queued
         own = OwnLoad(settings.models, self.lifecycle.load)
         self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
         self._teller = None if redis is None else LoadTeller(redis, own.now)

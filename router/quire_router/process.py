@@ -62,8 +62,8 @@ class Router:
                 ending.push_async_callback(supervise("worker", self._end_if_failing).stop)
             await self._stopping.wait()
             await self._linger()
-            log.info("stopping: %d requests in progress", len(parts.frontend.running))
-            parts.frontend.running.stop_accepting()
+            log.info("stopping: %d requests in progress", len(parts.frontend.concurrency))
+            parts.frontend.concurrency.close()
             await parts.lifecycle.drain(self._settings.shutdown_timeout)
             parts.queue.close()  # only now: what waits there may have its turn while the router drains
             for door in doors:
@@ -80,7 +80,7 @@ class Router:
     async def _linger(self) -> None:
         """Serves on while everybody learns that this router leaves."""
         delay = self._settings.shutdown_delay
-        self._parts.frontend.running.leave()
+        self._parts.frontend.concurrency.start_draining()
         if delay:
             log.info("leaving: new requests are taken for %g seconds", delay)
             with suppress(TimeoutError):

@@ -15,14 +15,14 @@ from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
 from quire_router.api.backend import Runner
-from quire_router.api.frontend import Frontend
-from quire_router.api.identity import Keys
+from quire_router.api.frontend import ApiService
+from quire_router.api.identity import StaticKeys
 from quire_router.api.rest.app import RestApp, build_admin, build_api
 from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.protocol import ConnectionLimits
 from quire_router.api.rest.server import HttpServer, listen
 from quire_router.api.rpc.server import CallLimits, RpcServer
-from quire_router.api.running import Running
+from quire_router.api.running import ConcurrencyLimit
 from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
 from quire_router.held import OwnedDeltaStream
 from quire_router.journal.base import RecordedDelta, RequestRecord
@@ -302,7 +302,7 @@ def script_of(text: str) -> Script:
 class Stage:
     """A running frontend and how to reach it."""
 
-    frontend: Frontend
+    frontend: ApiService
     fleet: ScriptedFleet
     runner: ScriptedRunner
     app: RestApp
@@ -340,7 +340,9 @@ async def open_stage(
     """
     texts = {MODEL: ModelTokenizer(byte_level(), ChatTemplate(template, {}, "the test"))}
     fleet, scripted = ScriptedFleet(), ScriptedRunner(script)
-    frontend = Frontend(texts, fleet, runner or scripted, Keys(keys, file), Running(concurrent), **settings)
+    frontend = ApiService(
+        texts, fleet, runner or scripted, StaticKeys(keys, file), ConcurrencyLimit(concurrent), **settings
+    )
     silence = KeepAlive(keepalive, heartbeat)
     app = build_api(frontend, max_body_bytes=max_body_bytes, patience=patience, keepalive=silence)
     server = HttpServer(app, listen("127.0.0.1", 0), limits)

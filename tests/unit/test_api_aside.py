@@ -5,13 +5,13 @@ from threading import Event
 
 import pytest
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.api.aside import OF_ONE_TENANT, THREADS, Aside
+from quire_router.api.aside import THREADS, THREADS_PER_TENANT, TokenizerPool
 
 from tests.support.waiting import until
 
 
 async def test_a_tenant_leaves_a_thread_to_others_however_much_it_asks_for():
-    aside, release, begun = Aside(), Event(), []
+    aside, release, begun = TokenizerPool(), Event(), []
 
     def block(number: int) -> int:
         begun.append(number)
@@ -19,17 +19,17 @@ async def test_a_tenant_leaves_a_thread_to_others_however_much_it_asks_for():
         return number
 
     many = [asyncio.create_task(aside.run("many", 1, lambda number=number: block(number))) for number in range(8)]
-    await until(lambda: len(begun) == OF_ONE_TENANT)
+    await until(lambda: len(begun) == THREADS_PER_TENANT)
     many[0].cancel()  # its thread is not free before the work has ended
     assert await asyncio.wait_for(aside.run("other", 1, lambda: "done"), 10) == "done"
-    assert len(begun) == OF_ONE_TENANT
+    assert len(begun) == THREADS_PER_TENANT
     release.set()
     assert await asyncio.gather(*many[1:]) == [*range(1, 8)]
     aside.close()
 
 
 async def test_what_work_raises_is_raised_and_its_place_is_free_again():
-    aside = Aside()
+    aside = TokenizerPool()
 
     def fail() -> None:
         raise ValueError("no")
@@ -41,7 +41,7 @@ async def test_what_work_raises_is_raised_and_its_place_is_free_again():
 
 
 async def test_what_waits_for_a_thread_is_bounded_and_a_tenant_has_half_of_it():
-    aside, release, begun = Aside(max_waiting=100), Event(), []
+    aside, release, begun = TokenizerPool(max_queued=100), Event(), []
 
     def block() -> None:
         begun.append(1)
@@ -50,7 +50,7 @@ async def test_what_waits_for_a_thread_is_bounded_and_a_tenant_has_half_of_it():
     def run(tenant: str, size: int) -> asyncio.Task[None]:
         return asyncio.create_task(aside.run(tenant, size, block))
 
-    running = [run(tenant, 1000) for tenant in ["many"] * OF_ONE_TENANT + ["other"] * OF_ONE_TENANT]
+    running = [run(tenant, 1000) for tenant in ["many"] * THREADS_PER_TENANT + ["other"] * THREADS_PER_TENANT]
     await until(lambda: len(begun) == THREADS)
     waiting = [run("many", 40)]
     await asyncio.sleep(0)

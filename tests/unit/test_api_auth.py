@@ -12,7 +12,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants_file import read_tenants
 from quire_router.api import identity
-from quire_router.api.identity import ANYONE, Keys
+from quire_router.api.identity import ANONYMOUS, StaticKeys
 
 from tests.support.api_stage import ask, chat, open_stage, read_answer
 
@@ -163,7 +163,7 @@ def test_what_is_stored_of_a_key_is_slow_to_guess_from_and_the_same_in_every_rou
     derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
 
     for _ in range(2):
-        caller = Keys([KEY]).caller(f"Bearer {KEY}")
+        caller = StaticKeys([KEY]).caller(f"Bearer {KEY}")
         assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
 
 
@@ -176,7 +176,7 @@ async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch
 
     monkeypatch.setattr(identity, "scrypt", slow)
     names = [f"the-right-key-{number}" for number in range(1000)]
-    keys = Keys(names)
+    keys = StaticKeys(names)
     assert derived == []
     early = keys.caller(f"Bearer {names[700]}")
     assert derived == [names[700]]
@@ -198,9 +198,9 @@ async def test_without_configured_keys_everyone_shares():
 
 
 def test_a_caller_is_known_by_the_key_alone():
-    keys = Keys([KEY])
+    keys = StaticKeys([KEY])
 
-    assert keys.caller(f"Bearer {KEY}") != ANYONE
+    assert keys.caller(f"Bearer {KEY}") != ANONYMOUS
     with pytest.raises(QuireError) as refusal:
         keys.caller()
     assert refusal.value.code == ErrorCode.UNAUTHENTICATED
@@ -217,7 +217,7 @@ async def unary(channel, method, metadata):
 @pytest.mark.parametrize("authorization", ["", KEY, f"Token {KEY}"])
 def test_who_sends_a_key_in_another_form_is_told_the_right_one(authorization):
     with pytest.raises(QuireError, match="Authorization: Bearer KEY"):
-        Keys([KEY]).caller(authorization)
+        StaticKeys([KEY]).caller(authorization)
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", KEY),)])

@@ -15,7 +15,7 @@ from quire_proto.sampling import FinishReason
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.admission.turn import QueuedRequest
 from quire_router.api.rest.protocol import LimitedHttpProtocol
-from quire_router.api.running import FIRST_BYTES, BodyBudget
+from quire_router.api.running import INITIAL_RESERVATION, BodyBudget
 
 from tests.support.api_stage import ANSWER, MODEL, ask, chat, open_stage, read_answer
 from tests.support.waiting import until
@@ -38,10 +38,10 @@ async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_clie
     budget = BodyBudget(LIMIT)
     async with open_stage(bodies=budget) as stage:
         writer = await holding(stage.port, LIMIT - 100)
-        await until(lambda: budget.taken == LIMIT - 100)
+        await until(lambda: budget.used == LIMIT - 100)
         refused = await ask(stage.port, "POST", CHAT, chat("x" * 200))
         writer.close()
-        await until(lambda: budget.taken == 0)
+        await until(lambda: budget.used == 0)
         again = await ask(stage.port, "POST", CHAT, chat())
 
     assert (refused.status, refused.error["code"]) == (429, "body_bytes")
@@ -51,17 +51,17 @@ async def test_a_body_is_reserved_before_it_is_read_and_given_back_when_its_clie
 
 
 async def test_heads_that_promise_bodies_keep_nobody_out():
-    budget = BodyBudget(8 * FIRST_BYTES)
+    budget = BodyBudget(8 * INITIAL_RESERVATION)
     async with open_stage(bodies=budget) as stage:
-        writers = [await holding(stage.port, 4 * FIRST_BYTES, sent=0) for _ in range(4)]
-        await until(lambda: budget.taken == 4 * FIRST_BYTES)
+        writers = [await holding(stage.port, 4 * INITIAL_RESERVATION, sent=0) for _ in range(4)]
+        await until(lambda: budget.used == 4 * INITIAL_RESERVATION)
         assert (await ask(stage.port, "POST", CHAT, chat())).status == 200
-        writers[0].write(b" " * FIRST_BYTES)
-        await until(lambda: budget.taken == 6 * FIRST_BYTES)
-        assert (await ask(stage.port, "POST", CHAT, chat("x" * 3 * FIRST_BYTES))).status == 429
+        writers[0].write(b" " * INITIAL_RESERVATION)
+        await until(lambda: budget.used == 6 * INITIAL_RESERVATION)
+        assert (await ask(stage.port, "POST", CHAT, chat("x" * 3 * INITIAL_RESERVATION))).status == 429
         for writer in writers:
             writer.close()
-        await until(lambda: budget.taken == 0)
+        await until(lambda: budget.used == 0)
 
 
 async def test_nothing_stays_reserved_for_who_reads_the_answer_to_a_request_that_came_before():
@@ -71,7 +71,7 @@ async def test_nothing_stays_reserved_for_who_reads_the_answer_to_a_request_that
         first = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body, key))
         await asyncio.wait_for(stage.runner.begun.wait(), LONG)
         second = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body + b" " * 500, key))
-        await until(lambda: len(stage.frontend.running) == 2 and budget.taken == len(body))
+        await until(lambda: len(stage.frontend.concurrency) == 2 and budget.used == len(body))
         release.set()
         assert [(await each).status for each in (first, second)] == [200, 200]
 
@@ -80,13 +80,13 @@ async def test_a_body_without_a_stated_length_is_counted_as_it_comes():
     budget = BodyBudget(LIMIT)
     async with open_stage(bodies=budget) as stage:
         writer = await holding(stage.port, LIMIT - 1_000)
-        await until(lambda: budget.taken == LIMIT - 1_000)
+        await until(lambda: budget.used == LIMIT - 1_000)
         reader, chunked = await asyncio.open_connection("127.0.0.1", stage.port)
         chunked.write(f"{HEAD}transfer-encoding: chunked\r\n\r\n".encode() + b"200\r\n" + b"x" * 512 + b"\r\n")
-        await until(lambda: budget.taken == LIMIT - 488)
+        await until(lambda: budget.used == LIMIT - 488)
         chunked.write(b"200\r\n" + b"x" * 512 + b"\r\n")
         answer = await asyncio.wait_for(read_answer(reader), LONG)
-        await until(lambda: budget.taken == LIMIT - 1_000)
+        await until(lambda: budget.used == LIMIT - 1_000)
         chunked.close()
         writer.close()
 
@@ -99,12 +99,12 @@ async def test_what_is_reserved_is_given_back_when_the_request_waits_in_the_queu
         body = json.dumps(chat(stream=True)).encode()
         asking = asyncio.ensure_future(ask(stage.port, "POST", CHAT, body))
         await asyncio.wait_for(stage.runner.begun.wait(), LONG)
-        assert budget.taken == len(body)
-        budget.release(stage.runner.generations[0].request_id)
-        assert budget.taken == 0
+        assert budget.used == len(body)
+        budget.release_queued(stage.runner.generations[0].request_id)
+        assert budget.used == 0
         release.set()
         assert (await asking).status == 200
-        assert budget.taken == 0
+        assert budget.used == 0
 
 
 async def test_the_queue_says_what_waits_in_it():
@@ -132,7 +132,7 @@ async def test_nothing_stays_reserved_whatever_the_answer_is(path, body):
     budget = BodyBudget(LIMIT)
     async with open_stage(bodies=budget) as stage:
         assert (await ask(stage.port, "POST", path, body)).status in (200, 400)
-        await until(lambda: budget.taken == 0)
+        await until(lambda: budget.used == 0)
 
 
 async def test_one_tenant_leaves_half_to_the_others():
@@ -140,7 +140,7 @@ async def test_one_tenant_leaves_half_to_the_others():
     one, other = ({"authorization": f"Bearer {key}"} for key in KEYS)
     async with open_stage(keys=KEYS, bodies=budget) as stage:
         writer = await holding(stage.port, LIMIT // 2, f"authorization: Bearer {KEYS[0]}\r\n")
-        await until(lambda: budget.taken == LIMIT // 2)
+        await until(lambda: budget.used == LIMIT // 2)
         assert (await ask(stage.port, "POST", CHAT, chat(), one)).status == 429
         assert (await ask(stage.port, "POST", CHAT, chat(), other)).status == 200
         writer.close()
@@ -152,14 +152,14 @@ async def test_a_message_over_grpc_is_counted_while_its_call_lasts():
         request = pb.GenerateRequest(model=MODEL, text="hello")
         call = InferenceStub(channel).Generate(request)
         await asyncio.wait_for(stage.runner.begun.wait(), LONG)
-        assert budget.taken == request.ByteSize()
-        with budget.reserve("", LIMIT - budget.taken):
+        assert budget.used == request.ByteSize()
+        with budget.reserve("", LIMIT - budget.used):
             refused = InferenceStub(channel).Generate(request)
             assert "memory" in (await refused.details())
         release.set()
         async for _ in call:
             pass
-        await until(lambda: budget.taken == 0)
+        await until(lambda: budget.used == 0)
 
 
 async def test_bytes_that_came_with_a_refused_head_do_not_stay_while_its_connection_idles():
@@ -186,20 +186,20 @@ def test_the_budget_is_never_exceeded_but_by_a_body_that_is_alone(bodies, random
             try:
                 body = holding.enter_context(budget.reserve(tenant, stated))
                 for part in parts:
-                    body.add(b"x" * part)
+                    body.append(b"x" * part)
             except QuireError as error:
                 refusals.add((error.code, error.reason))
             else:
-                assert budget.taken <= 100 or budget.taken == max(stated, sum(parts))
+                assert budget.used <= 100 or budget.used == max(stated, sum(parts))
                 open_bodies.append((holding.pop_all(), body, tenant, max(stated, sum(parts))))
         if open_bodies and random.random() < 0.4:
             held, body, _, _ = open_bodies.pop(random.randrange(len(open_bodies)))
             if random.random() < 0.5:
                 body.admitted("r")
-                budget.release("r")
+                budget.release_queued("r")
             held.close()
-        assert budget.taken == sum(size for *_, size in open_bodies)
+        assert budget.used == sum(size for *_, size in open_bodies)
     assert refusals <= {(ErrorCode.OVERLOADED, "body_bytes")}
     for held, *_ in open_bodies:
         held.close()
-    assert budget.taken == 0
+    assert budget.used == 0

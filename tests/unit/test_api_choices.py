@@ -16,9 +16,9 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.text.detokenizer import REPLACEMENT
-from quire_router.api.echo import echoed
-from quire_router.api.running import Running
-from quire_router.api.together import Together
+from quire_router.api.echo import with_prompt_echo
+from quire_router.api.running import ConcurrencyLimit
+from quire_router.api.together import MultiPromptRunner
 from quire_router.generation import Delta, GenerationRequest, Usage
 
 from tests.support.api_stage import MODEL, VOCAB_SIZE, ask, chat, completion, open_stage, text_of
@@ -79,8 +79,8 @@ class Verbatim:
         return True
 
 
-def together(runner: Verbatim, running: Running | None = None) -> Together:
-    return Together(runner, running or Running(100))
+def together(runner: Verbatim, running: ConcurrencyLimit | None = None) -> MultiPromptRunner:
+    return MultiPromptRunner(runner, running or ConcurrencyLimit(100))
 
 
 def generations(prompts: int, n: int = 1) -> list[GenerationRequest]:
@@ -308,7 +308,7 @@ async def test_each_prompt_takes_a_place_among_the_requests_in_progress():
     async with open_stage(concurrent=3) as stage:
         fits = await ask(stage.port, "POST", COMPLETIONS, completion(["a"] * 3))
         refused = await ask(stage.port, "POST", COMPLETIONS, completion(["a"] * 4))
-        assert len(stage.frontend.running) == 0
+        assert len(stage.frontend.concurrency) == 0
 
     assert (fits.status, refused.status) == (200, 429)
 
@@ -316,7 +316,7 @@ async def test_each_prompt_takes_a_place_among_the_requests_in_progress():
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.text("abc", min_size=1, max_size=4), min_size=2, max_size=2), min_size=1, max_size=5))
 def test_however_the_pieces_of_several_prompts_mingle_every_choice_is_whole(texts):
-    runner, running = Verbatim(*(answer_of(*each) for each in texts)), Running(100)
+    runner, running = Verbatim(*(answer_of(*each) for each in texts)), ConcurrencyLimit(100)
 
     async def collect():
         return [delta async for delta in await together(runner, running).run(generations(len(texts), n=2))]
@@ -402,7 +402,7 @@ def echo_of(token_ids, cut, **rules) -> str:
     generation = GenerationRequest("r", MODEL, token_ids[:cut], SamplingParams(), echo=True, **rules)
 
     async def collect():
-        return [delta.text async for delta in echoed(played(pieces), [generation], TOKENIZER)]
+        return [delta.text async for delta in with_prompt_echo(played(pieces), [generation], TOKENIZER)]
 
     return "".join(asyncio.run(collect()))
 

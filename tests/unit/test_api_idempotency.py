@@ -15,8 +15,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api import terms
-from quire_router.api.identity import Caller
-from quire_router.api.terms import Terms
+from quire_router.api.identity import Identity
+from quire_router.api.terms import RequestOptions
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.siblings import PromptGroup
 
@@ -82,7 +82,7 @@ async def test_two_at_once_run_once_and_the_second_may_leave():
         release.set()
         answers = [await first, await third]
         async with asyncio.timeout(10):
-            while len(stage.frontend.running):  # noqa: ASYNC110 - it tells nobody
+            while len(stage.frontend.concurrency):  # noqa: ASYNC110 - it tells nobody
                 await asyncio.sleep(0.001)
 
     assert answers[0].body == answers[1].body
@@ -246,7 +246,9 @@ async def test_a_request_that_is_lost_between_is_503(fields):
 @settings(deadline=None)
 @given(st.text("ab\0 ", max_size=4), st.text("ab\0 ", max_size=4), st.text("ab", max_size=3), st.text("ab", max_size=3))
 def test_ids_of_keys_are_the_same_everywhere_and_differ_between_tenants_and_keys(one, other, tenant, another):
-    ids = [Terms(key=f"k{key}").request_id(Caller(owner)) for key, owner in ((one, tenant), (other, another))]
+    ids = [
+        RequestOptions(key=f"k{key}").request_id(Identity(owner)) for key, owner in ((one, tenant), (other, another))
+    ]
     assert all(re.fullmatch("[0-9a-f]{32}", request_id) for request_id in ids)
     assert (ids[0] == ids[1]) == ((one, tenant) == (other, another))
 
@@ -373,7 +375,7 @@ async def test_a_router_whose_memory_is_gone_says_so(fields):
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=3) | st.just(list(range(10_000))), min_size=1, max_size=3))
 def test_prompts_count_for_a_key_as_they_always_did(prompts):
-    written = [terms._written(array("i", prompt)) for prompt in prompts]
+    written = [terms._list_repr(array("i", prompt)) for prompt in prompts]
     assert f"[{', '.join(written)}]" == repr(prompts)
 
 

@@ -8,9 +8,9 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_router.api.conversation import Message
-from quire_router.api.identity import ANYONE
-from quire_router.api.reading import CallDelta, Said
+from quire_router.api.conversation import ChatMessage
+from quire_router.api.identity import ANONYMOUS
+from quire_router.api.reading import ParsedDelta, ToolCallDelta
 from quire_router.api.rest.said import message_object
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.strict import in_header
@@ -30,7 +30,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=6,
 )
-KNOWN = {*Message.model_fields, *ToolCall.model_fields, *CalledFunction.model_fields}
+KNOWN = {*ChatMessage.model_fields, *ToolCall.model_fields, *CalledFunction.model_fields}
 EXTRA = st.dictionaries(
     st.sampled_from(
         ["index", "parsed", "parsed_arguments", "provider_specific_fields", "cache_control", "audio", "annotations"]
@@ -46,8 +46,10 @@ ARGUMENTS = OBJECTS | st.text(max_size=20) | st.sampled_from(["", "{", "[1]", "n
 @st.composite
 def answers(draw):
     """A message as an answer has it: text, thoughts and calls, whose arguments a model may have got wrong."""
-    calls = tuple(CallDelta(index, f"call_{index}", "get", draw(ARGUMENTS)) for index in range(draw(st.integers(0, 2))))
-    return message_object([Said(draw(st.text(max_size=9)), draw(st.text(max_size=9)), calls)])
+    calls = tuple(
+        ToolCallDelta(index, f"call_{index}", "get", draw(ARGUMENTS)) for index in range(draw(st.integers(0, 2)))
+    )
+    return message_object([ParsedDelta(draw(st.text(max_size=9)), draw(st.text(max_size=9)), calls)])
 
 
 @st.composite
@@ -77,7 +79,7 @@ def prompt_with(*messages, template=SEES_ALL):
     body = json.dumps({"model": MODEL, "messages": messages, "tools": [tool()]}).encode()
     request, ignored = validator.taken(ChatRequest.from_json(body), MODEL)
     assert ignored == ()
-    (generation,) = validator.generations(request, "id", ANYONE)
+    (generation,) = validator.generations(request, "id", ANONYMOUS)
     return text.decode(list(generation.prompt_token_ids))
 
 

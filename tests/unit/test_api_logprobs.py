@@ -14,7 +14,13 @@ from quire.v1 import types_pb2
 from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
-from quire_router.api.rest.logprobs import ChatShape, CompletionShape, Offsets, PromptShape, TokenNames
+from quire_router.api.rest.logprobs import (
+    ChatLogprobsFormat,
+    CompletionLogprobsFormat,
+    PromptLogprobsFormat,
+    TextOffsets,
+    TokenNames,
+)
 from quire_router.generation import Delta
 
 from tests.support.api_stage import (
@@ -300,8 +306,8 @@ def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
     tokens = list(TEXT.encode_plain(text))
     cut = place % (len(tokens) + 1)
     logprobs = [logprobs_of(each, top) for each in tokens]
-    offsets = Offsets(TEXT.new_output_stream([], ()))
-    shape, whole = CompletionShape(NAMES, top), defaultdict(list)
+    offsets = TextOffsets(TEXT.new_output_stream([], ()))
+    shape, whole = CompletionLogprobsFormat(NAMES, top), defaultdict(list)
     for part in (slice(0, cut), slice(cut, None)):
         for name, values in lists_of(shape, tokens[part], logprobs[part], offsets).items():
             whole[name] += values
@@ -313,32 +319,32 @@ def test_the_bytes_are_the_text_and_the_offsets_point_into_it(text, top, place):
     for at, (token_id, offset) in enumerate(zip(tokens, whole["text_offset"], strict=True)):
         if offset > max(whole["text_offset"][:at], default=-1) and not whole["tokens"][at].startswith("bytes:"):
             assert text[offset:].startswith(TEXT.token_bytes(token_id).decode())
-    content = lists_of(ChatShape(NAMES, top), tokens, logprobs, offsets)["content"]
+    content = lists_of(ChatLogprobsFormat(NAMES, top), tokens, logprobs, offsets)["content"]
     assert b"".join(bytes(each["bytes"]) for each in content) == text.encode()
 
 
 @pytest.mark.parametrize("logprob", [float("-inf"), -1e30, float("nan")])
 def test_what_json_cannot_say_is_said_as_openai_says_it(logprob):
     logprobs = [TokenLogprobs(logprob, ((5, logprob),))]
-    offsets = Offsets(TEXT.new_output_stream([], ()))
+    offsets = TextOffsets(TEXT.new_output_stream([], ()))
 
-    assert lists_of(ChatShape(NAMES, 1), [5], logprobs, offsets)["content"][0]["logprob"] == -9999.0
-    assert lists_of(CompletionShape(NAMES, 1), [5], logprobs, offsets)["token_logprobs"] == [-9999.0]
-    assert json.loads(f"[{PromptShape(NAMES).write([5], logprobs)}]") == [
+    assert lists_of(ChatLogprobsFormat(NAMES, 1), [5], logprobs, offsets)["content"][0]["logprob"] == -9999.0
+    assert lists_of(CompletionLogprobsFormat(NAMES, 1), [5], logprobs, offsets)["token_logprobs"] == [-9999.0]
+    assert json.loads(f"[{PromptLogprobsFormat(NAMES).write([5], logprobs)}]") == [
         {"5": {"logprob": -9999.0, "rank": 1, "decoded_token": plain(5)}}
     ]
 
 
 def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes():
     unknown = [TokenLogprobs(-1.0)]
-    entry = lists_of(ChatShape(NAMES, 0), [VOCAB_SIZE + 1], unknown, Offsets(TEXT.new_output_stream([], ())))[
-        "content"
-    ][0]
+    entry = lists_of(
+        ChatLogprobsFormat(NAMES, 0), [VOCAB_SIZE + 1], unknown, TextOffsets(TEXT.new_output_stream([], ()))
+    )["content"][0]
 
     assert (entry["token"], entry["bytes"]) == ("", None)
 
 
 def test_lists_that_do_not_belong_together_are_never_shown():
-    for shape in (ChatShape(NAMES, 0), CompletionShape(NAMES, 0)):
+    for shape in (ChatLogprobsFormat(NAMES, 0), CompletionLogprobsFormat(NAMES, 0)):
         with pytest.raises(ValueError, match="shorter"):
-            shape.write([5, 6], [TokenLogprobs(-1.0)], Offsets(TEXT.new_output_stream([], ())))
+            shape.write([5, 6], [TokenLogprobs(-1.0)], TextOffsets(TEXT.new_output_stream([], ())))

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.api.admitted import Admitted
-from quire_router.api.answer import Answer, begun
-from quire_router.api.echo import echoed
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.answer import Response, begun_choices
+from quire_router.api.echo import with_prompt_echo
 from quire_router.api.rest.answers import CHAT, COMPLETION
-from quire_router.api.rest.chunks import DONE, Chunks
+from quire_router.api.rest.chunks import DONE, SseEncoder
 from quire_router.api.rpc import messages
-from quire_router.api.rpc.pieces import Pieces
-from quire_router.api.shape import AnswerShape
+from quire_router.api.rpc.pieces import DeltaMessages
+from quire_router.api.shape import ResponseOptions
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.mark import StreamCursor
 
@@ -25,12 +25,12 @@ from tests.support.api_stage import MODEL, TEXT, as_had, events_of, logprobs_of
 class Told:
     """An answer as a runner gives it, and the request that it belongs to."""
 
-    admitted: Admitted
+    admitted: PreparedRequest
     deltas: list[Delta]
 
     def pieces(self, mark: StreamCursor) -> list[Delta]:
         """The answer once more, for a reader who stands at ``mark``."""
-        ends = [0] * self.admitted.choices
+        ends = [0] * self.admitted.num_choices
         had = []
         for delta in self.deltas:
             ends[delta.index] += len(delta.token_ids)
@@ -71,7 +71,7 @@ def answers(draw) -> Told:
         for number in range(prompts)
     )
     with_usage, each_time = draw(st.sampled_from([(False, False), (True, False), (True, True)]))
-    shape = AnswerShape(include_usage=with_usage, continuous_usage=each_time, logprobs=logprobs)
+    shape = ResponseOptions(include_usage=with_usage, continuous_usage=each_time, logprobs=logprobs)
     waiting = [draw(choices(index, logprobs is not None)) for index in range(n * prompts)]
     for index in range(0, n * prompts, n):
         about_prompt = [logprobs_of(each, 2) for each in prompt[1:]] if echo and logprobs else []
@@ -82,7 +82,7 @@ def answers(draw) -> Told:
         deltas.append(draw(st.sampled_from([each for each in waiting if each])).pop(0))
     usage, alone = Usage(3, 9, 1), draw(st.booleans())
     deltas = [*deltas, Delta("", [], usage=usage)] if alone else [*deltas[:-1], replace(deltas[-1], usage=usage)]
-    return Told(Admitted(generations, shape, TEXT, event_ids=True), deltas)
+    return Told(PreparedRequest(generations, shape, TEXT, event_ids=True), deltas)
 
 
 async def played(deltas: list[Delta]) -> AsyncGenerator[Delta]:
@@ -90,12 +90,12 @@ async def played(deltas: list[Delta]) -> AsyncGenerator[Delta]:
         yield delta
 
 
-def answer_from(told: Told, after: str) -> Answer:
-    admitted, mark = told.admitted, StreamCursor.parse(after, told.admitted.choices)
-    deltas = played(told.pieces(StreamCursor.parse(after, admitted.choices)))
+def answer_from(told: Told, after: str) -> Response:
+    admitted, mark = told.admitted, StreamCursor.parse(after, told.admitted.num_choices)
+    deltas = played(told.pieces(StreamCursor.parse(after, admitted.num_choices)))
     if admitted.first.echo:
-        deltas = echoed(deltas, admitted.generations, TEXT, begun(mark, admitted.choices))
-    return Answer(admitted, deltas, mark)
+        deltas = with_prompt_echo(deltas, admitted.generations, TEXT, begun_choices(mark, admitted.num_choices))
+    return Response(admitted, deltas, mark)
 
 
 def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
@@ -103,7 +103,9 @@ def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
 
     async def write() -> bytes:
         answer = answer_from(told, after)
-        chunks = Chunks(CHAT if told.admitted.first.operation == "chat" else COMPLETION, told.admitted, answer.mark)
+        chunks = SseEncoder(
+            CHAT if told.admitted.first.operation == "chat" else COMPLETION, told.admitted, answer.cursor
+        )
         data = b""
         async for delta in answer.deltas:
             if chunks.shown.anything:
@@ -122,7 +124,7 @@ def over_grpc(told: Told, after: str = "") -> list[object]:
 
     async def write() -> list[object]:
         answer = answer_from(told, after)
-        pieces = Pieces(answer, messages.resume_response)
+        pieces = DeltaMessages(answer, messages.resume_response)
         return [message async for delta in answer.deltas if (message := pieces.piece(delta)) is not None]
 
     return asyncio.run(write())

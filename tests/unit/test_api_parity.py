@@ -11,7 +11,7 @@ from quire_proto.errors import QuireError
 from quire_proto.sampling import SamplingParams
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelTokenizer
-from quire_router.api.identity import Caller
+from quire_router.api.identity import Identity
 from quire_router.api.rpc import messages
 from quire_router.api.schemas import ChatRequest, CompletionRequest
 from quire_router.api.validate import Validator
@@ -23,7 +23,7 @@ from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 
 TEXT = ModelTokenizer(byte_level(), ChatTemplate(CHAT_TEMPLATE, {}, "the test"))
 VALIDATOR = Validator({MODEL: TEXT}, lambda _: Limits(), allow_priority=True)
-CALLER = Caller("tenant", b"salt")
+CALLER = Identity("tenant", b"salt")
 IDS = st.integers(-1, VOCAB_SIZE)
 WORDS = st.text("abc é😀", max_size=9)
 

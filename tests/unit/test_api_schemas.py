@@ -14,11 +14,11 @@ from quire_proto.text.bad_words import encode_bad_words
 from quire_proto.text.chat_template import ChatTemplate
 from quire_proto.text.model_text import ModelTokenizer
 from quire_router.api.fields import MAX_PROMPT_TOKENS
-from quire_router.api.identity import ANYONE
+from quire_router.api.identity import ANONYMOUS
 from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import ChatRequest, CompletionRequest
-from quire_router.api.size import MAX_OUTPUTS, MAX_VALUES, check_size
-from quire_router.api.strict import Strict
+from quire_router.api.size import MAX_OUTPUTS, MAX_VALUES, check_response_size
+from quire_router.api.strict import StrictModel
 from quire_router.api.validate import Validator
 from quire_router.generation import GenerationRequest
 from tokenizers import Tokenizer, processors
@@ -262,7 +262,7 @@ def parsed(fields):
 
 def validated(request):
     request, _ = VALIDATOR.taken(request, MODEL)
-    return VALIDATOR.generations(request, "id", ANYONE)
+    return VALIDATOR.generations(request, "id", ANONYMOUS)
 
 
 def generation_of(fields):
@@ -571,11 +571,11 @@ def test_a_priority_is_taken_only_where_the_router_allows_it():
 
     assert refused.param == "priority"
     for priority in (0, 3, -3, 2**31 - 1, -(2**31)):
-        (generation,) = allowing.generations(parsed(completion(priority=priority)), "id", ANYONE)
+        (generation,) = allowing.generations(parsed(completion(priority=priority)), "id", ANONYMOUS)
         assert generation.priority == priority
     for priority in (2**31, -(2**31) - 1):
         with pytest.raises(QuireError, match="priority must be between"):
-            allowing.generations(parsed(completion(priority=priority)), "id", ANYONE)
+            allowing.generations(parsed(completion(priority=priority)), "id", ANONYMOUS)
 
 
 # Lists of prompts
@@ -583,7 +583,7 @@ def test_a_priority_is_taken_only_where_the_router_allows_it():
 
 @pytest.mark.parametrize("prompts", [["a", "b c"], ["a"] * 9, [[1, 2], [3]], [[5]] * 128])
 def test_each_prompt_of_a_list_is_a_generation_of_its_own(prompts):
-    generations = VALIDATOR.generations(parsed(completion(prompts)), "id", ANYONE)
+    generations = VALIDATOR.generations(parsed(completion(prompts)), "id", ANONYMOUS)
 
     wanted = [prompt if isinstance(prompt, list) else TEXT.encode(prompt) for prompt in prompts]
     assert [list(generation.prompt_token_ids) for generation in generations] == wanted
@@ -596,7 +596,7 @@ def test_each_prompt_of_a_list_is_a_generation_of_its_own(prompts):
 def test_prompts_draw_differently_unless_a_seed_is_given():
     def seeds(**fields):
         return {
-            each.params.seed for each in VALIDATOR.generations(parsed(completion(["a"] * 4, **fields)), "id", ANYONE)
+            each.params.seed for each in VALIDATOR.generations(parsed(completion(["a"] * 4, **fields)), "id", ANONYMOUS)
         }
 
     assert len(seeds()) == 4
@@ -617,7 +617,7 @@ def test_the_prompt_at_fault_is_named(fields, param):
     text = ModelTokenizer(without_begin(), None)
     validator = Validator({MODEL: text}, lambda _: Limits())
     with pytest.raises(QuireError) as refusal:
-        validator.generations(parsed(completion() | fields), "id", ANYONE)
+        validator.generations(parsed(completion() | fields), "id", ANONYMOUS)
 
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
 
@@ -634,7 +634,7 @@ def without_begin() -> Tokenizer:
 def size_refusal(prompts: int, prompt_tokens: int, echo: bool = False, **params: int) -> QuireError | None:
     generation = GenerationRequest("id", MODEL, [1] * prompt_tokens, SamplingParams(**params), echo=echo)
     try:
-        check_size([generation] * prompts)
+        check_response_size([generation] * prompts)
     except QuireError as error:
         return error
     return None
@@ -703,11 +703,11 @@ def test_strange_values_in_known_fields_are_refused_or_understood_but_never_brea
     with suppress(QuireError):
         request = schema.from_json(body)
         check_stream(request)
-        for generation in VALIDATOR.generations(request, "id", ANYONE):
+        for generation in VALIDATOR.generations(request, "id", ANONYMOUS):
             assert len(generation.prompt_token_ids) + generation.params.max_tokens <= MAX_MODEL_LEN
 
 
-class Numbers(Strict):
+class Numbers(StrictModel):
     numbers: dict[str, int]
 
 

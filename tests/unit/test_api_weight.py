@@ -9,7 +9,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.api import weight
 from quire_router.api.fields import MAX_PROMPT_TOKENS
 from quire_router.api.schemas import MAX_MESSAGES, ChatRequest, CompletionRequest
-from quire_router.api.weight import MAX_PARTS, MAX_VALUES, check_weight
+from quire_router.api.weight import MAX_PARTS, MAX_VALUES, check_complexity
 
 from tests.support.api_stage import MODEL, chat, completion
 
@@ -49,10 +49,10 @@ def test_a_body_is_refused_for_its_values_and_parts_and_never_for_its_texts(valu
     mark = data.draw(st.sampled_from(sorted(counts)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(weight._MOST, mark, (counts[mark], "marks"))
-        check_weight(body)
+        check_complexity(body)
         patch.setitem(weight._MOST, mark, (counts[mark] - 1, "marks"))
         with pytest.raises(QuireError, match="marks") as refusal:
-            check_weight(body)
+            check_complexity(body)
     assert refusal.value.code is ErrorCode.INVALID
 
 

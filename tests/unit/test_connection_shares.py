@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_router.api.connection_shares import ConnectionShares, peer_of
+from quire_router.api.connection_shares import ConnectionShares, peer_key
 from quire_router.api.rest.protocol import ConnectionLimits
 
 from tests.support.api_stage import ask, open_stage, read_answer
@@ -42,7 +42,7 @@ def test_only_idle_connections_make_room_and_never_those_of_others_beyond_a_shar
         if step == "open":
             before, counts = dict(is_idle), Counter(peers.values())
             connection = Connection()
-            taken = shares.open(connection, peer)
+            taken = shares.add(connection, peer)
             evicted = [each for each in before if each.evicted]
             idle = Counter(peers[each] for each in before if before[each])
             if len(before) < limit:
@@ -85,7 +85,7 @@ def test_only_idle_connections_make_room_and_never_those_of_others_beyond_a_shar
     ],
 )
 def test_a_peer_is_an_address_or_an_ipv6_network(one: str, other: str, same: bool) -> None:
-    assert (peer_of(one) == peer_of(other)) is same
+    assert (peer_key(one) == peer_key(other)) is same
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvloop
-from quire_router.api.rest.connection import Reply
-from quire_router.api.rest.direct import Direct, direct_of
-from quire_router.api.rest.events import COMMENT, EventStream, KeepAlive
+from quire_router.api.rest.connection import HttpResponse
+from quire_router.api.rest.direct import DirectWriter, direct_writer
+from quire_router.api.rest.events import COMMENT, KeepAlive, SseStream
 from quire_router.api.rest.server import HttpServer, listen
 from starlette.types import Receive, Scope, Send
 
@@ -22,7 +22,7 @@ from tests.support.api_stage import completion, open_stage
 from tests.support.waiting import until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
-Answer = Callable[[EventStream], Awaitable[None]]
+Answer = Callable[[SseStream], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -30,8 +30,8 @@ async def serving(answer: Answer, heartbeat: float = 60.0, *, ids: bool = False)
     """A port where every request is answered by ``answer``."""
 
     async def app(scope: Scope, _receive: Receive, send: Send) -> None:
-        reply = Reply(send, 20.0, "r", direct_of(scope))
-        async with EventStream(reply, KeepAlive(heartbeat, heartbeat), ids=ids) as events:
+        reply = HttpResponse(send, 20.0, "r", direct_writer(scope))
+        async with SseStream(reply, KeepAlive(heartbeat, heartbeat), ids=ids) as events:
             await answer(events)
         reply.close()
 
@@ -65,7 +65,7 @@ async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, 
     pieces = [b"data: %d\n\n" % number for number in range(200)]
     ways: list[bool] = []
 
-    async def answer(events: EventStream) -> None:
+    async def answer(events: SseStream) -> None:
         ways.append(events.is_open)
         for piece in pieces:
             if direct and events.is_open:
@@ -88,7 +88,7 @@ def test_several_events_of_one_turn_take_the_short_way() -> None:
     async def scenario() -> list[bool]:
         opened: list[bool] = []
 
-        async def answer(events: EventStream) -> None:
+        async def answer(events: SseStream) -> None:
             await events.write(b"data: begin\n\n")
             await until(lambda: events.is_open)
             for _ in range(8):
@@ -110,13 +110,13 @@ def test_what_little_the_transport_has_not_written_yet_does_not_close_the_way(un
     """Some versions of uvloop count what they write at the end of a turn."""
     transport = SimpleNamespace(is_closing=lambda: False, get_write_buffer_size=lambda: unwritten)
     cycle = SimpleNamespace(transport=transport)
-    assert Direct(cycle).is_open is is_open  # type: ignore[arg-type]
+    assert DirectWriter(cycle).is_open is is_open  # type: ignore[arg-type]
 
 
 async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_it_has() -> None:
     written, closed, again = 0, asyncio.Event(), asyncio.Event()
 
-    async def answer(events: EventStream) -> None:
+    async def answer(events: SseStream) -> None:
         nonlocal written
         await events.write(b"data: begin\n\n")
         while events.is_open and written < 100_000:
@@ -141,7 +141,7 @@ async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_i
 async def test_the_way_is_closed_once_the_client_has_left() -> None:
     left = asyncio.Event()
 
-    async def answer(events: EventStream) -> None:
+    async def answer(events: SseStream) -> None:
         await events.write(b"data: begin\n\n")
         await until(lambda: events.is_open)
         await until(lambda: not events.is_open)
@@ -157,7 +157,7 @@ async def test_the_way_is_closed_once_the_client_has_left() -> None:
 async def test_an_answer_without_a_body_has_no_such_way() -> None:
     opened: list[bool] = []
 
-    async def answer(events: EventStream) -> None:
+    async def answer(events: SseStream) -> None:
         await events.write(b"data: begin\n\n")
         opened.append(events.is_open)
         await events.end(b"data: end\n\n")
@@ -170,7 +170,7 @@ async def test_an_answer_without_a_body_has_no_such_way() -> None:
 async def test_the_way_opens_again_after_each_heartbeat() -> None:
     opened: list[bool] = []
 
-    async def answer(events: EventStream) -> None:
+    async def answer(events: SseStream) -> None:
         await events.write(b"data: begin\n\n")
         for _ in range(200):
             await asyncio.sleep(0.001)
@@ -194,7 +194,7 @@ async def test_a_client_that_does_not_read_is_cut_and_nothing_is_logged_as_wrong
         open_stage(["x" * 1_000_000] * 8, patience=0.3) as stage,
         asking(stage.port, head % len(body) + body) as reader,
     ):
-        await until(lambda: len(stage.frontend.running) == 1)
-        await until(lambda: len(stage.frontend.running) == 0)
+        await until(lambda: len(stage.frontend.concurrency) == 1)
+        await until(lambda: len(stage.frontend.concurrency) == 0)
         assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"0\r\n\r\n"), "the answer seems complete"
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 
 import pytest
 from quire_proto.sampling import SamplingParams
-from quire_router.api.admitted import Admitted
-from quire_router.api.answer import Answers
-from quire_router.api.running import Running
-from quire_router.api.shape import AnswerShape
-from quire_router.api.together import Together
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.answer import ResponseOpener
+from quire_router.api.running import ConcurrencyLimit
+from quire_router.api.shape import ResponseOptions
+from quire_router.api.together import MultiPromptRunner
 from quire_router.generation import Delta, GenerationRequest
 from quire_router.held import OwnedDeltaStream
 
@@ -81,12 +81,12 @@ async def test_an_answer_lets_go_once(read: Callable[[AsyncGenerator[Delta, None
 async def test_what_is_made_of_it_lets_go_too(
     read: Callable[[AsyncGenerator[Delta, None]], Awaitable[None]], prompts: int, digest: str, *, echo: bool
 ) -> None:
-    runner, running = Runner(), Running(10)
-    answers = Answers(Together(runner, running), archive=None)
+    runner, running = Runner(), ConcurrencyLimit(10)
+    answers = ResponseOpener(MultiPromptRunner(runner, running), archive=None)
     generations = tuple(_generation(digest=digest, echo=echo) for _ in range(prompts))
     with ExitStack() as place:
-        place.enter_context(running.enter())
-        answer = await answers.open(Admitted(generations, AnswerShape(), TEXT), caller=None)
+        place.enter_context(running.acquire())
+        answer = await answers.open(PreparedRequest(generations, ResponseOptions(), TEXT), caller=None)
         assert runner.held == prompts
         assert len(running) == prompts
         await read(answer.deltas)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.api.shape import AnswerShape
+from quire_router.api.shape import ResponseOptions
 from quire_router.background import BackgroundRequests
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.in_flight import RequestRegistry
@@ -72,7 +72,7 @@ async def turns(work: Awaitable[T]) -> tuple[T, int]:
 
 def long(request_id: str) -> GenerationRequest:
     params = SamplingParams(seed=1, n=CHOICES, max_tokens=TOKENS, logprobs=TOP)
-    shape = AnswerShape(logprobs=TOP, include_usage=True).to_json()
+    shape = ResponseOptions(logprobs=TOP, include_usage=True).to_json()
     prompt = array("i", [1, 2, 3])
     return GenerationRequest(request_id, MODEL, prompt, params, operation="text_completion", shape=shape, created=5.0)
 

@@ -12,8 +12,8 @@ from quire_proto.sampling import FinishReason, SamplingParams
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.redis_meter import RedisRateLimiter
 from quire_router.admission.tenant import Tenant, Tenants
-from quire_router.api.running import Running
-from quire_router.api.together import Together
+from quire_router.api.running import ConcurrencyLimit
+from quire_router.api.together import MultiPromptRunner
 from quire_router.generation import GenerationRequest, prompt_request_id
 from quire_router.journal.keys import keys
 
@@ -36,8 +36,8 @@ def prompts(digest: str = "", *, stream: bool = True) -> list[GenerationRequest]
     return [first, *(replace(first, request_id=name, parts=()) for name in IDS[1:])]
 
 
-def together(place: House) -> Together:
-    return Together(place.lifecycle, Running(10))
+def together(place: House) -> MultiPromptRunner:
+    return MultiPromptRunner(place.lifecycle, ConcurrencyLimit(10))
 
 
 async def reasons(place: House) -> list[FinishReason | None]:

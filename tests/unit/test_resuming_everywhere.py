@@ -14,17 +14,17 @@ from google.protobuf.json_format import MessageToDict
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.structured import Structured, StructuredKind
 from quire_router import resumption
-from quire_router.api.admitted import Admitted
-from quire_router.api.answer import Answer, Answers
-from quire_router.api.earlier import Archive
-from quire_router.api.identity import ANYONE
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.answer import Response, ResponseOpener
+from quire_router.api.earlier import RequestStore
+from quire_router.api.identity import ANONYMOUS
 from quire_router.api.rest.answers import CHAT, COMPLETION
-from quire_router.api.rest.chunks import DONE, Chunks
+from quire_router.api.rest.chunks import DONE, SseEncoder
 from quire_router.api.rpc import messages
-from quire_router.api.rpc.pieces import Pieces
-from quire_router.api.running import Running
-from quire_router.api.shape import AnswerShape
-from quire_router.api.together import Together
+from quire_router.api.rpc.pieces import DeltaMessages
+from quire_router.api.running import ConcurrencyLimit
+from quire_router.api.shape import ResponseOptions
+from quire_router.api.together import MultiPromptRunner
 from quire_router.generation import Delta, GenerationRequest, Usage, prompt_request_id
 from quire_router.journal.base import Lease
 from quire_router.journal.memory import MemoryJournal
@@ -54,7 +54,7 @@ class Kind:
     echo: bool = False
     most: int = 500
     steps: tuple[int, ...] = (7, 3)
-    shape: AnswerShape = field(default_factory=lambda: AnswerShape(include_usage=True))
+    shape: ResponseOptions = field(default_factory=lambda: ResponseOptions(include_usage=True))
     params: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -73,16 +73,16 @@ class Kind:
         )
 
 
-TOOLS = AnswerShape(include_usage=True, tools=("get",))
+TOOLS = ResponseOptions(include_usage=True, tools=("get",))
 KINDS = {
     "plain": Kind(("Hello wörld", "no", "")),
     "cut": Kind(("Hello wörld",), most=9),
-    "without the usage": Kind(("Hello", "no"), shape=AnswerShape()),
+    "without the usage": Kind(("Hello", "no"), shape=ResponseOptions()),
     "thoughts": Kind(("<think>\nwell, yes\n</think>\nno",)),
     "forced call": Kind((CALL,), shape=TOOLS, params={"structured": GRAMMAR}),
     "tools": Kind((f"so\n{CALL}\n{CALL}", "no <tool"), shape=TOOLS, steps=(20, 11)),
     "log-probabilities": Kind(
-        ("Hello", "no"), shape=AnswerShape(include_usage=True, logprobs=0), params={"logprobs": 0}
+        ("Hello", "no"), shape=ResponseOptions(include_usage=True, logprobs=0), params={"logprobs": 0}
     ),
     "best of": Kind(("one", "two", "six"), params={"n": 2, "best_of": 3}),
     "beams": Kind(("one", "two"), params={"beam_width": 4}),
@@ -95,9 +95,9 @@ KINDS = {
 # Readers
 
 
-async def over_grpc(answer: Answer) -> AsyncGenerator[Event]:
+async def over_grpc(answer: Response) -> AsyncGenerator[Event]:
     """The messages, as the service writes them."""
-    pieces = Pieces(answer, messages.resume_response)
+    pieces = DeltaMessages(answer, messages.resume_response)
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
             message = pieces.piece(delta)
@@ -109,9 +109,11 @@ async def over_grpc(answer: Answer) -> AsyncGenerator[Event]:
     raise AssertionError("it ends without its usage")
 
 
-async def over_rest(answer: Answer) -> AsyncGenerator[Event]:
+async def over_rest(answer: Response) -> AsyncGenerator[Event]:
     """The events, as a stream writes them."""
-    chunks = Chunks(CHAT if answer.admitted.first.operation == "chat" else COMPLETION, answer.admitted, answer.mark)
+    chunks = SseEncoder(
+        CHAT if answer.prepared.first.operation == "chat" else COMPLETION, answer.prepared, answer.cursor
+    )
     opened = False
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
@@ -162,7 +164,7 @@ def said_over_rest(event: Any) -> Iterator[Told]:
         yield "usage", 0, str(event["usage"])
 
 
-Reader = Callable[[Answer], AsyncGenerator[Event]]
+Reader = Callable[[Response], AsyncGenerator[Event]]
 Teller = Callable[[Any], Iterator[Told]]
 READERS: dict[str, tuple[Reader, Teller]] = {
     "gRPC": (over_grpc, said_over_grpc),
@@ -265,21 +267,21 @@ class Router:
     def __post_init__(self) -> None:
         self.place = Place(self.kind.script, self.journal, TEXT)
         self.place.link.engine.late_ends = self.late_ends
-        together = Together(self.place.lifecycle, Running(64))
-        self.archive = Archive(together, {"m": TEXT})
-        self.answers = Answers(together, self.archive)
+        together = MultiPromptRunner(self.place.lifecycle, ConcurrencyLimit(64))
+        self.archive = RequestStore(together, {"m": TEXT})
+        self.answers = ResponseOpener(together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:
-        admitted = Admitted(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
-        return await self.place.read(read(await self.answers.open(admitted, ANYONE)), [*self.kind.steps])
+        admitted = PreparedRequest(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
+        return await self.place.read(read(await self.answers.open(admitted, ANONYMOUS)), [*self.kind.steps])
 
     async def alone(self, generation: GenerationRequest) -> Written:
         """One prompt as the journal is told of it."""
         return Written(generation, await self.place.read(self.place.lifecycle.run(generation), [*self.kind.steps]))
 
     async def resumed(self, read: Reader, after: str) -> list[Event]:
-        earlier = await self.archive.find("r", ANYONE)
-        answer = await self.answers.resume(earlier, after, ANYONE)
+        earlier = await self.archive.get("r", ANONYMOUS)
+        answer = await self.answers.resume(earlier, after, ANONYMOUS)
         return await self.place.read(read(answer), [step + 1 for step in self.kind.steps])
 
 

@@ -7,7 +7,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.settings import read_settings
 from quire_router.admission.tenant import Tenant
 from quire_router.admission.tenants_file import TenantsFileError, read_tenants
-from quire_router.api.identity import Caller, Keys
+from quire_router.api.identity import Identity, StaticKeys
 from quire_router.cautions import warn_of
 from quire_router.config import Settings
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_not_there_or_too_large_or_not_text_is_told_so(tmp_path):
 
 
 def keys_of(folder, tenants, *flags, **others):
-    return Keys(flags, read_tenants(write(folder, {"tenants": tenants, **others}, "tenants.json")))
+    return StaticKeys(flags, read_tenants(write(folder, {"tenants": tenants, **others}, "tenants.json")))
 
 
 def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_change(tmp_path):
@@ -175,7 +175,7 @@ def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_chan
 
 
 def test_a_key_keeps_its_salt_when_it_moves_into_the_file(tmp_path):
-    before, after = Keys([KEY]).caller(f"Bearer {KEY}"), keys_of(tmp_path, [entry()]).caller(f"Bearer {KEY}")
+    before, after = StaticKeys([KEY]).caller(f"Bearer {KEY}"), keys_of(tmp_path, [entry()]).caller(f"Bearer {KEY}")
     assert before.cache_salt == after.cache_salt
 
 
@@ -190,7 +190,7 @@ def test_a_key_that_is_also_a_flag_is_the_tenants(tmp_path):
     keys = keys_of(tmp_path, [entry()], KEY, OTHER, default={"requests_per_minute": 7})
     assert keys.caller(f"Bearer {KEY}").tenant == "a"
     plain = keys.caller(f"Bearer {OTHER}")
-    assert plain == Keys([OTHER]).caller(f"Bearer {OTHER}")
+    assert plain == StaticKeys([OTHER]).caller(f"Bearer {OTHER}")
     assert plain.policy.requests_per_minute == 7
 
 
@@ -201,9 +201,9 @@ def test_a_file_closes_the_door_for_whoever_is_not_in_it(tmp_path):
 
 
 def test_a_tenants_models_are_checked():
-    Caller().check_model("anything")
+    Identity().check_model("anything")
     with pytest.raises(QuireError) as refusal:
-        Caller(policy=Tenant("a", models=frozenset({"big"}))).check_model("small")
+        Identity(policy=Tenant("a", models=frozenset({"big"}))).check_model("small")
     assert (refusal.value.code, refusal.value.param) == (ErrorCode.FORBIDDEN, "model")
 
 

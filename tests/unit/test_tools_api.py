@@ -13,7 +13,7 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.structured import StructuredKind
-from quire_router.api.identity import ANYONE
+from quire_router.api.identity import ANONYMOUS
 from quire_router.api.schemas import ChatRequest
 from quire_router.api.validate import Validator
 from quire_router.choice import create_choices
@@ -184,7 +184,7 @@ def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     request = ChatRequest.from_json(json.dumps({**ASKED, **fields}).encode())
     validator = Validator({MODEL: text}, lambda _: limits)
     request, _ = validator.taken(request, MODEL)
-    (generation,) = validator.generations(request, "id", ANYONE)
+    (generation,) = validator.generations(request, "id", ANONYMOUS)
     return generation, text.decode(list(generation.prompt_token_ids))
 
 

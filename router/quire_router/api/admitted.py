@@ -1,22 +1,22 @@
-"""``Admitted``: a request whose answer can be written, whether it is new or came earlier."""
+"""``PreparedRequest``: a request whose answer can be written, whether it is new or came earlier."""
 
 from dataclasses import dataclass
 
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.api.shape import AnswerShape
+from quire_router.api.shape import ResponseOptions
 from quire_router.generation import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class PreparedRequest:
     """One generation for each of the request's prompts (at least one), the shape of its answer, and the text side of
     its model. The events of its stream have ids where ``event_ids`` were asked for. ``ignored`` are the parameters that
     it named and that change nothing.
     """
 
     generations: tuple[GenerationRequest, ...]
-    shape: AnswerShape
+    response_options: ResponseOptions
     text: ModelTokenizer
     event_ids: bool = False
     ignored: tuple[str, ...] = ()
@@ -27,6 +27,6 @@ class Admitted:
         return self.generations[0]
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         """How many choices the answer has: those of all prompts, in order."""
         return len(self.generations) * self.first.params.n

@@ -16,29 +16,29 @@ from quire_router.api.running import TenantBudget
 
 T = TypeVar("T")
 
-THREADS, OF_ONE_TENANT = 3, 2
-MAX_WAITING = 16 * 2**20  # characters or bytes of text, of all tenants together; see ``TenantBudget``
-_A_SECOND = 2**20  # characters that are tokenised in a second at least, for Retry-After
+THREADS, THREADS_PER_TENANT = 3, 2
+MAX_QUEUED_TEXT = 16 * 2**20  # characters or bytes of text, of all tenants together; see ``TenantBudget``
+_CHARACTERS_PER_SECOND = 2**20  # characters that are tokenised in a second at least, for Retry-After
 
 
-class Aside:
+class TokenizerPool:
     """A tenant never has all of the threads: one is left for the others, however much it asks for at once. The
     texts that wait for one of their tenant's threads are bounded by a ``TenantBudget``.
     """
 
-    def __init__(self, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, *, max_queued: int = MAX_QUEUED_TEXT) -> None:
         self._threads = ThreadPoolExecutor(THREADS, "text")
-        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        self._waiting = TenantBudget(max_waiting)
+        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._queued = TenantBudget(max_queued)
 
     async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """What the work on ``size`` characters or bytes of text gives, or raises. Raises ``QuireError`` OVERLOADED
         where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
         """
-        places = self._places.get(tenant)
+        places = self._semaphores.get(tenant)
         if places is None:
-            places = self._places[tenant] = asyncio.Semaphore(OF_ONE_TENANT)
-        with self._in_line(tenant, size):
+            places = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
+        with self._queue_slot(tenant, size):
             await places.acquire()
         done = self._threads.submit(work)
         done.add_done_callback(partial(_release, places, asyncio.get_running_loop()))
@@ -49,17 +49,17 @@ class Aside:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
-    def _in_line(self, tenant: str, size: int) -> Iterator[None]:
+    def _queue_slot(self, tenant: str, size: int) -> Iterator[None]:
         """Counts what waits for one of its tenant's threads."""
-        waiting = self._waiting.taken
-        if not self._waiting.take(tenant, size):
-            message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _A_SECOND
+        waiting = self._queued.used
+        if not self._queued.try_acquire(tenant, size):
+            message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _CHARACTERS_PER_SECOND
             with counting_refusals():
                 raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.TOKENIZER_FULL)
         try:
             yield
         finally:
-            self._waiting.give_back(tenant, size)
+            self._queued.release(tenant, size)
 
 
 def _release(places: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:

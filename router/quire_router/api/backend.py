@@ -9,7 +9,7 @@ from quire_router.mark import StreamCursor
 from quire_router.siblings import PromptGroup
 
 
-class ModelLimits(Protocol):
+class ModelLimitsView(Protocol):
     """What a model's engines can take."""
 
     @property
@@ -23,10 +23,10 @@ class ModelLimits(Protocol):
         ...
 
 
-class FleetView(Protocol):
+class EnginePoolView(Protocol):
     """What is known of the engines now."""
 
-    def limits(self, model: str) -> ModelLimits | None:
+    def limits(self, model: str) -> ModelLimitsView | None:
         """The limits of a configured model; None while no engine has told them."""
         ...
 

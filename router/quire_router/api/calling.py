@@ -15,11 +15,11 @@ from quire_proto.text.model_text import ModelTokenizer
 from quire_proto.text.tools.formats import ToolFormat
 from quire_proto.text.tools.grammar import ANYTHING, ReasoningState, ToolSpec, schema_on_line, tool_call_grammar
 
-from quire_router.api.schemas import ChatRequest, GenerationBody, Templated, TemplateOptions
+from quire_router.api.schemas import ChatRequest, GenerationBody, TemplatedBody, TemplateOptions
 from quire_router.api.tools import Tool, too_large
 from quire_router.generation import Delta
 
-Request = TypeVar("Request", bound=Templated)
+Request = TypeVar("Request", bound=TemplatedBody)
 
 _REFUSED = re.compile(
     r"The grammar cannot be used, line (\d{1,6}): (?:failed to compile JSON schema: )?(.*)", re.DOTALL
@@ -128,7 +128,7 @@ def for_template(request: Request, text: ModelTokenizer) -> tuple[Request, Seque
     return request.model_copy(update=dict.fromkeys(of_tools)), [*of_tools, *ignored]
 
 
-def _unknown_thinking(request: Templated, text: ModelTokenizer) -> Iterator[str]:
+def _unknown_thinking(request: TemplatedBody, text: ModelTokenizer) -> Iterator[str]:
     """Strengths and switches of thinking that the template does not ask for, where they say anything."""
     known, effort = text.template_variables, request.reasoning_effort
     stops = not text.has_reasoning or not known.isdisjoint(_THINKING)

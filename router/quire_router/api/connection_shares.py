@@ -25,7 +25,7 @@ class ConnectionShares:
 
     def __init__(self, limit: int, peer_share: float = 0.5) -> None:
         self._limit = limit
-        self._most_of_a_peer = max(1, int(limit * peer_share))
+        self._max_per_peer = max(1, int(limit * peer_share))
         self._peers: dict[Evictable, str] = {}
         self._counts: Counter[str] = Counter()
         self._idle: dict[str, dict[Evictable, None]] = {}  # of each peer, the idlest first
@@ -34,30 +34,30 @@ class ConnectionShares:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def open(self, connection: Evictable, peer: str) -> bool:
+    def add(self, connection: Evictable, peer: str) -> bool:
         """Takes a place for a connection of ``peer`` (see ``peer_of``); False when there is none."""
-        if not self.make_room(peer):
+        if not self.evict_if_full(peer):
             return False
         self._peers[connection] = peer
         self._counts[peer] += 1
         return True
 
-    def make_room(self, peer: str, beside: int = 0) -> bool:
+    def evict_if_full(self, peer: str, uncounted: int = 0) -> bool:
         """Evicts where it must, so that there is a place for one more connection of ``peer``, with ``beside`` that are
         not counted here yet; False when there is none.
         """
-        if len(self._peers) + beside < self._limit:
+        if len(self._peers) + uncounted < self._limit:
             return True
-        if self._counts[peer] < self._most_of_a_peer and self._most_idle:
+        if self._counts[peer] < self._max_per_peer and self._most_idle:
             peer = self._most_idle.first()
         victim = next(iter(self._idle.get(peer, ())), None)
         if victim is None:
             return False
-        self.close(victim)
+        self.remove(victim)
         victim.evict()
         return True
 
-    def idle(self, connection: Evictable) -> None:
+    def mark_idle(self, connection: Evictable) -> None:
         """Nothing is answered on the connection from now on; it may be so already."""
         peer = self._peers.get(connection)
         if peer is None:
@@ -67,15 +67,15 @@ class ConnectionShares:
         idle[connection] = None
         self._rank(peer)
 
-    def busy(self, connection: Evictable) -> None:
+    def mark_busy(self, connection: Evictable) -> None:
         """The connection cannot be evicted until it is idle again."""
         peer = self._peers.get(connection)
         if peer is not None and self._idle.get(peer, {}).pop(connection, self) is None:
             self._rank(peer)
 
-    def close(self, connection: Evictable) -> None:
+    def remove(self, connection: Evictable) -> None:
         """The connection has ended, if it had a place."""
-        self.busy(connection)
+        self.mark_busy(connection)
         peer = self._peers.pop(connection, None)
         if peer is not None:
             self._counts[peer] -= 1
@@ -91,7 +91,7 @@ class ConnectionShares:
             self._most_idle.put(peer, -len(idle))
 
 
-def peer_of(host: str) -> str:
+def peer_key(host: str) -> str:
     """What counts as one peer: an IPv4 address, or the network of 64 bits that an IPv6 address is in, of which one
     machine has as many as it likes.
     """

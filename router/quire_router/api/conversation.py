@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 from quire_proto.errors import QuireError, invalid
 
 from quire_router.api.fields import Content, Label
-from quire_router.api.strict import Lenient
+from quire_router.api.strict import LenientModel
 from quire_router.api.tools import MAX_CALLS, CallId, ToolCall
 
 _MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a call without arguments, in characters
@@ -19,7 +19,7 @@ def _text_or_nothing(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class Message(Lenient):
+class ChatMessage(LenientModel):
     """One message of a conversation. Its ``reasoning_content``, or ``reasoning``, is what an assistant thought, and its
     ``refusal`` what it said in the place of an answer.
     """
@@ -64,13 +64,13 @@ class Message(Lenient):
         return message
 
 
-def as_template_sees_them(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def as_template_sees_them(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """A conversation that was checked."""
     names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
     return [message.as_template_sees_it(names) for message in messages]
 
 
-def check_messages(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Raises ``QuireError`` where something is missing, stands in a message of another role or is too much, or where
     a message answers a call that was not made.
     """
@@ -86,7 +86,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         called.update(_checked_calls(message, where))
 
 
-def _check_parts(message: Message, where: str) -> None:
+def _check_parts(message: ChatMessage, where: str) -> None:
     if message.content is None and message.role != "assistant":
         raise invalid(f"{where}.content", f"{where}.content is missing.")
     if message.tool_calls and message.role != "assistant":
@@ -99,7 +99,7 @@ def _check_parts(message: Message, where: str) -> None:
         raise _wrong(f"{where}.tool_call_id", "belongs to messages of the role tool")
 
 
-def _checked_calls(message: Message, where: str) -> set[str]:
+def _checked_calls(message: ChatMessage, where: str) -> set[str]:
     ids: set[str] = set()
     for number, call in enumerate(message.tool_calls or ()):
         if call.id in ids:

@@ -10,10 +10,10 @@ from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.identity import Caller
-from quire_router.api.shape import AnswerShape
-from quire_router.api.together import Together, total
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.identity import Identity
+from quire_router.api.shape import ResponseOptions
+from quire_router.api.together import MultiPromptRunner, total_usage
 from quire_router.api.validate import unknown_model
 from quire_router.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import RequestRecord
@@ -21,12 +21,12 @@ from quire_router.journal.failure import decode_error
 from quire_router.mark import StreamCursor
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)
-_MARK_CHARACTERS = 11  # of one choice
+_CURSOR_CHARACTERS = 11  # of one choice
 # A client may be here before the router that it comes from has written its request down. Requests of others take as
 # long as those that never were.
-_UNTIL_WRITTEN = (0.05, 0.1, 0.0)
-_AT_ONCE = 16  # records of one request's prompts that are read side by side
-_LOOKS, _PAUSE = 20, 0.05  # seconds between looks for what is just being written
+_RETRY_DELAYS = (0.05, 0.1, 0.0)
+_MAX_CONCURRENT_READS = 16  # records of one request's prompts that are read side by side
+_POLLS, _POLL_INTERVAL = 20, 0.05  # seconds between looks for what is just being written
 
 
 class RequestStatus(StrEnum):
@@ -39,7 +39,7 @@ class RequestStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class StoredRequest:
     """A request by the records of its prompts, in order; some of them may not be written yet."""
 
     records: tuple[RequestRecord, ...]
@@ -74,7 +74,7 @@ class Earlier:
     @property
     def usage(self) -> Usage:
         """So far."""
-        return total([_usage(record) for record in self.records])
+        return total_usage([_usage(record) for record in self.records])
 
 
 def _usage(record: RequestRecord) -> Usage:
@@ -85,43 +85,43 @@ def _usage(record: RequestRecord) -> Usage:
     return Usage(len(record.generation.prompt_token_ids), made)
 
 
-class Archive:
+class RequestStore:
     """Finds requests that came earlier. Those of other callers are as unknown as those that never were."""
 
-    def __init__(self, runner: Together, texts: Mapping[str, ModelTokenizer]) -> None:
+    def __init__(self, runner: MultiPromptRunner, texts: Mapping[str, ModelTokenizer]) -> None:
         self._runner = runner
         self._texts = texts
 
-    async def find(self, request_id: str, caller: Caller) -> Earlier:
+    async def get(self, request_id: str, caller: Identity) -> StoredRequest:
         """The request of this id, also in the form in which REST shows it. Raises ``QuireError``, NOT_FOUND among
         others.
         """
-        name = _name_of(request_id)
-        for pause in _UNTIL_WRITTEN:
+        name = _parse_id(request_id)
+        for pause in _RETRY_DELAYS:
             record = await self._runner.record(name)
             if record is not None and record.generation.tenant == caller.tenant:
-                return await self._complete(record)
+                return await self._with_other_prompts(record)
             await asyncio.sleep(pause)
-        raise _unknown()
+        raise _request_not_found()
 
-    async def status(self, request_id: str, caller: Caller) -> Earlier:
+    async def status(self, request_id: str, caller: Identity) -> StoredRequest:
         """As ``find``, but only how it is with the request: its records have neither prompts nor pieces."""
-        name = _name_of(request_id)
-        for pause in _UNTIL_WRITTEN:
+        name = _parse_id(request_id)
+        for pause in _RETRY_DELAYS:
             (record,) = await self._runner.statuses([name], surely=not pause)
             if record is not None and record.generation.tenant == caller.tenant:
                 parts = record.generation.parts[1:]
                 others = await self._runner.statuses(parts, surely=False) if parts else []
-                return Earlier((record, *(other for other in others if other is not None)))
+                return StoredRequest((record, *(other for other in others if other is not None)))
             await asyncio.sleep(pause)
-        raise _unknown()
+        raise _request_not_found()
 
-    async def look(self, request_id: str) -> Earlier | None:
+    async def peek(self, request_id: str) -> StoredRequest | None:
         """The request of this very id, if there is one. Raises ``QuireError``."""
         record = await self._runner.record(request_id)
-        return None if record is None else await self._complete(record)
+        return None if record is None else await self._with_other_prompts(record)
 
-    async def whole(self, earlier: Earlier, caller: Caller) -> Earlier:
+    async def whole(self, earlier: StoredRequest, caller: Identity) -> StoredRequest:
         """The request with the records of all its prompts, once they are written. Raises ``QuireError``, NOT_FOUND when
         they never were: its router died first, or they were refused.
         """
@@ -131,48 +131,48 @@ class Archive:
         message = "Some prompts of this request were lost before they were written down."
         raise QuireError(ErrorCode.NOT_FOUND, message, param="request_id")
 
-    async def settled(self, earlier: Earlier, caller: Caller) -> Earlier:
+    async def settled(self, earlier: StoredRequest, caller: Identity) -> StoredRequest:
         """The request with the records of all its prompts, or of those that there are after a second. Raises
         ``QuireError``.
         """
-        for _ in range(_LOOKS):
+        for _ in range(_POLLS):
             if len(earlier.records) == len(earlier.request_ids):
                 break
-            await asyncio.sleep(_PAUSE)
-            earlier = await self.find(earlier.first.request_id, caller)
+            await asyncio.sleep(_POLL_INTERVAL)
+            earlier = await self.get(earlier.first.request_id, caller)
         return earlier
 
-    def admitted(self, earlier: Earlier) -> Admitted:
+    def prepare(self, earlier: StoredRequest) -> PreparedRequest:
         """What is needed to write its answer again. Raises ``QuireError``."""
         text = self._texts.get(earlier.first.model)
         if text is None:
             raise unknown_model(earlier.first.model)
         generations = tuple(record.generation for record in earlier.records)
-        return Admitted(generations, AnswerShape.kept(earlier.first), text, event_ids=True)
+        return PreparedRequest(generations, ResponseOptions.from_record(earlier.first), text, event_ids=True)
 
-    async def _complete(self, record: RequestRecord) -> Earlier:
+    async def _with_other_prompts(self, record: RequestRecord) -> StoredRequest:
         parts, others = record.generation.parts[1:], list[RequestRecord | None]()
-        for start in range(0, len(parts), _AT_ONCE):
-            others += await asyncio.gather(*map(self._runner.record, parts[start : start + _AT_ONCE]))
-        return Earlier((record, *(other for other in others if other is not None)))
+        for start in range(0, len(parts), _MAX_CONCURRENT_READS):
+            others += await asyncio.gather(*map(self._runner.record, parts[start : start + _MAX_CONCURRENT_READS]))
+        return StoredRequest((record, *(other for other in others if other is not None)))
 
 
-def _name_of(request_id: str) -> str:
+def _parse_id(request_id: str) -> str:
     """The id without what REST shows before it. Raises ``QuireError`` NOT_FOUND for what is none."""
     match = _ID.fullmatch(request_id[:128])
     if match is None:
-        raise _unknown()
+        raise _request_not_found()
     return match[1]
 
 
-def _unknown() -> QuireError:
+def _request_not_found() -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, "There is no such request.", param="request_id")
 
 
-def read_mark(text: str, earlier: Earlier, choices: int) -> StreamCursor:
+def parse_cursor(text: str, earlier: StoredRequest, choices: int) -> StreamCursor:
     """Where the reader of an answer says it stands. Raises ``QuireError`` INVALID for what is no place in this one."""
     try:
-        if len(text) > _MARK_CHARACTERS * choices + 1:
+        if len(text) > _CURSOR_CHARACTERS * choices + 1:
             raise ValueError("this is longer than any place in the answer")
         mark = StreamCursor.parse(text, choices)
         _check_within(mark, earlier)
@@ -181,7 +181,7 @@ def read_mark(text: str, earlier: Earlier, choices: int) -> StreamCursor:
     return mark
 
 
-def _check_within(mark: StreamCursor, earlier: Earlier) -> None:
+def _check_within(mark: StreamCursor, earlier: StoredRequest) -> None:
     """Nobody has read more of a choice than there is once it has ended, nor its end before that. (Of a choice that
     goes on a reader may know more than is written down.)
     """

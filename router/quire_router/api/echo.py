@@ -11,10 +11,10 @@ from quire_proto.text.output import OutputTextStream
 
 from quire_router.generation import Delta, GenerationRequest
 
-_AT_A_TIME = 256  # tokens: a millisecond or two
+_TOKENS_PER_TURN = 256  # tokens: a millisecond or two
 
 
-async def echoed(
+async def with_prompt_echo(
     deltas: AsyncGenerator[Delta],
     generations: Sequence[GenerationRequest],
     text: ModelTokenizer,
@@ -34,20 +34,20 @@ async def echoed(
             opened.add(delta.index)
             number = delta.index // n
             if number not in prompts:
-                prompts[number] = await _text_of(generations[number], text)
+                prompts[number] = await _prompt_text(generations[number], text)
             yield replace(delta, text=prompts[number] + delta.text, replayed=False)
 
 
-async def _text_of(generation: GenerationRequest, text: ModelTokenizer) -> str:
+async def _prompt_text(generation: GenerationRequest, text: ModelTokenizer) -> str:
     """What the tokens of the prompt say. Lets other work go on meanwhile."""
     output = text.new_output_stream((), (), skip_special_tokens=generation.skip_special_tokens)
     parts = []
-    for start in range(0, len(generation.prompt_token_ids), _AT_A_TIME):
-        parts.append(output.push(generation.prompt_token_ids[start : start + _AT_A_TIME]))
+    for start in range(0, len(generation.prompt_token_ids), _TOKENS_PER_TURN):
+        parts.append(output.push(generation.prompt_token_ids[start : start + _TOKENS_PER_TURN]))
         await asyncio.sleep(0)
-    return "".join(parts) + held_back(output)
+    return "".join(parts) + withheld(output)
 
 
-def held_back(output: OutputTextStream) -> str:
+def withheld(output: OutputTextStream) -> str:
     """The end of a prompt's text, but for a character that it ends inside of: that is the output's."""
     return output.finish().rstrip(REPLACEMENT)

@@ -20,7 +20,7 @@ _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that 
 
 
 @dataclass(frozen=True)
-class Read:
+class Parsed:
     """Marks a field that is read as ``kind``; whatever is wrong inside of it is told as ``refusal``, at the field."""
 
     kind: Any
@@ -103,7 +103,7 @@ _MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
 
 Prompts = Annotated[
     list[str | list[int]],
-    Read(
+    Parsed(
         Annotated[
             str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several],
             AfterValidator(_prompts),
@@ -114,7 +114,7 @@ Prompts = Annotated[
 ]
 Metadata = Annotated[
     dict[str, str],
-    Read(
+    Parsed(
         Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=MAX_METADATA)],
         f"it must be an object of at most {MAX_METADATA} texts of at most {MAX_LABEL_CHARACTERS} characters, "
         f"under keys of at most {MAX_METADATA_KEY_CHARACTERS}",
@@ -125,17 +125,17 @@ Content = Annotated[str, BeforeValidator(_content)]
 LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
 BadWords = Annotated[
     list[str | list[int]],
-    Read(
+    Parsed(
         Annotated[list[str | _Word], Field(max_length=MAX_BAD_WORDS)],
         f"it must be a list of at most {MAX_BAD_WORDS} texts or lists of at most {MAX_BAD_WORD_TOKENS} token ids",
     ),
 ]
-EarlyStopping = Annotated[bool | Literal["never"], Read(bool | Literal["never"], 'it must be true, false or "never"')]
+EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
 Number = float | None
 Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)] | None  # wide enough: the true ranges are quire_proto's
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
 Effort = Annotated[
     str,
-    Read(Annotated[str, Field(pattern="^[a-z0-9_-]{1,32}$")], "it must be a word, such as none, low, medium or high"),
+    Parsed(Annotated[str, Field(pattern="^[a-z0-9_-]{1,32}$")], "it must be a word, such as none, low, medium or high"),
 ]

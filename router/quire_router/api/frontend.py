@@ -18,30 +18,30 @@ from quire_proto.tracing import extract
 from quire_router import metrics
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.meter import rate_limit_headers
-from quire_router.api.admitted import Admitted
-from quire_router.api.answer import Answer, Answers
-from quire_router.api.aside import Aside
-from quire_router.api.backend import FleetView, Runner
-from quire_router.api.earlier import Archive, Earlier, RequestStatus
-from quire_router.api.identity import ANYONE, Caller, Keys
-from quire_router.api.running import BodyBudget, Running
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.answer import Response, ResponseOpener
+from quire_router.api.aside import TokenizerPool
+from quire_router.api.backend import EnginePoolView, Runner
+from quire_router.api.earlier import RequestStatus, RequestStore, StoredRequest
+from quire_router.api.identity import ANONYMOUS, Identity, StaticKeys
+from quire_router.api.running import BodyBudget, ConcurrencyLimit
 from quire_router.api.schemas import GenerationBody
-from quire_router.api.shape import AnswerShape
+from quire_router.api.shape import ResponseOptions
 from quire_router.api.strict import in_header
-from quire_router.api.terms import NO_TERMS, Terms, on_terms
-from quire_router.api.together import Together
-from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
+from quire_router.api.terms import NO_OPTIONS, RequestOptions, apply_options
+from quire_router.api.together import MultiPromptRunner
+from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenized, tokenized
 from quire_router.api.validate import Validator, unknown_model
 
 _TRACER = trace.get_tracer("quire.router")
-_LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_REQUEST_LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LONG_TEXT = 2048  # characters or tokens from which tokenising would hold up the streams of others
 _LONG_BODY = 16 * 1024  # bytes from which parsing would
 _CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
 T = TypeVar("T")
 
 
-class Sized(Protocol):
+class SizedRequest(Protocol):
     """A request for a ``model``, with about ``size`` characters or tokens of text."""
 
     @property
@@ -51,7 +51,7 @@ class Sized(Protocol):
     def size(self) -> int: ...  # noqa: D102
 
 
-R = TypeVar("R", bound=Sized)
+SizedT = TypeVar("SizedT", bound=SizedRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ModelCard:
     max_model_len: int
 
 
-class Frontend:
+class ApiService:
     """The common half of both APIs: who asks, what is running, validation, the models and their health. No request may
     take more than ``request_timeout`` seconds. ``durable`` says whether what is admitted now will be remembered.
     """
@@ -72,10 +72,10 @@ class Frontend:
     def __init__(
         self,
         texts: Mapping[str, ModelTokenizer],
-        fleet: FleetView,
+        fleet: EnginePoolView,
         runner: Runner,
-        keys: Keys,
-        running: Running,
+        keys: StaticKeys,
+        concurrency: ConcurrencyLimit,
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
@@ -85,22 +85,22 @@ class Frontend:
         bodies: BodyBudget | None = None,
     ) -> None:
         self.keys = keys
-        self.running = running
+        self.concurrency = concurrency
         self.bodies = bodies or BodyBudget()
         self._models = tuple(texts)
-        self._fleet = fleet
-        self._runner = Together(runner, running)
-        self._archive = Archive(self._runner, texts)
-        self._answers = Answers(self._runner, self._archive)
+        self._engine_pool = fleet
+        self._runner = MultiPromptRunner(runner, concurrency)
+        self._store = RequestStore(self._runner, texts)
+        self.responses = ResponseOpener(self._runner, self._store)
         self._request_timeout = request_timeout
         self._durable = durable
         self._tenant_limits = tenant_limits
         self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown)
-        self._aside = Aside()
+        self._tokenizer_pool = TokenizerPool()
         self._created = int(time())
 
     @contextmanager
-    def exchange(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
+    def request_scope(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
         """One request from the door to its end, as a span named ``name`` that continues the caller's trace. Raises
         ``QuireError`` at the door when there is no room.
         """
@@ -108,77 +108,79 @@ class Frontend:
             try:
                 with ExitStack() as stack:
                     with counting_rejections():
-                        stack.enter_context(self.running.enter())
+                        stack.enter_context(self.concurrency.acquire())
                     yield
             except QuireError as error:
-                _note(span, error)
+                _record_error(span, error)
                 raise
 
-    async def admit(
+    async def prepare(
         self,
         read: Callable[[], GenerationBody],
         request_id: str,
-        caller: Caller,
-        terms: Terms = NO_TERMS,
+        caller: Identity,
+        terms: RequestOptions = NO_OPTIONS,
         *,
         size: int = 0,
-    ) -> Admitted:
+    ) -> PreparedRequest:
         """The request that ``read`` makes of a body of ``size`` bytes, validated. Raises ``QuireError``, and counts
         the refusal; one for what the request says is charged as a request.
         """
 
-        def validated(request: GenerationBody) -> Admitted:
+        def validated(request: GenerationBody) -> PreparedRequest:
             request, ignored = self._validator.taken(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(terms.key)
             text = self._validator.text(request.model)
-            admitted = Admitted(generations, AnswerShape.of(request), text, ids, ignored)
-            return on_terms(request, admitted, terms, caller, self._request_timeout)
+            admitted = PreparedRequest(generations, ResponseOptions.from_request(request), text, ids, ignored)
+            return apply_options(request, admitted, terms, caller, self._request_timeout)
 
         with counting_rejections(), _internal_span(Span.ADMIT):
             async with self._charging_refusals(caller):
-                admitted = await self._made(read, validated, caller, size)
+                admitted = await self._run_or_offload(read, validated, caller, size)
                 if self._tenant_limits is not None:
                     tokens = [generation.max_cost for generation in admitted.generations]
                     self._tenant_limits.check_size(caller.tenant, tokens)
                 return admitted
 
-    async def answer(self, admitted: Admitted, caller: Caller) -> Answer:
-        """See ``Answers.open``."""
-        return await self._answers.open(admitted, caller)
+    async def answer(self, admitted: PreparedRequest, caller: Identity) -> Response:
+        """See ``ResponseOpener.open``."""
+        return await self.responses.open(admitted, caller)
 
-    async def start(self, admitted: Admitted) -> tuple[Earlier, bool]:
-        """See ``Answers.start``."""
-        return await self._answers.start(admitted)
+    async def start(self, admitted: PreparedRequest) -> tuple[StoredRequest, bool]:
+        """See ``ResponseOpener.start_background``."""
+        return await self.responses.start_background(admitted)
 
-    async def status(self, request_id: str, caller: Caller) -> Earlier:
-        """See ``Archive.status``. Raises as ``find``."""
+    async def status(self, request_id: str, caller: Identity) -> StoredRequest:
+        """See ``RequestStore.status``. Raises as ``find``."""
         self._check_polls(caller)
-        return await self._archive.status(request_id, caller)
+        return await self._store.status(request_id, caller)
 
-    async def find(self, request_id: str, caller: Caller) -> Earlier:
-        """See ``Archive.find``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
+    async def find(self, request_id: str, caller: Identity) -> StoredRequest:
+        """See ``RequestStore.get``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
         self._check_polls(caller)
-        return await self._archive.find(request_id, caller)
+        return await self._store.get(request_id, caller)
 
-    async def retell(self, earlier: Earlier, caller: Caller) -> Answer:
+    async def replay(self, earlier: StoredRequest, caller: Identity) -> Response:
         """The whole answer to a request whose status is known. Raises as ``find``."""
-        whole = await self._archive.find(earlier.first.request_id, caller)
-        return await self._answers.resume(whole, "", caller)
+        whole = await self._store.get(earlier.first.request_id, caller)
+        return await self.responses.resume(whole, "", caller)
 
-    async def resume(self, earlier: Earlier, after: str, caller: Caller, terms: Terms = NO_TERMS) -> Answer:
-        """See ``Answers.resume``. Of the terms only the time counts."""
-        deadline = None if terms.seconds is None else time() + terms.seconds
-        return await self._answers.resume(earlier, after, caller, deadline)
+    async def resume(
+        self, earlier: StoredRequest, after: str, caller: Identity, terms: RequestOptions = NO_OPTIONS
+    ) -> Response:
+        """See ``ResponseOpener.resume``. Of the terms only the time counts."""
+        deadline = None if terms.timeout is None else time() + terms.timeout
+        return await self.responses.resume(earlier, after, caller, deadline)
 
-    async def cancel(self, request_id: str, caller: Caller) -> Earlier:
+    async def cancel(self, request_id: str, caller: Identity) -> StoredRequest:
         """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
         earlier = await self.status(request_id, caller)
         if await self._runner.cancel(earlier.request_ids) or earlier.status is not RequestStatus.RUNNING:
             return earlier
-        return await self._archive.status(request_id, caller)  # it ended meanwhile, and not by this
+        return await self._store.status(request_id, caller)  # it ended meanwhile, and not by this
 
-    async def delete(self, request_id: str, caller: Caller) -> Earlier:
+    async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
         """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as
         ``find``.
         """
@@ -189,8 +191,8 @@ class Frontend:
     async def tokenize(
         self,
         read: Callable[[], TokenizeRequest],
-        caller: Caller,
-        write: Callable[[Tokenized], T],
+        caller: Identity,
+        write: Callable[[TokenizeResult], T],
         *,
         size: int = 0,
     ) -> T:
@@ -205,10 +207,10 @@ class Frontend:
 
         with counting_rejections():
             await self._charge(caller)
-            return await self._made(read, written, caller, size)
+            return await self._run_or_offload(read, written, caller, size)
 
     async def detokenize(
-        self, read: Callable[[], DetokenizeRequest], caller: Caller, *, size: int = 0
+        self, read: Callable[[], DetokenizeRequest], caller: Identity, *, size: int = 0
     ) -> tuple[str, Sequence[str]]:
         """See ``detokenized`` and ``tokenize``; and the parameters that are ignored."""
 
@@ -218,20 +220,20 @@ class Frontend:
 
         with counting_rejections():
             await self._charge(caller)
-            return await self._made(read, text_of, caller, size)
+            return await self._run_or_offload(read, text_of, caller, size)
 
-    def notes(self, admitted: Admitted, *, replayed: bool = False) -> dict[str, str]:
+    def response_headers(self, admitted: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
         """What an answer says of itself before it begins, by names of headers and of metadata."""
         notes = {} if self._durable() else {"quire-journal": "unavailable"}
-        notes |= ignored_note(admitted.ignored)
+        notes |= ignored_parameters_header(admitted.ignored)
         return {**notes, "quire-idempotent-replay": "true"} if replayed else notes
 
-    def standing(self, caller: Caller) -> dict[str, str]:
+    def rate_limit_headers(self, caller: Identity) -> dict[str, str]:
         """How the caller stands with its limits a minute, by names of headers and of metadata."""
         limits = self._tenant_limits
         return {} if limits is None else rate_limit_headers(limits.status(caller.tenant))
 
-    def models(self, caller: Caller = ANYONE) -> list[ModelCard]:
+    def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
         """The configured models that the caller may use, in order."""
         return [self._card(name) for name in self._models if caller.policy.may_use(name)]
 
@@ -243,31 +245,33 @@ class Frontend:
 
     def serving(self) -> bool:
         """Whether new requests are wanted here and some model has an engine."""
-        return not self.running.leaving and any(self._fleet.ready(name) for name in self._models)
+        return not self.concurrency.draining and any(self._engine_pool.ready(name) for name in self._models)
 
     def close(self) -> None:
         """Lets go of threads."""
-        self._aside.close()
+        self._tokenizer_pool.close()
 
-    async def _made(self, read: Callable[[], R], make: Callable[[R], T], caller: Caller, size: int) -> T:
+    async def _run_or_offload(
+        self, read: Callable[[], SizedT], make: Callable[[SizedT], T], caller: Identity, size: int
+    ) -> T:
         """What ``make`` makes of the request that ``read`` gives, both on a thread where they would hold up the streams
         of others: a body of ``size`` bytes is long to parse, or what it says is long to tokenise.
         """
 
-        def checked() -> R:
+        def checked() -> SizedT:
             request = read()
             caller.check_model(request.model)
             return request
 
         if size > _LONG_BODY:
-            return await self._aside.run(caller.tenant, size, lambda: make(checked()))
+            return await self._tokenizer_pool.run(caller.tenant, size, lambda: make(checked()))
         request = checked()
         if request.size <= _LONG_TEXT and not self._validator.text(request.model).renders_slowly:
             return make(request)
-        return await self._aside.run(caller.tenant, request.size, lambda: make(request))
+        return await self._tokenizer_pool.run(caller.tenant, request.size, lambda: make(request))
 
     @asynccontextmanager
-    async def _charging_refusals(self, caller: Caller) -> AsyncIterator[None]:
+    async def _charging_refusals(self, caller: Identity) -> AsyncIterator[None]:
         """Charges what is refused for what it says as one request: looking at it was work, too. Where no request is
         left, nothing is looked at.
         """
@@ -281,21 +285,21 @@ class Frontend:
                     await self._charge(caller)
             raise
 
-    def _check_polls(self, caller: Caller) -> None:
+    def _check_polls(self, caller: Identity) -> None:
         if self._tenant_limits is not None:
             with counting_rejections():
                 self._tenant_limits.count_poll(caller.tenant)
 
-    async def _charge(self, caller: Caller) -> None:
+    async def _charge(self, caller: Identity) -> None:
         if self._tenant_limits is not None:
             await self._tenant_limits.consume_request(caller.tenant)
 
     def _card(self, name: str) -> ModelCard:
-        limits = self._fleet.limits(name)
-        return ModelCard(name, self._created, self._fleet.ready(name), limits.max_model_len if limits else 0)
+        limits = self._engine_pool.limits(name)
+        return ModelCard(name, self._created, self._engine_pool.ready(name), limits.max_model_len if limits else 0)
 
 
-def ignored_note(params: Sequence[str]) -> dict[str, str]:
+def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:
     """That parameters changed nothing, by the name of a header or of metadata."""
     return {"quire-ignored-parameters": in_header(params)} if params else {}
 
@@ -324,7 +328,7 @@ def _internal_span(name: str) -> AbstractContextManager[trace.Span]:
 def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> AbstractContextManager[trace.Span]:
     attributes = {Attribute.REQUEST_ID: request_id}
     label = headers.get("x-request-id", "")
-    if _LABEL.fullmatch(label):
+    if _REQUEST_LABEL.fullmatch(label):
         attributes[Attribute.CLIENT_REQUEST_ID] = label
     return _TRACER.start_as_current_span(
         name,
@@ -336,7 +340,7 @@ def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> Abst
     )
 
 
-def _note(span: trace.Span, error: QuireError) -> None:
+def _record_error(span: trace.Span, error: QuireError) -> None:
     span.set_attribute(Attribute.ERROR_TYPE, error.code.name.lower())
     if error.status.http >= 500:
         span.set_status(StatusCode.ERROR, error.message)

@@ -14,7 +14,7 @@ from quire_router.admission.tenants_file import TenantsFile
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Identity:
     """``tenant`` names who asks without showing the key; ``cache_salt`` (16 bytes) keeps prefix caches apart. Both
     are empty when no keys are configured. ``policy`` is what this tenant may use.
     """
@@ -30,11 +30,11 @@ class Caller:
             raise QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
 
 
-ANYONE = Caller()
+ANONYMOUS = Identity()
 _TENANT_BYTES, _SALT_BYTES = 6, 16
 
 
-class _Opened:
+class _KeyEntry:
     """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derived``), on whichever
     thread asks first; for two that ask at once they are the same.
     """
@@ -46,18 +46,18 @@ class _Opened:
         self._first = first
         self._policy = policy
         self._tenants = tenants
-        self._caller: Caller | None = None
+        self._caller: Identity | None = None
 
-    def caller(self) -> Caller:
+    def caller(self) -> Identity:
         """Who has the key."""
         if self._caller is None:
             tenant, salt = _derived(self._first.encode())
             policy = self._tenants.get(tenant) if self._policy is None else self._policy
-            self._caller = Caller(tenant if self._policy is None else policy.id, salt, policy)
+            self._caller = Identity(tenant if self._policy is None else policy.id, salt, policy)
         return self._caller
 
 
-class Keys:
+class StaticKeys:
     """The keys that open the API; none means that it is open to all. ``prepare`` derives ahead what each key opens; a
     caller that comes before its turn waits a twentieth of a second, once.
 
@@ -68,14 +68,14 @@ class Keys:
 
     def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
         file = file or TenantsFile()
-        self._anyone = Caller(policy=file.tenants.get(""))
+        self._anyone = Identity(policy=file.tenants.get(""))
         self._secret = token_bytes(32)
-        self._opened: dict[bytes, _Opened] = {}
+        self._opened: dict[bytes, _KeyEntry] = {}
         for name, own in file.keys.items():
-            opened = _Opened(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
+            opened = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
             self._opened.update((self._digest(key), opened) for key in own)
         for key in keys:
-            self._opened.setdefault(self._digest(key), _Opened(key, None, file.tenants))
+            self._opened.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
 
     @property
     def required(self) -> bool:
@@ -87,7 +87,7 @@ class Keys:
         for opened in set(self._opened.values()):
             await asyncio.to_thread(opened.caller)
 
-    def caller(self, *authorizations: str) -> Caller:
+    def caller(self, *authorizations: str) -> Identity:
         """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
 
         Looks for a hash of the key that only this process can compute: timing says something about that hash at most,

@@ -10,8 +10,8 @@ from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.tools.formats import new_tool_parser
 from quire_proto.text.tools.parser import ToolParser
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.shape import Thoughts
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.shape import ReasoningPlacement
 from quire_router.generation import Delta
 
 TOOL_CALLS = "tool_calls"
@@ -21,7 +21,7 @@ _ID_BYTES = 12
 
 
 @dataclass(slots=True)
-class CallDelta:
+class ToolCallDelta:
     """A part of one call. ``index`` counts the calls of a choice from 0; ``id`` and ``name`` come with the first part,
     and the ``arguments`` of all parts together are JSON.
     """
@@ -33,12 +33,12 @@ class CallDelta:
 
 
 @dataclass(slots=True)
-class Said:
+class ParsedDelta:
     """What one piece of a choice adds to it; nothing where its text is held back. ``finish_reason`` ends the choice."""
 
     content: str = ""
     reasoning: str = ""
-    calls: tuple[CallDelta, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
     finish_reason: str | None = None
 
     @property
@@ -47,7 +47,7 @@ class Said:
         return bool(self.content or self.reasoning or self.calls or self.finish_reason)
 
 
-class ChoiceReader:
+class OutputParser:
     """Reads one choice. What it has said after some text depends on that text alone and not on the pieces in which it
     came: so whoever takes an answer up again, with the same pieces or with others, goes on where it was.
     """
@@ -66,14 +66,14 @@ class ChoiceReader:
         self._hides_thoughts = hides_thoughts
         self._calls = 0
 
-    def read(self, delta: Delta) -> Said:
+    def read(self, delta: Delta) -> ParsedDelta:
         """What the next piece says. To be called with every piece in order, also with those that are told already."""
         if delta.finish_reason is None:
             return self._said(self._push(delta.text))
         pieces = [*self._push(delta.text), *self._finish()]
         said = self._said(pieces, delta.finish_reason)
         if self._calls and delta.finish_reason is FinishReason.STOP:
-            return Said(said.content, said.reasoning, said.calls, TOOL_CALLS)
+            return ParsedDelta(said.content, said.reasoning, said.calls, TOOL_CALLS)
         return said
 
     def _push(self, text: str) -> list[OutputPart]:
@@ -95,26 +95,26 @@ class ChoiceReader:
             result += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
         return result
 
-    def _said(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> Said:
-        content, reasoning, calls = "", "", list[CallDelta]()
+    def _said(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
+        content, reasoning, calls = "", "", list[ToolCallDelta]()
         for piece in pieces:
             if isinstance(piece, Content):
                 content += piece.text
             elif isinstance(piece, ToolCallStart):
-                calls.append(CallDelta(self._calls, self._call_id(), piece.name, ""))
+                calls.append(ToolCallDelta(self._calls, self._call_id(), piece.name, ""))
                 self._calls += 1
             elif isinstance(piece, ToolCallArguments):
                 calls.append(self._with_arguments(calls, piece.text))
             elif isinstance(piece, Reasoning) and not self._hides_thoughts:
                 reasoning += piece.text
-        return Said(content, reasoning, tuple(calls), reason)
+        return ParsedDelta(content, reasoning, tuple(calls), reason)
 
-    def _with_arguments(self, calls: list[CallDelta], arguments: str) -> CallDelta:
+    def _with_arguments(self, calls: list[ToolCallDelta], arguments: str) -> ToolCallDelta:
         """The next part of the last call, in one with its beginning where that is among ``calls``."""
         if not calls:
-            return CallDelta(self._calls - 1, "", "", arguments)
+            return ToolCallDelta(self._calls - 1, "", "", arguments)
         begun = calls.pop()
-        return CallDelta(begun.index, begun.id, begun.name, begun.arguments + arguments)
+        return ToolCallDelta(begun.index, begun.id, begun.name, begun.arguments + arguments)
 
     def _call_id(self) -> str:
         """The same at every router."""
@@ -122,21 +122,21 @@ class ChoiceReader:
         return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 
 
-def open_readers(admitted: Admitted) -> list[ChoiceReader] | None:
+def create_parsers(admitted: PreparedRequest) -> list[OutputParser] | None:
     """A reader for each choice; None where a choice's text is its content, as it comes."""
-    first, shape, text = admitted.first, admitted.shape, admitted.text
+    first, shape, text = admitted.first, admitted.response_options, admitted.text
     tool_format = text.tool_format if shape.tools else None
     exact = admitted.first.params.structured is not None  # with tools the grammar is always of calls
-    thinks = first.operation == "chat" and text.has_reasoning and shape.thoughts is not Thoughts.INSIDE
+    thinks = first.operation == "chat" and text.has_reasoning and shape.thoughts is not ReasoningPlacement.INSIDE
     if tool_format is None and not thinks:
         return None
     opened = thinks and text.starts_in_reasoning(first.prompt_token_ids)
     return [
-        ChoiceReader(
+        OutputParser(
             f"{first.request_id}/{index}",
             ReasoningParser(opened=opened) if thinks else None,
             new_tool_parser(tool_format, shape.tools, exact=exact) if tool_format is not None else None,
-            hides_thoughts=shape.thoughts is Thoughts.HIDDEN,
+            hides_thoughts=shape.thoughts is ReasoningPlacement.HIDDEN,
         )
-        for index in range(admitted.choices)
+        for index in range(admitted.num_choices)
     ]

@@ -10,52 +10,52 @@ from quire_router.admission.reason import RefusalReason
 from quire_router.admission.refusals import counting_refusals
 from quire_router.admission.stopping import shutting_down_error
 
-RETRY_BUSY = 1.0  # seconds
-MAX_BODIES = 128 * 2**20  # bytes
-FIRST_BYTES = 4096  # of a body of which nothing has come
+BUSY_RETRY_AFTER = 1.0  # seconds
+MAX_BODY_BYTES_HELD = 128 * 2**20  # bytes
+INITIAL_RESERVATION = 4096  # of a body of which nothing has come
 
 
-class Running:
+class ConcurrencyLimit:
     """The places for requests in progress, of both APIs: at most ``limit``."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._taken = 0
+        self._in_progress = 0
         self._accepting = True
-        self._leaving = False
+        self._draining = False
 
     def __len__(self) -> int:
-        return self._taken
+        return self._in_progress
 
     @property
-    def leaving(self) -> bool:
+    def draining(self) -> bool:
         """Whether clients had better go elsewhere with what is new, even if it is still accepted."""
-        return self._leaving
+        return self._draining
 
     @contextmanager
-    def enter(self) -> Iterator[None]:
+    def acquire(self) -> Iterator[None]:
         """A place for one request. Raises ``QuireError`` OVERLOADED or, when stopping, UNAVAILABLE."""
-        self._check_door()
-        self._taken += 1
+        self._check_accepting()
+        self._in_progress += 1
         try:
             yield
         finally:
-            self._taken -= 1
+            self._in_progress -= 1
 
-    def leave(self) -> None:
+    def start_draining(self) -> None:
         """Everybody is told from now on that this router leaves."""
-        self._leaving = True
+        self._draining = True
 
-    def stop_accepting(self) -> None:
+    def close(self) -> None:
         """Refuses new requests from now on; those in progress go on."""
-        self._leaving, self._accepting = True, False
+        self._draining, self._accepting = True, False
 
-    def _check_door(self) -> None:
+    def _check_accepting(self) -> None:
         if not self._accepting:
             raise shutting_down_error()
-        if self._taken >= self._limit:
+        if self._in_progress >= self._limit:
             message = f"{self._limit} requests are in progress, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
 
 
 class TenantBudget:
@@ -68,22 +68,22 @@ class TenantBudget:
         self._tenants: Counter[str] = Counter()
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
         """What is held now."""
         return self._tenants.total()
 
-    def take(self, tenant: str, size: int, *, beside: int = 0) -> bool:
+    def try_acquire(self, tenant: str, size: int, *, held: int = 0) -> bool:
         """Takes ``size`` more for a request of this tenant ("" without keys) that holds ``beside`` already; False, and
         takes nothing, where that is above the limit.
         """
-        others, own = self.taken - beside, self._tenants[tenant] - beside
-        is_half_taken = bool(tenant and own) and own + beside + size > self._limit // 2
-        if is_half_taken or (others and others + beside + size > self._limit):
+        others, own = self.used - held, self._tenants[tenant] - held
+        is_half_taken = bool(tenant and own) and own + held + size > self._limit // 2
+        if is_half_taken or (others and others + held + size > self._limit):
             return False
         self._tenants[tenant] += size
         return True
 
-    def give_back(self, tenant: str, size: int) -> None:
+    def release(self, tenant: str, size: int) -> None:
         """Of what ``take`` took."""
         self._tenants[tenant] -= size
         if not self._tenants[tenant]:
@@ -95,26 +95,26 @@ class BodyBudget:
     while it is parsed and tokenised.
     """
 
-    def __init__(self, limit: int = MAX_BODIES) -> None:
+    def __init__(self, limit: int = MAX_BODY_BYTES_HELD) -> None:
         self._bytes = TenantBudget(limit)
-        self._admitted: dict[str, list[ReservedBody]] = {}
+        self._held: dict[str, list[ReservedBody]] = {}
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
         """The bytes that are reserved now."""
-        return self._bytes.taken
+        return self._bytes.used
 
     @contextmanager
     def reserve(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
         """Room for a body of ``size`` bytes that are here, until the block ends or the request waits in the queue.
         Raises ``QuireError`` OVERLOADED.
         """
-        with self.expect(tenant, 0) as body:
+        with self.reserve_incoming(tenant, 0) as body:
             body.reserve(size)
             yield body
 
     @contextmanager
-    def expect(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
+    def reserve_incoming(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
         """As ``reserve`` for a body that comes, of ``size`` bytes as its sender states it; 0 where nothing is stated.
         There must be room for all of it. What is taken of that is little at first, and twice what has come of it then,
         so that a head which promises much keeps nobody out.
@@ -122,36 +122,38 @@ class BodyBudget:
         body = ReservedBody(self, tenant, size)
         try:
             body.reserve(size)
-            body.give_back(size - FIRST_BYTES)
+            body.shrink(size - INITIAL_RESERVATION)
             yield body
         finally:
             body.release()
 
-    def release(self, request_id: str) -> None:
+    def release_queued(self, request_id: str) -> None:
         """The request waits in the queue, whose own bytes count from now on."""
-        for body in self._admitted.pop(request_id, ()):
+        for body in self._held.pop(request_id, ()):
             body.release()
 
-    def note(self, request_id: str, body: "ReservedBody") -> None:
+    def hold_until_queued(self, request_id: str, body: "ReservedBody") -> None:
         """``request_id`` is what the queue will know this body's request by."""
-        self._admitted.setdefault(request_id, []).append(body)
+        self._held.setdefault(request_id, []).append(body)
 
-    def forget(self, request_id: str, body: "ReservedBody") -> None:
+    def stop_holding(self, request_id: str, body: "ReservedBody") -> None:
         """The request of this body does not come to the queue any more."""
-        others = [each for each in self._admitted.pop(request_id, ()) if each is not body]
+        others = [each for each in self._held.pop(request_id, ()) if each is not body]
         if others:
-            self._admitted[request_id] = others
+            self._held[request_id] = others
 
-    def take(self, tenant: str, size: int, *, beside: int) -> None:
-        """As ``TenantBudget.take``. Raises ``QuireError`` OVERLOADED."""
-        if not self._bytes.take(tenant, size, beside=beside):
+    def acquire(self, tenant: str, size: int, *, held: int) -> None:
+        """As ``TenantBudget.try_acquire``. Raises ``QuireError`` OVERLOADED."""
+        if not self._bytes.try_acquire(tenant, size, held=held):
             message = "The bodies that are being read here take as much memory as this router gives them."
             with counting_refusals():
-                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY, reason=RefusalReason.BODY_BYTES)
+                raise QuireError(
+                    ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER, reason=RefusalReason.BODY_BYTES
+                )
 
-    def give_back(self, tenant: str, size: int) -> None:
+    def release(self, tenant: str, size: int) -> None:
         """What ``take`` took."""
-        self._bytes.give_back(tenant, size)
+        self._bytes.release(tenant, size)
 
 
 class ReservedBody:
@@ -171,36 +173,36 @@ class ReservedBody:
     def reserve(self, size: int) -> None:
         """Makes what is reserved ``size`` bytes, if it is less. Raises ``QuireError`` OVERLOADED."""
         if size > self._reserved:
-            self._budget.take(self._tenant, size - self._reserved, beside=self._reserved)
+            self._budget.acquire(self._tenant, size - self._reserved, held=self._reserved)
             self._reserved = size
 
-    def give_back(self, size: int) -> None:
+    def shrink(self, size: int) -> None:
         """Reserves ``size`` bytes less; none where that is negative."""
         size = max(0, size)
-        self._budget.give_back(self._tenant, size)
+        self._budget.release(self._tenant, size)
         self._reserved -= size
 
-    def add(self, data: bytes) -> None:
+    def append(self, data: bytes) -> None:
         """Some more of the body. Raises ``QuireError`` OVERLOADED where there is no room for it."""
         size = len(self._data) + len(data)
-        self.reserve(max(size, min(self._stated, 2 * size + FIRST_BYTES)))
+        self.reserve(max(size, min(self._stated, 2 * size + INITIAL_RESERVATION)))
         self._data += data
 
-    def take(self) -> bytearray:
+    def detach(self) -> bytearray:
         """All of the body, which is not kept here any longer."""
         data, self._data = self._data, bytearray()
         return data
 
-    def admitted(self, request_id: str) -> None:
+    def hold_until_queued(self, request_id: str) -> None:
         """The body has been read and validated, as ``request_id``. What is reserved for it stays so until that waits in
         the queue.
         """
         self._request_id = request_id
-        self._budget.note(request_id, self)
+        self._budget.hold_until_queued(request_id, self)
 
     def release(self) -> None:
         """Gives back what is reserved."""
-        self.give_back(self._reserved)
+        self.shrink(self._reserved)
         if self._request_id is not None:
-            self._budget.forget(self._request_id, self)
+            self._budget.stop_holding(self._request_id, self)
             self._request_id = None

@@ -8,7 +8,7 @@ from quire_proto.structured import Structured
 from quire_proto.text.bad_words import encode_bad_words
 from quire_proto.text.model_text import ModelTokenizer
 
-from quire_router.api.backend import ModelLimits
+from quire_router.api.backend import ModelLimitsView
 from quire_router.api.schemas import GenerationBody
 
 _AS_THEY_ARE = (
@@ -19,7 +19,11 @@ _ALL_TOKENS = -1  # vLLM's other word for top_k 0
 
 
 def sampling_of(
-    request: GenerationBody, max_tokens: int, text: ModelTokenizer, limits: ModelLimits, structured: Structured | None
+    request: GenerationBody,
+    max_tokens: int,
+    text: ModelTokenizer,
+    limits: ModelLimitsView,
+    structured: Structured | None,
 ) -> SamplingParams:
     """How the request's tokens are drawn; what it does not say has its default. ``structured`` is what the output is
     held to. Raises ``QuireError``.
@@ -58,7 +62,7 @@ def check_stream(request: GenerationBody) -> None:
             raise _excluded(param, "stream")
 
 
-def check_ids(param: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
+def check_ids(param: str, token_ids: Sequence[int], limits: ModelLimitsView) -> None:
     """Raises ``QuireError`` for a token id that the model does not have."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < limits.vocab_size:
         raise invalid(param, f"{param} holds a token id outside of this model's vocabulary of {limits.vocab_size}.")
@@ -74,7 +78,7 @@ def _bad_words(request: GenerationBody, text: ModelTokenizer) -> tuple[tuple[int
     return encode_bad_words([word for word in given if isinstance(word, str)], text) + as_tokens
 
 
-def _check_ids_of(params: SamplingParams, limits: ModelLimits) -> None:
+def _check_ids_of(params: SamplingParams, limits: ModelLimitsView) -> None:
     check_ids("stop_token_ids", params.stop_token_ids, limits)
     check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias], limits)
     check_ids("bad_words", [token_id for word in params.bad_words for token_id in word], limits)

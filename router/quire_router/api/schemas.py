@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from quire_proto.errors import invalid
 from quire_proto.sampling import MAX_LOGPROBS
 
-from quire_router.api.conversation import Message, check_messages
+from quire_router.api.conversation import ChatMessage, check_messages
 from quire_router.api.fields import (
     BadWords,
     EarlyStopping,
@@ -25,8 +25,8 @@ from quire_router.api.fields import (
     Stops,
     StopTokenIds,
 )
-from quire_router.api.strict import Strict, Unsupported
-from quire_router.api.structured import Guided
+from quire_router.api.strict import StrictModel, Unsupported
+from quire_router.api.structured import StructuredBody
 from quire_router.api.tools import MAX_TOOLS, ChosenTool, Tool, ToolChoice, check_tools
 
 MAX_MESSAGES = 4096
@@ -101,7 +101,7 @@ UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
 """Parameters of other servers, by their names in the body of a request; docs/api.md tells of them."""
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {"include_obfuscation": Unsupported((False,))}
@@ -111,7 +111,7 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Guided):
+class GenerationBody(StructuredBody):
     """What completions and chat completions have in common."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
@@ -247,14 +247,14 @@ class CompletionRequest(GenerationBody):
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
 
 
-class TemplateOptions(Strict):
+class TemplateOptions(StrictModel):
     """vLLM's ``chat_template_kwargs``: switches of thinking, and nothing that could take the place of a message."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
 
 
-class Templated(Strict):
+class TemplatedBody(StrictModel):
     """What the model's chat template is asked for beside messages."""
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -272,7 +272,7 @@ class Templated(Strict):
         return False
 
 
-class ChatRequest(Templated, GenerationBody):
+class ChatRequest(TemplatedBody, GenerationBody):
     """The body of ``POST /v1/chat/completions``."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -283,7 +283,7 @@ class ChatRequest(Templated, GenerationBody):
         "prompt": Unsupported(("",), "use messages or, for completions, /v1/completions"),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
     logprobs: bool | None = None
     max_completion_tokens: Integer = None

@@ -1,4 +1,4 @@
-"""``AnswerShape``: what writing an answer needs of its request. Kept with the request's record, so that the answer can
+"""``ResponseOptions``: what writing a response needs of its request. Stored with the record, so that the response can
 be written again at another router; it never holds what was asked.
 """
 
@@ -15,7 +15,7 @@ from quire_router.generation import GenerationRequest
 log = logging.getLogger(__name__)
 
 
-class Thoughts(StrEnum):
+class ReasoningPlacement(StrEnum):
     """Where an answer shows what its model thought: beside its content, nowhere, or inside of it, marks and all."""
 
     APART = "apart"
@@ -23,7 +23,7 @@ class Thoughts(StrEnum):
     INSIDE = "inside"
 
 
-class AnswerShape(BaseModel):
+class ResponseOptions(BaseModel):
     """``include_usage`` ends a stream with the usage, and with ``continuous_usage`` each chunk before has it too.
     ``logprobs`` and ``prompt_logprobs`` are how many most probable tokens are shown beside each token of the output and
     of the prompt; None shows nothing of them. ``tools`` are the names of those that a chat's model may call, and
@@ -37,22 +37,22 @@ class AnswerShape(BaseModel):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tools: tuple[str, ...] = ()
-    thoughts: Thoughts = Thoughts.APART
+    thoughts: ReasoningPlacement = ReasoningPlacement.APART
 
     @classmethod
-    def of(cls, request: GenerationBody) -> Self:
+    def from_request(cls, request: GenerationBody) -> Self:
         """The shape that a request asks for. An answer that is not streamed always tells its usage."""
         return cls(
             include_usage=request.include_usage or not request.stream,
             continuous_usage=request.continuous_usage,
             logprobs=request.output_logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            tools=_callable(request),
-            thoughts=_thoughts(request),
+            tools=_callable_tool_names(request),
+            thoughts=_reasoning_placement(request),
         )
 
     @classmethod
-    def kept(cls, generation: GenerationRequest) -> Self:
+    def from_record(cls, generation: GenerationRequest) -> Self:
         """The shape that is kept with a request. Raises ``QuireError`` INTERNAL when it is damaged."""
         if not generation.shape:
             return cls()
@@ -67,12 +67,12 @@ class AnswerShape(BaseModel):
         return self.model_dump_json(exclude_defaults=True)
 
 
-def _callable(request: GenerationBody) -> tuple[str, ...]:
+def _callable_tool_names(request: GenerationBody) -> tuple[str, ...]:
     return tuple(tool.function.name for tool in request.callable) if isinstance(request, ChatRequest) else ()
 
 
-def _thoughts(request: GenerationBody) -> Thoughts:
+def _reasoning_placement(request: GenerationBody) -> ReasoningPlacement:
     """What is held to a grammar of the client's has no thoughts before it."""
     if not isinstance(request, ChatRequest) or request.structured is not None or request.separate_reasoning is False:
-        return Thoughts.INSIDE
-    return Thoughts.HIDDEN if request.include_reasoning is False else Thoughts.APART
+        return ReasoningPlacement.INSIDE
+    return ReasoningPlacement.HIDDEN if request.include_reasoning is False else ReasoningPlacement.APART

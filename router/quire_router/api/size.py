@@ -12,13 +12,13 @@ MAX_OUTPUTS = 128
 MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 tokens with 20 log-probabilities each
 
 
-def check_size(generations: Sequence[GenerationRequest]) -> None:
+def check_response_size(generations: Sequence[GenerationRequest]) -> None:
     """Raises ``QuireError`` INVALID for a request whose answer could be too large to be kept and written."""
     param = "prompt" if len(generations) > 1 else "n"
     outputs = sum(generation.params.num_sequences for generation in generations)
     if outputs > MAX_OUTPUTS:
         raise invalid(param, f"The request asks for {outputs} outputs in all but at most {MAX_OUTPUTS} are allowed.")
-    values = sum(map(_values, generations))
+    values = sum(map(_num_values, generations))
     if values > MAX_VALUES:
         raise invalid(
             param if outputs > 1 else "max_tokens",
@@ -27,7 +27,7 @@ def check_size(generations: Sequence[GenerationRequest]) -> None:
         )
 
 
-def _values(generation: GenerationRequest) -> int:
+def _num_values(generation: GenerationRequest) -> int:
     params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
     output = params.num_sequences * (params.max_tokens + (prompt_tokens if generation.echo else 0))
     return output + generation.num_logprobs(prompt_tokens, params.num_sequences * params.max_tokens)

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from quire_proto.errors import ErrorCode, QuireError, invalid
 
-from quire_router.api.weight import check_weight
+from quire_router.api.weight import check_complexity
 
 T = TypeVar("T")
 _MOST_PROBLEMS = 100
-Model = TypeVar("Model", bound="Strict")
+Model = TypeVar("Model", bound="StrictModel")
 
 _MAX_PARAM = 128  # characters
 _MAX_NAMES, _MAX_NAME = 16, 64  # of a header, and characters of one
@@ -36,7 +36,7 @@ class Unsupported:
         return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Reads values as they are, without guessing. Fields that it does not know are kept aside in ``model_extra``; those
     of them that are ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
     """
@@ -47,7 +47,7 @@ class Strict(BaseModel):
     @classmethod
     def from_json(cls, body: bytes | bytearray) -> Self:
         """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
-        check_weight(body)
+        check_complexity(body)
         return _supported(_refusing(lambda: cls.model_validate_json(body)))
 
     @classmethod
@@ -56,7 +56,7 @@ class Strict(BaseModel):
         return _supported(_refusing(lambda: cls.model_validate(fields)))
 
 
-class Lenient(Strict):
+class LenientModel(StrictModel):
     """A part of a conversation: what it does not know is dropped, because client libraries add to the messages that
     they hand back.
     """
@@ -64,7 +64,7 @@ class Lenient(Strict):
     model_config = ConfigDict(extra="ignore")
 
 
-def ignored_parameters(request: Strict) -> Iterator[tuple[str, bool]]:
+def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
     """What a request says beyond its schema, in its order: where it stands, and whether it is known so that only its
     value is not followed. Null says nothing.
     """
@@ -98,15 +98,20 @@ def _supported(request: Model) -> Model:
     return request
 
 
-def _objects(model: Strict, prefix: str = "") -> Iterator[tuple[Strict, str]]:
+def _objects(model: StrictModel, prefix: str = "") -> Iterator[tuple[StrictModel, str]]:
     """The object, and those in it that keep what they do not know, with what stands before the names of their fields.
     Conversations, which may be long, are not gone through.
     """
     yield model, prefix
     for name, value in model.__dict__.items():
-        if isinstance(value, Strict) and not isinstance(value, Lenient):
+        if isinstance(value, StrictModel) and not isinstance(value, LenientModel):
             yield from _objects(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Strict) and not isinstance(value[0], Lenient):
+        elif (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], StrictModel)
+            and not isinstance(value[0], LenientModel)
+        ):
             for number, each in enumerate(value):
                 yield from _objects(each, f"{prefix}{name}[{number}].")
 

@@ -11,23 +11,24 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 
-from quire_router.api.fields import Read
-from quire_router.api.strict import Strict, Unsupported, unknown
+from quire_router.api.fields import Parsed
+from quire_router.api.strict import StrictModel, Unsupported, unknown
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
 JsonSchema = Annotated[
-    str | dict[str, Any] | None, Read(str | dict[str, Any] | None, "it must be a JSON Schema, as an object or as text")
+    str | dict[str, Any] | None,
+    Parsed(str | dict[str, Any] | None, "it must be a JSON Schema, as an object or as text"),
 ]
 Choices = Annotated[
     list[str] | None,
-    Read(
+    Parsed(
         Annotated[list[str], Field(max_length=MAX_OPTIONS)] | None, f"it must be a list of at most {MAX_OPTIONS} texts"
     ),
 ]
 
 
-class NamedSchema(Strict):
+class NamedSchema(StrictModel):
     """OpenAI's envelope of a JSON Schema. ``strict`` changes nothing: the schema always holds."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
@@ -36,7 +37,7 @@ class NamedSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     """``response_format``: any text, any JSON object, or JSON of a schema."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -47,7 +48,7 @@ class ResponseFormat(Strict):
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictModel):
     """vLLM's ``structured_outputs``: one of its fields. Of what else it may say nothing is ignored: it would be about
     the form of the output.
     """
@@ -74,7 +75,7 @@ class StructuredOutputs(Strict):
         return self
 
 
-class Guided(Strict):
+class StructuredBody(StrictModel):
     """The fields of a request that say what its output must look like."""
 
     response_format: ResponseFormat | None = None
@@ -101,7 +102,7 @@ class Guided(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _StructuredField:
     """One wish: which field said it, and what."""
 
     param: str
@@ -127,19 +128,19 @@ class _Asked:
             raise invalid(self.param, f"{self.param} is not a JSON Schema: it must be a JSON object.") from None
 
 
-def _from_response_format(given: ResponseFormat | None) -> Iterator[_Asked]:
+def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredField]:
     if given is None:
         return
     if (given.json_schema is not None) != (given.type == "json_schema"):
         param = "response_format.json_schema"
         raise invalid(param, f"{param} and the type json_schema go together.")
     if given.json_schema is not None:
-        yield _Asked("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
+        yield _StructuredField("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
     elif given.type == "json_object":
-        yield _Asked("response_format", StructuredKind.JSON_OBJECT)
+        yield _StructuredField("response_format", StructuredKind.JSON_OBJECT)
 
 
-def _from_others(request: Guided) -> Iterator[_Asked]:
+def _from_others(request: StructuredBody) -> Iterator[_StructuredField]:
     newer = request.structured_outputs or StructuredOutputs()
     fields = [
         ("structured_outputs.json", StructuredKind.JSON_SCHEMA, newer.json_),
@@ -154,4 +155,4 @@ def _from_others(request: Guided) -> Iterator[_Asked]:
         ("regex", StructuredKind.REGEX, request.regex),
         ("ebnf", StructuredKind.GRAMMAR, request.ebnf),
     ]
-    return (_Asked(param, kind, value) for param, kind, value in fields if value is not None)
+    return (_StructuredField(param, kind, value) for param, kind, value in fields if value is not None)

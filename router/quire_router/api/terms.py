@@ -11,8 +11,8 @@ from hashlib import blake2b
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import invalid
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.identity import Caller
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.identity import Identity
 from quire_router.api.schemas import GenerationBody
 from quire_router.generation import GenerationRequest
 
@@ -21,25 +21,25 @@ IDEMPOTENCY_KEY = "idempotency-key"
 _LABEL = re.compile(f"[ -~]{{1,{MAX_LABEL_CHARACTERS}}}")
 _SECONDS = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", re.ASCII)
 _ID_BYTES = 16
-_PART = 4096  # tokens
+_TOKENS_PER_CHUNK = 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class RequestOptions:
     """``key`` is the idempotency key and ``session`` what the client calls its session, both empty for none.
     ``seconds`` is how long the answer may take; None when the client did not say.
     """
 
     key: str = ""
     session: str = ""
-    seconds: float | None = None
+    timeout: float | None = None
 
-    def request_id(self, caller: Caller) -> str:
+    def request_id(self, caller: Identity) -> str:
         """The id that follows from the key, the same at every router; empty without one."""
-        return _named("idempotency", caller, self.key) if self.key else ""
+        return _opaque_id("idempotency", caller, self.key) if self.key else ""
 
 
-NO_TERMS = Terms()
+NO_OPTIONS = RequestOptions()
 
 
 def read_label(name: str, values: Sequence[str]) -> str:
@@ -53,7 +53,7 @@ def read_label(name: str, values: Sequence[str]) -> str:
     return values[0]
 
 
-def read_seconds(name: str, values: Sequence[str]) -> float | None:
+def read_timeout(name: str, values: Sequence[str]) -> float | None:
     """A number of seconds above 0; None when there is none. Raises ``QuireError``."""
     if not values:
         return None
@@ -64,27 +64,27 @@ def read_seconds(name: str, values: Sequence[str]) -> float | None:
     return float(values[0])
 
 
-def of_headers(values: Callable[[str], Sequence[str]]) -> Terms:
+def options_from_headers(values: Callable[[str], Sequence[str]]) -> RequestOptions:
     """Those of an HTTP request; ``values`` gives every value of a header. Raises ``QuireError``."""
-    return Terms(
+    return RequestOptions(
         key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
         session=read_label("x-session-id", values("x-session-id")),
-        seconds=read_seconds("x-request-timeout", values("x-request-timeout")),
+        timeout=read_timeout("x-request-timeout", values("x-request-timeout")),
     )
 
 
-def of_metadata(values: Callable[[str], Sequence[str]], remaining: float | None) -> Terms:
+def options_from_metadata(values: Callable[[str], Sequence[str]], remaining: float | None) -> RequestOptions:
     """Those of a gRPC call; ``remaining`` is what its deadline leaves, in seconds. Raises ``QuireError``."""
-    return Terms(
+    return RequestOptions(
         key=read_label(IDEMPOTENCY_KEY, values(IDEMPOTENCY_KEY)),
         session=read_label("session-id", values("session-id")),
-        seconds=remaining,
+        timeout=remaining,
     )
 
 
-def on_terms(
-    request: GenerationBody, admitted: Admitted, terms: Terms, caller: Caller, timeout: float | None
-) -> Admitted:
+def apply_options(
+    request: GenerationBody, admitted: PreparedRequest, terms: RequestOptions, caller: Identity, timeout: float | None
+) -> PreparedRequest:
     """The request with all that it says beside its body and all that has to be kept to write its answer again. No
     request may take more than ``timeout`` seconds. Raises ``QuireError``.
     """
@@ -95,32 +95,32 @@ def on_terms(
         raise invalid(
             "store", "The answer of a background request is kept until it is asked for: store cannot be false."
         )
-    seconds = min((each for each in (terms.seconds, timeout) if each is not None), default=math.inf)
+    seconds = min((each for each in (terms.timeout, timeout) if each is not None), default=math.inf)
     session = terms.session or request.prompt_cache_key or ""
     first = replace(
         admitted.first,
-        shape=admitted.shape.to_json(),
+        shape=admitted.response_options.to_json(),
         parts=tuple(each.request_id for each in admitted.generations) if several else (),
         background=bool(request.background),
-        session=_named("session", caller, session) if session else "",
+        session=_opaque_id("session", caller, session) if session else "",
         deadline=admitted.first.created + seconds if math.isfinite(seconds) else None,
         retention=0 if request.store is False else caller.policy.retention,
     )
     if terms.key:
         first = replace(first, digest=_digest(first, admitted, request))
-    generations = (first, *(_alike(first, each) for each in admitted.generations[1:]))
+    generations = (first, *(_with_shared_fields(first, each) for each in admitted.generations[1:]))
     if terms.key and request.seed is None:
         # Without Redis two routers may both run it, and what a client has of one answer must go on as the other does.
-        generations = tuple(map(_seeded, generations))
+        generations = tuple(map(_seed_from_id, generations))
     return replace(admitted, generations=generations)
 
 
-def _digest(first: GenerationRequest, admitted: Admitted, request: GenerationBody) -> str:
+def _digest(first: GenerationRequest, admitted: PreparedRequest, request: GenerationBody) -> str:
     """Tells requests apart by all that makes their answers differ, and not by how those are sent. What the client left
     out does not count: defaults may follow from the engines, which change.
     """
     digest = blake2b(digest_size=16, person=b"quire digest")
-    shape = admitted.shape.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
+    shape = admitted.response_options.model_copy(update={"include_usage": False, "continuous_usage": False}).to_json()
     params = sampling_to_proto(first.params)
     if request.seed is None:
         params.ClearField("seed")
@@ -128,19 +128,22 @@ def _digest(first: GenerationRequest, admitted: Admitted, request: GenerationBod
         params.ClearField("max_tokens")
     flags = (first.include_stop, first.skip_special_tokens, first.echo, first.background, request.seed is not None)
     words = (first.model, first.operation, first.stop, first.priority, flags, shape)
-    prompts = "[" + ", ".join(_written(generation.prompt_token_ids) for generation in admitted.generations) + "]"
+    prompts = "[" + ", ".join(_list_repr(generation.prompt_token_ids) for generation in admitted.generations) + "]"
     for part in (repr(words).encode(), params.SerializeToString(deterministic=True), prompts.encode()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def _written(token_ids: Sequence[int]) -> str:
+def _list_repr(token_ids: Sequence[int]) -> str:
     """As a list of Python is written, part by part, between which other threads come to their turn."""
-    parts = (repr(list(token_ids[start : start + _PART]))[1:-1] for start in range(0, len(token_ids), _PART))
+    parts = (
+        repr(list(token_ids[start : start + _TOKENS_PER_CHUNK]))[1:-1]
+        for start in range(0, len(token_ids), _TOKENS_PER_CHUNK)
+    )
     return f"[{', '.join(parts)}]"
 
 
-def _alike(first: GenerationRequest, other: GenerationRequest) -> GenerationRequest:
+def _with_shared_fields(first: GenerationRequest, other: GenerationRequest) -> GenerationRequest:
     """Another prompt of the same request."""
     return replace(
         other,
@@ -153,13 +156,13 @@ def _alike(first: GenerationRequest, other: GenerationRequest) -> GenerationRequ
     )
 
 
-def _seeded(generation: GenerationRequest) -> GenerationRequest:
+def _seed_from_id(generation: GenerationRequest) -> GenerationRequest:
     """The seed follows from the id, and so from the key."""
     digest = blake2b(generation.request_id.encode(), digest_size=8, person=b"quire seed").digest()
     return replace(generation, params=replace(generation.params, seed=int.from_bytes(digest, "little")))
 
 
-def _named(kind: str, caller: Caller, label: str) -> str:
+def _opaque_id(kind: str, caller: Identity, label: str) -> str:
     """An opaque name for what a tenant calls by ``label``."""
     words = f"{kind}\0{caller.tenant}\0{label}".encode()
     return blake2b(words, digest_size=_ID_BYTES, person=b"quire label").hexdigest()

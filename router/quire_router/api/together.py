@@ -8,25 +8,25 @@ from dataclasses import replace
 from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.backend import Runner
-from quire_router.api.running import Running
+from quire_router.api.running import ConcurrencyLimit
 from quire_router.generation import Delta, GenerationRequest, Usage
 from quire_router.held import OwnedDeltaStream
 from quire_router.journal.base import RequestRecord
 from quire_router.mark import StreamCursor
 from quire_router.siblings import PromptGroup
 
-_News = tuple[int, Delta | Exception | None]
+_QueueItem = tuple[int, Delta | Exception | None]
 
 
-class Together:
+class MultiPromptRunner:
     """Runs what a client asked for in one request. Each prompt takes a place among ``running``. The first error is the
     answer's, and whatever ends it ends every prompt. Choices are numbered through: those of the first prompt, then
     those of the second.
     """
 
-    def __init__(self, runner: Runner, running: Running) -> None:
+    def __init__(self, runner: Runner, running: ConcurrencyLimit) -> None:
         self._runner = runner
-        self._running = running
+        self._concurrency = running
 
     async def run(self, generations: Sequence[GenerationRequest]) -> AsyncGenerator[Delta]:
         """The answer as ``Runner.run`` gives it. Raises ``QuireError`` when there is no room for all prompts."""
@@ -44,15 +44,15 @@ class Together:
         """
         first, *others = generations
         siblings = PromptGroup()
-        with self._places(len(generations)) as places:
+        with self._acquire_slots(len(generations)) as places:
             async with AsyncExitStack() as undo:
                 run = await self._runner.run_once(first, siblings)
                 if run is None:
                     return None
                 undo.push_async_callback(run.aclose)
-                runs = [run, *await self._all_of(others, {}, siblings, first.deadline, undo)]
+                runs = [run, *await self._open_all(others, {}, siblings, first.deadline, undo)]
                 undo.pop_all()
-            return _one(runs, siblings, first.params.n, places)
+            return _combined(runs, siblings, first.params.n, places)
 
     async def start(self, generation: GenerationRequest) -> bool:
         """As ``Runner.start``."""
@@ -71,12 +71,12 @@ class Together:
     ) -> AsyncGenerator[Delta]:
         """The answer of all prompts' records as ``Runner.resume`` gives it. Raises as ``run``."""
         n, siblings = records[0].generation.params.n, PromptGroup()
-        with self._places(len(records)) as places:
+        with self._acquire_slots(len(records)) as places:
             runs = [
                 self._runner.resume(record, mark.slice(number * n, n), deadline)
                 for number, record in enumerate(records)
             ]
-            return _one(runs, siblings, n, places)
+            return _combined(runs, siblings, n, places)
 
     async def replay(
         self, generations: Sequence[GenerationRequest], records: Sequence[RequestRecord], deadline: float | None
@@ -85,13 +85,13 @@ class Together:
         others, which were refused or lost before they were written down, are run. Raises as ``run_once``.
         """
         known, siblings = {record.generation.request_id: record for record in records}, PromptGroup()
-        with self._places(len(generations)) as places:
+        with self._acquire_slots(len(generations)) as places:
             async with AsyncExitStack() as undo:
-                runs = await self._all_of(generations, known, siblings, deadline, undo)
+                runs = await self._open_all(generations, known, siblings, deadline, undo)
                 undo.pop_all()
-            return _one(runs, siblings, generations[0].params.n, places)
+            return _combined(runs, siblings, generations[0].params.n, places)
 
-    async def _all_of(
+    async def _open_all(
         self,
         generations: Sequence[GenerationRequest],
         known: Mapping[str, RequestRecord],
@@ -103,11 +103,11 @@ class Together:
         runs = []
         for generation in generations:
             record = known.get(generation.request_id)
-            runs.append(await self._resumed_or_run(generation, record, siblings, deadline))
+            runs.append(await self._resume_or_run(generation, record, siblings, deadline))
             undo.push_async_callback(runs[-1].aclose)
         return runs
 
-    async def _resumed_or_run(
+    async def _resume_or_run(
         self, generation: GenerationRequest, record: RequestRecord | None, siblings: PromptGroup, deadline: float | None
     ) -> AsyncGenerator[Delta]:
         run = await self._runner.run_once(generation, siblings) if record is None else None
@@ -128,15 +128,15 @@ class Together:
             await self._runner.delete(request_id)
 
     @contextmanager
-    def _places(self, prompts: int) -> Iterator[ExitStack]:
+    def _acquire_slots(self, prompts: int) -> Iterator[ExitStack]:
         """Places for all prompts but the first, which has one already."""
         with ExitStack() as places:
             for _ in range(prompts - 1):
-                places.enter_context(self._running.enter())
+                places.enter_context(self._concurrency.acquire())
             yield places
 
 
-def _one(
+def _combined(
     runs: Sequence[AsyncGenerator[Delta]], siblings: PromptGroup, n: int, places: ExitStack
 ) -> AsyncGenerator[Delta]:
     """One answer of several with ``n`` choices each, which takes over ``places``."""
@@ -146,37 +146,37 @@ def _one(
     ending.enter_context(places.pop_all())
     for run in runs:
         ending.push_async_callback(run.aclose)
-    return OwnedDeltaStream(_numbered(runs, siblings, n, ending), ending.aclose)
+    return OwnedDeltaStream(_renumbered(runs, siblings, n, ending), ending.aclose)
 
 
-async def _numbered(
+async def _renumbered(
     runs: Sequence[AsyncGenerator[Delta]], siblings: PromptGroup, n: int, ending: AsyncExitStack
 ) -> AsyncGenerator[Delta]:
     """The pieces with their choices numbered through: the usage is that of all, and comes with the last piece of the
     last one.
     """
     usages = list[Usage]()
-    async with ending, aclosing(_together(runs)) as pieces:
+    async with ending, aclosing(_merged(runs)) as pieces:
         async for number, delta in pieces:
             if delta.usage is not None:
                 usages.append(delta.usage)
-            usage = total(usages) if len(usages) == len(runs) else None
-            if usage is not None or _says_more(delta):
+            usage = total_usage(usages) if len(usages) == len(runs) else None
+            if usage is not None or _has_output(delta):
                 siblings.begun = True
                 yield replace(delta, index=number * n + delta.index, usage=usage)
 
 
-def _says_more(delta: Delta) -> bool:
+def _has_output(delta: Delta) -> bool:
     """Whether a piece says anything but the usage of its prompt."""
     return delta.usage is None or bool(delta.token_ids or delta.text) or delta.finish_reason is not None
 
 
-async def _together(runs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
+async def _merged(runs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
     """The pieces of several answers as they come, each with the number of its answer. The first error is raised, and
     every answer is closed on every way out.
     """
-    news: asyncio.Queue[_News] = asyncio.Queue(1)  # who does not read holds up all of them
-    tasks = [asyncio.create_task(_tell(number, run, news)) for number, run in enumerate(runs)]
+    news: asyncio.Queue[_QueueItem] = asyncio.Queue(1)  # who does not read holds up all of them
+    tasks = [asyncio.create_task(_forward(number, run, news)) for number, run in enumerate(runs)]
     try:
         open_answers = len(tasks)
         while open_answers:
@@ -193,7 +193,7 @@ async def _together(runs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tup
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _tell(number: int, run: AsyncGenerator[Delta], news: asyncio.Queue[_News]) -> None:
+async def _forward(number: int, run: AsyncGenerator[Delta], news: asyncio.Queue[_QueueItem]) -> None:
     try:
         async with aclosing(run) as deltas:
             async for delta in deltas:
@@ -204,7 +204,7 @@ async def _tell(number: int, run: AsyncGenerator[Delta], news: asyncio.Queue[_Ne
         await news.put((number, None))
 
 
-def total(usages: Sequence[Usage]) -> Usage:
+def total_usage(usages: Sequence[Usage]) -> Usage:
     """What several requests consumed together."""
     return Usage(
         sum(usage.prompt_tokens for usage in usages),

@@ -9,14 +9,14 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.api.calling import template_options
-from quire_router.api.conversation import Message, as_template_sees_them, check_messages
+from quire_router.api.conversation import ChatMessage, as_template_sees_them, check_messages
 from quire_router.api.fields import MAX_PROMPT_TOKENS
-from quire_router.api.schemas import MAX_MESSAGES, Templated
-from quire_router.api.strict import Strict, Unsupported
+from quire_router.api.schemas import MAX_MESSAGES, TemplatedBody
+from quire_router.api.strict import StrictModel, Unsupported
 from quire_router.api.tools import check_tools
 
 
-class TokenizeRequest(Templated):
+class TokenizeRequest(TemplatedBody):
     """Either a text or a conversation."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -26,7 +26,7 @@ class TokenizeRequest(Templated):
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -56,7 +56,7 @@ class TokenizeRequest(Templated):
                 raise invalid(other, f"{other} and {given} exclude each other.")
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """Tokens of a model."""
 
     model: Annotated[str, Field(min_length=1, max_length=128)]
@@ -69,7 +69,7 @@ class DetokenizeRequest(Strict):
 
 
 @dataclass(frozen=True, slots=True)
-class Tokenized:
+class TokenizeResult:
     """``token_strs`` are the tokens as the tokenizer calls them, None where they were not asked for.
     ``max_model_len`` is 0 while no engine has told it. ``ignored`` are the parameters that changed nothing.
     """
@@ -82,7 +82,7 @@ class Tokenized:
 
 def tokenized(
     request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
-) -> Tokenized:
+) -> TokenizeResult:
     """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
     would, except that more tokens than the model takes are told.
     """
@@ -93,7 +93,7 @@ def tokenized(
     if len(tokens) > MAX_PROMPT_TOKENS:
         raise _too_many(request)
     strings = [text.name_of(token_id) for token_id in tokens] if request.return_token_strs else None
-    return Tokenized(tokens, strings, max_model_len, ignored)
+    return TokenizeResult(tokens, strings, max_model_len, ignored)
 
 
 def detokenized(request: DetokenizeRequest, text: ModelTokenizer) -> str:

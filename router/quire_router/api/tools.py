@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_TEXT
 
-from quire_router.api.fields import Read
-from quire_router.api.strict import Lenient, Strict
+from quire_router.api.fields import Parsed
+from quire_router.api.strict import LenientModel, StrictModel
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -23,7 +23,7 @@ Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
 
 
-class Function(Strict):
+class Function(StrictModel):
     """What a tool is called and takes. ``parameters`` is a JSON Schema of an object; without it nothing is taken.
     ``strict`` holds calls to it also where none is forced.
     """
@@ -40,7 +40,7 @@ class Function(Strict):
         return nothing if self.parameters is None else self.parameters
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -59,13 +59,13 @@ class Tool(Strict):
         return {"type": "function", "function": {"name": function.name, **described}}
 
 
-class ChosenFunction(Strict):
+class ChosenFunction(StrictModel):
     """The function that is to be called."""
 
     name: Name
 
 
-class ChosenTool(Strict):
+class ChosenTool(StrictModel):
     """The one tool that is to be called."""
 
     type: Literal["function"]
@@ -74,7 +74,7 @@ class ChosenTool(Strict):
 
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | ChosenTool,
-    Read(
+    Parsed(
         Literal["none", "auto", "required"] | ChosenTool,
         'it must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
     ),
@@ -88,7 +88,7 @@ def _arguments(value: object) -> object:
     return "" if value is None else value
 
 
-class CalledFunction(Lenient):
+class CalledFunction(LenientModel):
     """What was called, with arguments as the model wrote them, which need not be JSON."""
 
     name: Name
@@ -105,7 +105,7 @@ class CalledFunction(Lenient):
             return {}
 
 
-class ToolCall(Lenient):
+class ToolCall(LenientModel):
     """A call that an earlier answer made."""
 
     id: CallId

@@ -14,17 +14,17 @@ from quire_proto.sampling import check_length
 from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.admission.reason import RefusalReason
-from quire_router.api.backend import ModelLimits
+from quire_router.api.backend import ModelLimitsView
 from quire_router.api.calling import for_template, structured_of, template_options
 from quire_router.api.conversation import as_template_sees_them
-from quire_router.api.identity import Caller
+from quire_router.api.identity import Identity
 from quire_router.api.sampling import check_ids, sampling_of
-from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody, Templated
-from quire_router.api.size import check_size
-from quire_router.api.strict import Strict, ignored_parameters, unknown
+from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody, TemplatedBody
+from quire_router.api.size import check_response_size
+from quire_router.api.strict import StrictModel, ignored_parameters, unknown
 from quire_router.generation import GenerationRequest, prompt_request_id
 
-Request = TypeVar("Request", bound=Strict)
+Request = TypeVar("Request", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds
@@ -39,7 +39,7 @@ class Validator:
     def __init__(
         self,
         texts: Mapping[str, ModelTokenizer],
-        limits: Callable[[str], ModelLimits | None],
+        limits: Callable[[str], ModelLimitsView | None],
         *,
         allow_priority: bool = False,
         refuse_unknown: bool = False,
@@ -59,12 +59,12 @@ class Validator:
                 raise unknown(param)
             ignored.append(param)
         text = self.text(model)
-        if isinstance(request, Templated):
+        if isinstance(request, TemplatedBody):
             request, more = for_template(request, text)
             ignored += more
         return request, tuple(dict.fromkeys(ignored))
 
-    def generations(self, request: GenerationBody, request_id: str, caller: Caller) -> tuple[GenerationRequest, ...]:
+    def generations(self, request: GenerationBody, request_id: str, caller: Identity) -> tuple[GenerationRequest, ...]:
         """The request in tokens, one for each prompt, every default filled in. Raises ``QuireError``."""
         text = self.text(request.model)
         limits = self._limits(request.model)
@@ -89,7 +89,7 @@ class Validator:
         generations = tuple(_for_prompt(first, number, prompt) for number, prompt in enumerate(prompts))
         if request.seed is None:
             generations = tuple(map(_seeded, generations))
-        check_size(generations)
+        check_response_size(generations)
         return generations
 
     def text(self, model: str) -> ModelTokenizer:
@@ -99,7 +99,7 @@ class Validator:
             raise unknown_model(model)
         return text
 
-    def _priority(self, request: GenerationBody, caller: Caller) -> int:
+    def _priority(self, request: GenerationBody, caller: Identity) -> int:
         """The tenant's, and what the request adds to it."""
         own = request.priority or 0
         if own and not (self._allow_priority or caller.policy.allow_priority):
@@ -133,7 +133,7 @@ def _seeded(generation: GenerationRequest) -> GenerationRequest:
     return replace(generation, params=replace(generation.params, seed=randbits(64)))
 
 
-def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
+def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimitsView) -> tuple[list[Sequence[int]], int]:
     """The tokens of each prompt, and how many each output may have."""
     if isinstance(request, ChatRequest):
         return _conversation(request, text, limits)
@@ -149,7 +149,9 @@ def _prompts(request: GenerationBody, text: ModelTokenizer, limits: ModelLimits)
     return [*prompts], output_limit
 
 
-def _conversation(request: ChatRequest, text: ModelTokenizer, limits: ModelLimits) -> tuple[list[Sequence[int]], int]:
+def _conversation(
+    request: ChatRequest, text: ModelTokenizer, limits: ModelLimitsView
+) -> tuple[list[Sequence[int]], int]:
     tools = [tool.as_template_sees_it() for tool in request.offered]
     options = template_options(request.chat_template_kwargs, request.reasoning_effort, text)
     with _calling_the_prompt("messages"):
@@ -160,7 +162,9 @@ def _conversation(request: ChatRequest, text: ModelTokenizer, limits: ModelLimit
     return [array("i", prompt)], _checked_limit(request, "messages", len(prompt), rest, limits)
 
 
-def _checked_limit(request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ModelLimits) -> int:
+def _checked_limit(
+    request: GenerationBody, param: str, prompt_tokens: int, default: int, limits: ModelLimitsView
+) -> int:
     """The most output tokens: what the client said, or ``default``. ``param`` is what this API calls the prompt."""
     given = request.output_limit
     if given is not None and given < 1:

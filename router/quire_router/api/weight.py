@@ -18,7 +18,7 @@ _MOST = {
 }
 
 
-def check_weight(body: bytes | bytearray) -> None:
+def check_complexity(body: bytes | bytearray) -> None:
     """Raises ``QuireError`` INVALID for JSON with more values or parts than any request needs."""
     if _excess(body) is None:
         return

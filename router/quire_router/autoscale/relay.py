@@ -5,7 +5,7 @@ import socket
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 
-from quire_router.api.connection_shares import ConnectionShares, peer_of
+from quire_router.api.connection_shares import ConnectionShares, peer_key
 
 _PART = 64 * 1024  # bytes
 
@@ -39,16 +39,16 @@ class Relay:
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         client = _Client(writer)
         address = writer.get_extra_info("peername")
-        if not self._shares.open(client, peer_of(address[0] if address else "")):
+        if not self._shares.add(client, peer_key(address[0] if address else "")):
             return client.evict()
         self._clients.add(client)
-        self._shares.idle(client)
+        self._shares.mark_idle(client)
         try:
             with suppress(OSError):
                 await self._pass_on(client, reader, writer)
         finally:
             self._clients.discard(client)
-            self._shares.close(client)
+            self._shares.remove(client)
             client.evict()
 
     async def _pass_on(self, client: "_Client", reader: StreamReader, writer: StreamWriter) -> None:
@@ -65,7 +65,7 @@ class Relay:
         with suppress(OSError):
             while data := await source.read(_PART):
                 if client is not None:
-                    self._shares.idle(client)
+                    self._shares.mark_idle(client)
                 sink.write(data)
                 await sink.drain()
         sink.close()

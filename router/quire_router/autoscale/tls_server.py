@@ -11,7 +11,7 @@ from quire_proto.tls import TlsError
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from quire_router.api.connection_shares import peer_of
+from quire_router.api.connection_shares import peer_key
 from quire_router.api.rest.protocol import ConnectionLimits, LimitedConfig, LimitedHttpProtocol
 from quire_router.api.rest.server import http_config
 from quire_router.autoscale.certificates import Certificates
@@ -77,7 +77,7 @@ class TlsServer:
                 log.debug("a connection cannot be taken: %s", type(error).__name__)
                 await asyncio.sleep(_PAUSE)
                 continue
-            peer = peer_of(address[0])
+            peer = peer_key(address[0])
             if not self._has_place(peer):
                 connection.close()
                 continue
@@ -89,7 +89,7 @@ class TlsServer:
         """Whether a peer may begin a handshake, of which it may have its share at once."""
         own = sum(each == peer for each in self._greeting.values())
         is_within_share = own < max(1, self._limits.connections * self._limits.peer_share)
-        return is_within_share and self._config.shares.make_room(peer, beside=len(self._greeting))
+        return is_within_share and self._config.shares.evict_if_full(peer, uncounted=len(self._greeting))
 
     async def _greet(self, connection: socket.socket) -> None:
         try:

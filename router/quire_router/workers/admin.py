@@ -9,7 +9,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import Receive, Scope, Send
 
 from quire_router.api.frontend import new_request_id
-from quire_router.api.rest.connection import JSON, ClientGoneError, Header, Reply
+from quire_router.api.rest.connection import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse
 
 _WORKER_SECONDS = ClientTimeout(total=2.0)  # for a worker's answer
 _OF_A_WORKER = ("/started", "/ready", "/health")
@@ -36,25 +36,27 @@ class Admin:
 
     async def __call__(self, scope: Scope, _receive: Receive, send: Send) -> None:
         """Answers one request."""
-        reply = Reply(send, self._patience, new_request_id())
+        reply = HttpResponse(send, self._patience, new_request_id())
         try:
             page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
-            await reply.whole(*((404, b"{}", JSON) if page is None else await page()))
-        except ClientGoneError:
+            await reply.whole(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
+        except ClientDisconnectedError:
             return
         finally:
             reply.close()
 
     async def _live(self) -> Page:
-        return (200, b'{"status":"ok"}', JSON) if self._alive() else (503, b'{"status":"no worker"}', JSON)
+        return (
+            (200, b'{"status":"ok"}', JSON_HEADERS) if self._alive() else (503, b'{"status":"no worker"}', JSON_HEADERS)
+        )
 
     async def _of_a_worker(self, path: str) -> Page:
         """What the worker that takes the connection says there."""
         try:
             async with ClientSession(self._url, timeout=_WORKER_SECONDS) as session, session.get(path) as answer:
-                return answer.status, await answer.read(), JSON
+                return answer.status, await answer.read(), JSON_HEADERS
         except (ClientError, OSError, TimeoutError):
-            return 503, b'{"status":"unavailable"}', JSON
+            return 503, b'{"status":"unavailable"}', JSON_HEADERS
 
     async def _metrics(self) -> Page:
         registry = CollectorRegistry()

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from quire_proto.errors import QuireError
 
-from quire_router.api.earlier import Earlier
+from quire_router.api.earlier import StoredRequest
 from quire_router.api.frontend import ModelCard
-from quire_router.api.rest.connection import JSON, Header
-from quire_router.api.rest.logprobs import ChatShape, CompletionShape, Shape
+from quire_router.api.rest.connection import JSON_HEADERS, Header
+from quire_router.api.rest.logprobs import ChatLogprobsFormat, CompletionLogprobsFormat, LogprobsFormat
 from quire_router.api.rest.refusals import HttpError
 from quire_router.generation import GenerationRequest, Usage
 
@@ -33,7 +33,7 @@ def event(value: object) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
+class OpenAiFormat:
     """How one route names things. ``opening`` and ``closing`` are the choices of a stream's first and last chunk, and
     ``piece_before`` and ``piece_after`` surround the text of those between them; ``before`` and ``after`` that of a
     whole answer. ``shape`` writes log-probabilities; those of the prompt stand in its choices or beside them.
@@ -48,11 +48,11 @@ class Style:
     closing: dict[str, Any]
     before: str
     after: str
-    shape: type[Shape]
+    shape: type[LogprobsFormat]
     prompt_in_choices: bool
 
 
-CHAT = Style(
+CHAT = OpenAiFormat(
     id_prefix="chatcmpl-",
     whole="chat.completion",
     chunk="chat.completion.chunk",
@@ -62,10 +62,10 @@ CHAT = Style(
     closing={"delta": {}},
     before='"message":{"role":"assistant","content":',
     after=',"refusal":null}',
-    shape=ChatShape,
+    shape=ChatLogprobsFormat,
     prompt_in_choices=False,
 )
-COMPLETION = Style(
+COMPLETION = OpenAiFormat(
     id_prefix="cmpl-",
     whole="text_completion",
     chunk="text_completion",
@@ -75,7 +75,7 @@ COMPLETION = Style(
     closing={"text": ""},
     before='"text":',
     after="",
-    shape=CompletionShape,
+    shape=CompletionLogprobsFormat,
     prompt_in_choices=True,
 )
 
@@ -96,8 +96,8 @@ def error_answer(error: HttpError | QuireError, request_id: str) -> tuple[int, b
     """Status, body and headers of a refusal."""
     if isinstance(error, HttpError):
         fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)
-        return error.status, to_json(fields), [*JSON, *error.headers]
-    return error.status.http, to_json(error_object(error, request_id)), [*JSON, *_error_headers(error)]
+        return error.status, to_json(fields), [*JSON_HEADERS, *error.headers]
+    return error.status.http, to_json(error_object(error, request_id)), [*JSON_HEADERS, *_error_headers(error)]
 
 
 def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
@@ -127,12 +127,12 @@ def model_object(card: ModelCard) -> dict[str, Any]:
     return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
 
 
-def style_of(generation: GenerationRequest) -> Style:
+def format_for(generation: GenerationRequest) -> OpenAiFormat:
     """How a request's answer is written."""
     return CHAT if generation.operation == "chat" else COMPLETION
 
 
-def request_object(earlier: Earlier) -> dict[str, Any]:
+def request_object(earlier: StoredRequest) -> dict[str, Any]:
     """How it is with a request."""
     first, error = earlier.first, earlier.error
     failure = {} if error is None else error_object(error, first.request_id)
@@ -157,7 +157,7 @@ def error_event(error: QuireError, request_id: str, *, resumable: bool, event_id
     return (RECONNECT if resumable and event_ids else b"") + event(fields)
 
 
-def head(style: Style, kind: str, generation: GenerationRequest) -> dict[str, Any]:
+def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[str, Any]:
     """What every object of one answer begins with."""
     return {
         "id": style.id_prefix + generation.request_id,

@@ -9,18 +9,18 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from quire_router.api.frontend import Frontend, counting_rejections, new_request_id
-from quire_router.api.rest.answers import CHAT, COMPLETION, Style, error_answer, error_event
-from quire_router.api.rest.connection import BodyLimits, ClientGoneError, Header, Reply
-from quire_router.api.rest.direct import direct_of
+from quire_router.api.frontend import ApiService, counting_rejections, new_request_id
+from quire_router.api.rest.answers import CHAT, COMPLETION, OpenAiFormat, error_answer, error_event
+from quire_router.api.rest.connection import BodyLimits, ClientDisconnectedError, Header, HttpResponse
+from quire_router.api.rest.direct import direct_writer
 from quire_router.api.rest.events import KEEPALIVE, KeepAlive
-from quire_router.api.rest.exchange import Exchange
-from quire_router.api.rest.generate import Generate
-from quire_router.api.rest.pages import Pages
+from quire_router.api.rest.exchange import HttpExchange
+from quire_router.api.rest.generate import GenerateHandler
+from quire_router.api.rest.pages import StatusEndpoints
 from quire_router.api.rest.protocol import MAX_HEAD_BYTES
 from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_route, wrong_method
-from quire_router.api.rest.requests import Requests
-from quire_router.api.rest.tokens import Tokens
+from quire_router.api.rest.requests import RequestEndpoints
+from quire_router.api.rest.tokens import TokenizeEndpoints
 from quire_router.api.rest.writing import note_headers
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _LAST = ((b"connection", b"close"),)
-Handler = Callable[[Exchange], Awaitable[None]]
+Handler = Callable[[HttpExchange], Awaitable[None]]
 _PASSING = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 """After these a request that somebody may come back to was let go of, and not ended (see ``RequestRunner``)."""
 
@@ -41,7 +41,7 @@ class RestApp:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ApiService,
         routes: Sequence[Route],
         patience: float,
         open_paths: Container[str] = OPEN_PATHS,
@@ -56,18 +56,18 @@ class RestApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request, whatever happens."""
-        reply = Reply(send, self._patience, new_request_id(), direct_of(scope))
-        exchange = Exchange(scope, receive, reply)
+        reply = HttpResponse(send, self._patience, new_request_id(), direct_writer(scope))
+        exchange = HttpExchange(scope, receive, reply)
         try:
             await self._serve(exchange, send)
-        except ClientGoneError:
+        except ClientDisconnectedError:
             log.debug("request %s: the client left", exchange.request_id)
             if reply.direct is not None:
                 reply.direct.cut()
         finally:
             reply.close()
 
-    async def _serve(self, exchange: Exchange, send: Send) -> None:
+    async def _serve(self, exchange: HttpExchange, send: Send) -> None:
         try:
             if exchange.head_bytes > MAX_HEAD_BYTES:
                 raise head_too_large(MAX_HEAD_BYTES)
@@ -77,43 +77,48 @@ class RestApp:
             await _fail(exchange, error)
         except HTTPException as error:
             await _fail(exchange, self._unrouted(exchange, error))
-        except ClientGoneError:
+        except ClientDisconnectedError:
             raise
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             await _fail(exchange, internal())
 
-    def _unrouted(self, exchange: Exchange, error: HTTPException) -> HttpError:
+    def _unrouted(self, exchange: HttpExchange, error: HTTPException) -> HttpError:
         """What the router found wrong, in our words."""
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             allowed = (error.headers or {}).get("Allow", "")
             return wrong_method(exchange.path, str(exchange.scope["method"]), allowed)
         return no_such_route(exchange.path, self._elsewhere)
 
-    def _authenticate(self, exchange: Exchange) -> None:
+    def _authenticate(self, exchange: HttpExchange) -> None:
         if exchange.path in self._open_paths:
             return
         with counting_rejections():
             exchange.caller = self._frontend.keys.caller(*exchange.authorizations)
-        exchange.reply.standing = lambda: (*note_headers(self._frontend.standing(exchange.caller)), *self._parting())
+        exchange.reply.standing = lambda: (
+            *note_headers(self._frontend.rate_limit_headers(exchange.caller)),
+            *self._parting(),
+        )
 
     def _parting(self) -> Sequence[Header]:
         """Sends a client elsewhere with its next request: connections outlive their place in lists of who is ready."""
-        return _LAST if self._frontend.running.leaving else ()
+        return _LAST if self._frontend.concurrency.draining else ()
 
-    async def _route(self, exchange: Exchange, send: Send) -> None:
+    async def _route(self, exchange: HttpExchange, send: Send) -> None:
         exchange.scope["app"] = self  # makes the router raise instead of answering by itself
         await self._router(exchange.attach(), exchange.receive, send)
 
 
-def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, keepalive: KeepAlive = KEEPALIVE) -> RestApp:
+def build_api(
+    frontend: ApiService, *, max_body_bytes: int, patience: float, keepalive: KeepAlive = KEEPALIVE
+) -> RestApp:
     """The public REST API. ``patience`` is how many seconds a client may leave its answer unread."""
-    pages, requests = Pages(frontend), Requests(frontend, keepalive)
+    pages, requests = StatusEndpoints(frontend), RequestEndpoints(frontend, keepalive)
     limits = BodyLimits(max_body_bytes, patience)
-    tokens = Tokens(frontend, limits)
+    tokens = TokenizeEndpoints(frontend, limits)
 
-    def generate(path: str, schema: type[GenerationBody], style: Style) -> Route:
-        return _route(path, "POST", Generate(frontend, path, schema, style, limits=limits, keepalive=keepalive))
+    def generate(path: str, schema: type[GenerationBody], style: OpenAiFormat) -> Route:
+        return _route(path, "POST", GenerateHandler(frontend, path, schema, style, limits=limits, keepalive=keepalive))
 
     routes = [
         generate("/v1/completions", CompletionRequest, COMPLETION),
@@ -130,14 +135,14 @@ def build_api(frontend: Frontend, *, max_body_bytes: int, patience: float, keepa
     return RestApp(frontend, routes, patience)
 
 
-def build_admin(frontend: Frontend, *, patience: float) -> RestApp:
+def build_admin(frontend: ApiService, *, patience: float) -> RestApp:
     """What the metrics port serves, without a key: it is not for clients."""
-    pages = Pages(frontend)
+    pages = StatusEndpoints(frontend)
     routes = [*_probes(pages, pages.health_in_detail), _route("/metrics", "GET", pages.metrics)]
     return RestApp(frontend, routes, patience, open_paths=OPEN_PATHS | {"/metrics"}, elsewhere=_NOT_FOR_CLIENTS)
 
 
-def _probes(pages: Pages, health: Handler) -> list[Route]:
+def _probes(pages: StatusEndpoints, health: Handler) -> list[Route]:
     return [
         _route("/started", "GET", pages.started),
         _route("/ready", "GET", pages.ready),
@@ -153,7 +158,7 @@ class _Asgi:
         self._handler = handler
 
     async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
-        await self._handler(Exchange.of(scope))
+        await self._handler(HttpExchange.of(scope))
 
 
 def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
@@ -161,7 +166,7 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
     return Route(path, _Asgi(handler), methods=methods, name=path)
 
 
-async def _fail(exchange: Exchange, error: HttpError | QuireError) -> None:
+async def _fail(exchange: HttpExchange, error: HttpError | QuireError) -> None:
     """Tells an error as an answer or, where the stream has begun, as its last event: it never just ends."""
     if not exchange.reply.started:
         await exchange.reply.whole(*error_answer(error, exchange.request_id))

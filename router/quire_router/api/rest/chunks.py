@@ -4,13 +4,13 @@ import json
 from json.encoder import encode_basestring_ascii as _quote  # as json.dumps writes a string, in a quarter of the time
 from typing import Any, Final
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.answer import begun
-from quire_router.api.reading import Said, open_readers
-from quire_router.api.rest.answers import Style, event, head, usage_object
-from quire_router.api.rest.logprobs import Lists, number
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.answer import begun_choices
+from quire_router.api.reading import ParsedDelta, create_parsers
+from quire_router.api.rest.answers import OpenAiFormat, event, head, usage_object
+from quire_router.api.rest.logprobs import LogprobLists, number
 from quire_router.api.rest.said import delta_json
-from quire_router.api.rest.shown import Shown
+from quire_router.api.rest.shown import LogprobsRenderer
 from quire_router.generation import Delta, Usage
 from quire_router.mark import StreamCursor
 
@@ -18,7 +18,7 @@ DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
 
 
-class Chunks:
+class SseEncoder:
     """Each event is a piece of one choice. Its id, where ids were asked for, is the ``mark`` of where its reader then
     stands: a client that comes back with it gets what follows. So a piece is one event, also with its choice's end. All
     that does not change between tokens is written once.
@@ -44,19 +44,19 @@ class Chunks:
         "shown",
     )
 
-    def __init__(self, style: Style, admitted: Admitted, mark: StreamCursor) -> None:
-        self.shown = Shown(admitted, style.shape, begun(mark, admitted.choices))
+    def __init__(self, style: OpenAiFormat, admitted: PreparedRequest, mark: StreamCursor) -> None:
+        self.shown = LogprobsRenderer(admitted, style.shape, begun_choices(mark, admitted.num_choices))
         self._shows = self.shown.anything
-        self._readers = open_readers(admitted)
+        self._readers = create_parsers(admitted)
         self._style = style
         self._mark = mark
         self._has_ids = admitted.event_ids
-        self._usage_so_far = admitted.shape.continuous_usage
+        self._usage_so_far = admitted.response_options.continuous_usage
         self._counts = self._has_ids or self._usage_so_far
         self._prompts = [len(each.prompt_token_ids) for each in admitted.generations for _ in range(each.params.n)]
-        self._choices = admitted.choices
+        self._choices = admitted.num_choices
         self._head = head(style, style.chunk, admitted.first)
-        self._usage: dict[str, Any] = {"usage": None} if admitted.shape.include_usage else {}
+        self._usage: dict[str, Any] = {"usage": None} if admitted.response_options.include_usage else {}
         opening = _unclosed(self._head)
         starts = [f'data: {opening},"choices":[{{"index":{index},' for index in range(self._choices)]
         self._before = [start + style.piece_before for start in starts]
@@ -83,7 +83,7 @@ class Chunks:
             data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
-    def _told(self, delta: Delta, logprobs: Lists) -> bytes:
+    def _told(self, delta: Delta, logprobs: LogprobLists) -> bytes:
         line = self._take(delta) if self._counts else ""
         if delta.finish_reason is not None:
             return self._last(line, delta, logprobs)
@@ -95,7 +95,7 @@ class Chunks:
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
         return b""
 
-    def _read(self, said: Said, delta: Delta, logprobs: Lists) -> bytes:
+    def _read(self, said: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
         if delta.replayed:
             return b""
@@ -110,7 +110,7 @@ class Chunks:
         end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
         return f"{piece}{end}".encode("ascii")
 
-    def _last(self, line: str, delta: Delta, logprobs: Lists) -> bytes:
+    def _last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
         """The last event of a choice, with what text there is left, and the ``line`` with its id."""
         shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
         if delta.text or shown != "null":

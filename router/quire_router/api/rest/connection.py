@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
-from quire_router.api.patience import Patience
-from quire_router.api.rest.direct import Direct
+from quire_router.api.patience import WriteTimeout
+from quire_router.api.rest.direct import DirectWriter
 from quire_router.api.rest.refusals import body_too_large, body_too_slow
 from quire_router.api.running import ReservedBody
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
-JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
-EVENTS: tuple[Header, ...] = (
+JSON_HEADERS: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+SSE_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
@@ -23,7 +23,7 @@ EVENTS: tuple[Header, ...] = (
 _AT_A_TIME = 256 * 1024  # bytes
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """The client disconnected, or did not read for too long. There is nobody left to tell."""
 
 
@@ -36,7 +36,7 @@ class BodyLimits:
 
 
 async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) -> None:
-    """Reads all of ``body``, whatever its length was said to be. Raises ``HttpError``, ``ClientGoneError``, and
+    """Reads all of ``body``, whatever its length was said to be. Raises ``HttpError``, ``ClientDisconnectedError``, and
     ``QuireError`` OVERLOADED where more comes than there is room for.
     """
     try:
@@ -51,16 +51,16 @@ async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGoneError
+            raise ClientDisconnectedError
         data, more = message.get("body", b""), message.get("more_body", False)
         if len(body) + len(data) > limit:
             raise body_too_large(limit)
-        body.add(data)
+        body.append(data)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of ``work``, which is cancelled at once when the client disconnects. The body must have been read.
-    Raises ``ClientGoneError``.
+    Raises ``ClientDisconnectedError``.
     """
     task = asyncio.create_task(work)
     left = asyncio.create_task(_disconnected(receive))
@@ -68,7 +68,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGoneError
+        raise ClientDisconnectedError
     finally:
         left.cancel()
         task.cancel()
@@ -80,21 +80,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Reply:
+class HttpResponse:
     """The answer on its way: it starts once, names the request that it answers, and every write ends within
     ``patience`` seconds or the client is given up.
     """
 
-    def __init__(self, send: Send, patience: float, request_id: str, direct: Direct | None = None) -> None:
+    def __init__(self, send: Send, patience: float, request_id: str, direct: DirectWriter | None = None) -> None:
         self.request_id = request_id
         self.direct = direct  # for what can be written without waiting
         self.standing: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
         self._send = send
-        self._patience = Patience(patience)
+        self._patience = WriteTimeout(patience)
         self.started = False
         self.ended = False
 
-    async def whole(self, status: int, body: bytes, headers: Iterable[Header] = JSON) -> None:
+    async def whole(self, status: int, body: bytes, headers: Iterable[Header] = JSON_HEADERS) -> None:
         """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, (*headers, length))
@@ -126,4 +126,4 @@ class Reply:
         try:
             await self._patience.wait(self._send(message))
         except OSError:  # the connection broke, or (TimeoutError) the client does not read
-            raise ClientGoneError from None
+            raise ClientDisconnectedError from None

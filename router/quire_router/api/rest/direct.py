@@ -14,7 +14,7 @@ may bring pieces of several choices; far more than that means that the client do
 """
 
 
-class Direct:
+class DirectWriter:
     """Chunks of the answer of ``cycle``: the same bytes that the server writes when it is sent a message for each,
     without the message and the coroutine.
     """
@@ -46,7 +46,7 @@ class Direct:
         self._transport.abort()
 
 
-def direct_of(scope: Mapping[str, Any]) -> Direct | None:
+def direct_writer(scope: Mapping[str, Any]) -> DirectWriter | None:
     """The direct way to a request's connection, where its server gives one."""
     found = scope.get("extensions", {}).get(EXTENSION, {}).get(DIRECT)
-    return found if isinstance(found, Direct) else None
+    return found if isinstance(found, DirectWriter) else None

@@ -6,8 +6,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from quire_router.api.rest.answers import RECONNECT
-from quire_router.api.rest.connection import EVENTS, ClientGoneError, Header, Reply
-from quire_router.api.rest.direct import Direct
+from quire_router.api.rest.connection import SSE_HEADERS, ClientDisconnectedError, Header, HttpResponse
+from quire_router.api.rest.direct import DirectWriter
 
 WAITING: Final = b": waiting\n"
 """A comment between events with ids: one line, with no empty line behind it. That would end an event, and clients that
@@ -33,7 +33,7 @@ class KeepAlive:
 KEEPALIVE: Final = KeepAlive()
 
 
-class EventStream:
+class SseStream:
     """Begins with its first piece or, when that takes longer than ``keepalive`` says, with a comment; whenever nothing
     else was written for so long, another follows. An error before that can still have a status of its own. Pieces and
     comments never interleave. Says when to come back where its events have ``ids``. To be used as a context, by one
@@ -55,7 +55,7 @@ class EventStream:
         "headers",
     )
 
-    def __init__(self, reply: Reply, keepalive: KeepAlive, *, ids: bool) -> None:
+    def __init__(self, reply: HttpResponse, keepalive: KeepAlive, *, ids: bool) -> None:
         self.headers: list[Header] = []
         self._reply = reply
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
@@ -64,7 +64,7 @@ class EventStream:
         self._last = self._loop.time()
         self._is_busy = False  # something is being written, or nothing can be any more
         self._gone = False
-        self._direct: Direct | None = None
+        self._direct: DirectWriter | None = None
         self._beating: asyncio.Task[None] | None = None
         self._timer = self._loop.call_at(self._last + self._seconds, self._look) if self._seconds else None
 
@@ -107,12 +107,12 @@ class EventStream:
         if self._beating is not None and not self._beating.done():
             await asyncio.wait([self._beating])
         if self._gone:
-            raise ClientGoneError
+            raise ClientDisconnectedError
         self._is_busy = True
         return b"" if self._reply.started else await self._start()
 
     async def _start(self) -> bytes:
-        await self._reply.start(200, (*EVENTS, *self.headers))
+        await self._reply.start(200, (*SSE_HEADERS, *self.headers))
         if self._reply.direct is not None and self._reply.direct.has_begun:
             self._direct = self._reply.direct
         return self._opening
@@ -135,7 +135,7 @@ class EventStream:
         try:
             first = b"" if self._reply.started else await self._start()
             await self._reply.write(first + self._comment)
-        except ClientGoneError:
+        except ClientDisconnectedError:
             self._gone = True  # whoever writes the next piece is told
             self._stop_looking()
         finally:

@@ -6,8 +6,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope
 
-from quire_router.api.identity import ANYONE, Caller
-from quire_router.api.rest.connection import Reply
+from quire_router.api.identity import ANONYMOUS, Identity
+from quire_router.api.rest.connection import HttpResponse
 
 LAST_EVENT_ID = "last-event-id"
 KEY_HEADERS = ("api-key", "x-api-key")  # those of Azure's and Anthropic's clients
@@ -15,21 +15,21 @@ _STATE = "quire.exchange"
 
 
 @dataclass
-class Exchange:
+class HttpExchange:
     """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came. The request
     of a ``lasting`` one can be come back to even before that. ``event_ids`` are those of its stream's events.
     """
 
     scope: Scope
     receive: Receive
-    reply: Reply
-    caller: Caller = ANYONE
+    reply: HttpResponse
+    caller: Identity = ANONYMOUS
     begun: bool = False
     lasting: bool = False
     event_ids: bool = False
 
     @classmethod
-    def of(cls, scope: Scope) -> "Exchange":
+    def of(cls, scope: Scope) -> "HttpExchange":
         """The exchange that a route was called with."""
         exchange = scope[_STATE]
         assert isinstance(exchange, cls)

@@ -15,7 +15,7 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.text.output import OutputTextStream
 
 UNLIKELY: Final = -9999.0  # what the OpenAI API says where JSON cannot: minus infinity
-Lists = tuple[str, ...]  # contents of several JSON lists
+LogprobLists = tuple[str, ...]  # contents of several JSON lists
 
 
 class TokenNames:
@@ -49,7 +49,7 @@ class TokenNames:
             return _json(mark + raw.decode("ascii", "backslashreplace"))
 
 
-class Offsets:
+class TextOffsets:
     """Where the text of each token begins: how many characters ``output`` has made of the tokens before it, and
     ``begin``.
     """
@@ -68,7 +68,7 @@ class Offsets:
         return begin
 
 
-class Shape(ABC):
+class LogprobsFormat(ABC):
     """``choices[].logprobs``: an object of the lists that ``lists`` names, and of what is constant ``after`` them. The
     ``top`` most probable tokens are shown at each position.
     """
@@ -81,22 +81,22 @@ class Shape(ABC):
         self._top = top
 
     @abstractmethod
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Offsets) -> Lists:
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: TextOffsets) -> LogprobLists:
         """What these tokens add to each of the lists."""
 
-    def object_of(self, contents: Lists) -> str:
+    def object_of(self, contents: LogprobLists) -> str:
         """The object whose lists have these contents."""
         lists = ",".join(f'"{name}":[{content}]' for name, content in zip(self.lists, contents, strict=True))
         return f"{{{lists}{self.after}}}"
 
 
-class ChatShape(Shape):
+class ChatLogprobsFormat(LogprobsFormat):
     """That of chat completions: one object a token in ``content``."""
 
     lists = ("content",)
     after = ',"refusal":null'
 
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], _offsets: Offsets) -> Lists:
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], _offsets: TextOffsets) -> LogprobLists:
         """What these tokens add to the list."""
         return (joined(self._position(*each) for each in zip(token_ids, logprobs, strict=True)),)
 
@@ -109,14 +109,14 @@ class ChatShape(Shape):
         return f"{before}{number(logprob)}{after}"
 
 
-class CompletionShape(Shape):
+class CompletionLogprobsFormat(LogprobsFormat):
     """That of completions: four lists side by side. ``top_logprobs`` has the token that is there too, where it is not
     among the most probable ones. ``text_offset`` is where a token's text begins in the choice's text.
     """
 
     lists = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
-    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: Offsets) -> Lists:
+    def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], offsets: TextOffsets) -> LogprobLists:
         """What these tokens add to each of the lists."""
         return (
             joined(map(str, offsets.of(token_ids))),
@@ -125,7 +125,7 @@ class CompletionShape(Shape):
             joined(self._most_probable(*each) for each in zip(token_ids, logprobs, strict=True)),
         )
 
-    def write_first(self, token_id: int, offsets: Offsets) -> Lists:
+    def write_first(self, token_id: int, offsets: TextOffsets) -> LogprobLists:
         """The first token of an echoed prompt, which nothing predicts."""
         return str(*offsets.of([token_id])), "null", self._names.marked_name(token_id), "null"
 
@@ -137,7 +137,7 @@ class CompletionShape(Shape):
         return f"{{{','.join([f'{name}:{value}' for name, value in entries.items()])}}}"
 
 
-class PromptShape:
+class PromptLogprobsFormat:
     """vLLM's ``prompt_logprobs``: for each token an object of the most probable ones by their ids, and null for the
     first. ``rank`` counts from 1; it is null for a token that is there and not among the most probable.
     """

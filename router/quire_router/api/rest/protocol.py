@@ -16,10 +16,10 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from quire_router.api.connection_shares import ConnectionShares, peer_of
+from quire_router.api.connection_shares import ConnectionShares, peer_key
 from quire_router.api.frontend import new_request_id
 from quire_router.api.rest.answers import error_answer
-from quire_router.api.rest.direct import DIRECT, EXTENSION, Direct
+from quire_router.api.rest.direct import DIRECT, EXTENSION, DirectWriter
 from quire_router.api.rest.refusals import (
     HttpError,
     head_too_large,
@@ -31,7 +31,7 @@ from quire_router.api.rest.refusals import (
     unknown_version,
     wrong_host,
 )
-from quire_router.api.running import RETRY_BUSY
+from quire_router.api.running import BUSY_RETRY_AFTER
 
 MAX_HEAD_BYTES = 16 * 1024
 MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is looked at
@@ -93,11 +93,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Takes the connection, unless there are too many and none of them is idle."""
         super().connection_made(transport)
-        if self._shares.open(self, peer_of(self.client[0] if self.client else "")):
+        if self._shares.add(self, peer_key(self.client[0] if self.client else "")):
             self._wait(self._limits.head)
         else:
             message = f"{self._limits.connections} connections are open, which is the most that this router takes."
-            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY))
+            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER))
 
     def evict(self) -> None:
         """Gives its place to another connection; only while nothing is answered on it."""
@@ -106,7 +106,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends every request on this connection, of which uvicorn ends only the last one, and stops the timers."""
         self._stop_waiting()
-        self._shares.close(self)
+        self._shares.remove(self)
         for timer in (self._looking, self._ending):
             if timer is not None:
                 timer.cancel()
@@ -197,9 +197,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._looking = self.loop.call_later(_LOOK, self._look)
         if len(self.pipeline) > MAX_PIPELINED:
             message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
         if self.cycle.scope is self.scope:
-            self.scope["extensions"] = {EXTENSION: {DIRECT: Direct(self.cycle)}}
+            self.scope["extensions"] = {EXTENSION: {DIRECT: DirectWriter(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
         """The application judges how much of it there is."""
@@ -264,13 +264,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(seconds, self._waited)
-        self._shares.idle(self)
+        self._shares.mark_idle(self)
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._shares.busy(self)
+        self._shares.mark_busy(self)
 
     def _waited(self) -> None:
         if self._head_begun:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from quire_router.api.reading import CallDelta, Said
+from quire_router.api.reading import ParsedDelta, ToolCallDelta
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-def delta_json(said: Said) -> str:
+def delta_json(said: ParsedDelta) -> str:
     """``choices[].delta`` of one event. Thoughts have both names that clients look for."""
     parts = []
     if said.reasoning:
@@ -22,7 +22,7 @@ def delta_json(said: Said) -> str:
     return f"{{{','.join(parts)}}}"
 
 
-def message_object(parts: Sequence[Said]) -> dict[str, Any]:
+def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
     """``choices[].message`` of a whole answer. There is no content where there are only calls."""
     content = "".join(said.content for said in parts)
     reasoning = "".join(said.reasoning for said in parts)
@@ -38,11 +38,11 @@ def message_object(parts: Sequence[Said]) -> dict[str, Any]:
     return {**message, "tool_calls": list(calls.values())} if calls else message
 
 
-def _part(call: CallDelta) -> str:
+def _part(call: ToolCallDelta) -> str:
     if call.id:
         return _encode({"index": call.index, **_begun(call)})
     return f'{{"index":{call.index},"function":{{"arguments":{_encode(call.arguments)}}}}}'
 
 
-def _begun(call: CallDelta) -> dict[str, Any]:
+def _begun(call: ToolCallDelta) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

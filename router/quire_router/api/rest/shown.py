@@ -8,9 +8,17 @@ from quire_proto.logprobs import TokenLogprobs
 from quire_proto.sampling import FinishReason
 from quire_proto.text.output import OutputTextStream
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.echo import held_back
-from quire_router.api.rest.logprobs import CompletionShape, Lists, Offsets, PromptShape, Shape, TokenNames, joined
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.echo import withheld
+from quire_router.api.rest.logprobs import (
+    CompletionLogprobsFormat,
+    LogprobLists,
+    LogprobsFormat,
+    PromptLogprobsFormat,
+    TextOffsets,
+    TokenNames,
+    joined,
+)
 from quire_router.generation import Delta, GenerationRequest
 
 _AT_A_TIME = 32  # positions of a prompt that are written at once: a millisecond or two with twenty tokens each
@@ -22,24 +30,24 @@ class _Prompt:
     ``characters``; ``listed`` is vLLM's list. Both are empty where they are not asked for.
     """
 
-    lists: Lists = ()
+    lists: LogprobLists = ()
     characters: int = 0
     listed: str = ""
 
 
-class Shown:
+class LogprobsRenderer:
     """What one answer shows beside its text. ``shape`` is how the route writes log-probabilities of the output. The
     reader has ``begun`` some choices before, and has what comes with their beginning.
     """
 
-    def __init__(self, admitted: Admitted, shape: type[Shape], begun: Container[int] = ()) -> None:
-        asked, names = admitted.shape, TokenNames(admitted.text.token_bytes)
+    def __init__(self, admitted: PreparedRequest, shape: type[LogprobsFormat], begun: Container[int] = ()) -> None:
+        asked, names = admitted.response_options, TokenNames(admitted.text.token_bytes)
         self._generations = admitted.generations
         self._text = admitted.text
         self._begun = begun
         self._shape = None if asked.logprobs is None else shape(names, asked.logprobs)
-        self._prompt_shape = None if asked.prompt_logprobs is None else PromptShape(names)
-        self._offsets: dict[int, Offsets] = {}
+        self._prompt_shape = None if asked.prompt_logprobs is None else PromptLogprobsFormat(names)
+        self._offsets: dict[int, TextOffsets] = {}
         self._prompts: dict[int, _Prompt] = {}
         self.anything = self._shape is not None or self._prompt_shape is not None
 
@@ -51,7 +59,7 @@ class Shown:
         if number not in self._prompts:
             self._prompts[number] = await self._read(self._generations[number], delta)
 
-    def logprobs(self, delta: Delta) -> Lists:
+    def logprobs(self, delta: Delta) -> LogprobLists:
         """What a piece adds to the lists of its choice's log-probabilities; nothing where there are none to show."""
         if self._shape is None:
             return ()
@@ -66,7 +74,7 @@ class Shown:
         before = self._prompts[self._number(delta.index)].lists if opens else ()
         return tuple(map(joined, zip(before, lists, strict=True))) if before else lists
 
-    def logprobs_object(self, lists: Lists) -> str:
+    def logprobs_object(self, lists: LogprobLists) -> str:
         """``choices[].logprobs`` with these contents of its lists, null for nothing."""
         return "null" if self._shape is None else self._shape.object_of(lists)
 
@@ -78,11 +86,11 @@ class Shown:
         """Which prompt a choice belongs to."""
         return index // self._generations[0].params.n
 
-    def _open_offsets(self, index: int) -> Offsets:
+    def _open_offsets(self, index: int) -> TextOffsets:
         number = self._number(index)
         generation = self._generations[number]
         output = self._open(generation, generation.prompt_token_ids)
-        self._offsets[index] = Offsets(output, self._prompts[number].characters)
+        self._offsets[index] = TextOffsets(output, self._prompts[number].characters)
         return self._offsets[index]
 
     async def _read(self, generation: GenerationRequest, delta: Delta) -> _Prompt:
@@ -92,23 +100,23 @@ class Shown:
             return _Prompt(characters=self._characters(generation))
         return _Prompt(*await self._echo(generation, delta), await self._list(generation, delta))
 
-    async def _echo(self, generation: GenerationRequest, delta: Delta) -> tuple[Lists, int]:
-        if not (isinstance(self._shape, CompletionShape) and generation.echo):
+    async def _echo(self, generation: GenerationRequest, delta: Delta) -> tuple[LogprobLists, int]:
+        if not (isinstance(self._shape, CompletionLogprobsFormat) and generation.echo):
             return (), 0
         output = self._open(generation, ())
-        offsets = Offsets(output)
+        offsets = TextOffsets(output)
         parts = [self._shape.write_first(generation.prompt_token_ids[0], offsets)]
         for token_ids, logprobs in _positions(generation, delta):
             parts.append(self._shape.write(token_ids, logprobs, offsets))
             await asyncio.sleep(0)
-        return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(held_back(output))
+        return tuple(map(joined, zip(*parts, strict=True))), offsets.end + len(withheld(output))
 
     def _characters(self, generation: GenerationRequest) -> int:
         """How long the text of an echoed prompt is."""
         if not generation.echo:
             return 0
         output = self._open(generation, ())
-        return len(output.push(list(generation.prompt_token_ids))) + len(held_back(output))
+        return len(output.push(list(generation.prompt_token_ids))) + len(withheld(output))
 
     async def _list(self, generation: GenerationRequest, delta: Delta) -> str:
         if self._prompt_shape is None:

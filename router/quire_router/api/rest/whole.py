@@ -6,35 +6,35 @@ from dataclasses import dataclass, field
 
 from quire_proto.errors import internal
 
-from quire_router.api.admitted import Admitted
-from quire_router.api.reading import Said, open_readers
-from quire_router.api.rest.answers import Style, head, usage_object
-from quire_router.api.rest.logprobs import Lists, joined, number
+from quire_router.api.admitted import PreparedRequest
+from quire_router.api.reading import ParsedDelta, create_parsers
+from quire_router.api.rest.answers import OpenAiFormat, head, usage_object
+from quire_router.api.rest.logprobs import LogprobLists, joined, number
 from quire_router.api.rest.said import message_object
-from quire_router.api.rest.shown import Shown
+from quire_router.api.rest.shown import LogprobsRenderer
 from quire_router.generation import Delta, Usage
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChoiceBuilder:
     """What came of one choice."""
 
     texts: list[str] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    logprobs: list[Lists] = field(default_factory=list)
+    said: list[ParsedDelta] = field(default_factory=list)
+    logprobs: list[LogprobLists] = field(default_factory=list)
     finish_reason: str | None = None
     score: float | None = None
 
 
-class Whole:
+class CompletionBuilder:
     """Collects the pieces of all choices."""
 
-    def __init__(self, style: Style, admitted: Admitted) -> None:
-        self.shown = Shown(admitted, style.shape)
-        self._readers = open_readers(admitted)
+    def __init__(self, style: OpenAiFormat, admitted: PreparedRequest) -> None:
+        self.shown = LogprobsRenderer(admitted, style.shape)
+        self._readers = create_parsers(admitted)
         self._style = style
         self._head = head(style, style.whole, admitted.first)
-        self._choices = [_Choice() for _ in range(admitted.choices)]
+        self._choices = [_ChoiceBuilder() for _ in range(admitted.num_choices)]
 
     def add(self, delta: Delta) -> None:
         """The next piece."""
@@ -66,7 +66,7 @@ class Whole:
             (f'{_json(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
         )
 
-    def _choice_object(self, index: int, choice: _Choice) -> str:
+    def _choice_object(self, index: int, choice: _ChoiceBuilder) -> str:
         if self._readers is None:
             text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
         else:

@@ -5,26 +5,26 @@ from contextlib import aclosing
 
 from quire_proto.errors import internal
 
-from quire_router.api.answer import Answer
-from quire_router.api.rest.answers import Style
-from quire_router.api.rest.chunks import Chunks
-from quire_router.api.rest.connection import JSON, Header
-from quire_router.api.rest.events import EventStream, KeepAlive
-from quire_router.api.rest.exchange import Exchange
-from quire_router.api.rest.whole import Whole
+from quire_router.api.answer import Response
+from quire_router.api.rest.answers import OpenAiFormat
+from quire_router.api.rest.chunks import SseEncoder
+from quire_router.api.rest.connection import JSON_HEADERS, Header
+from quire_router.api.rest.events import KeepAlive, SseStream
+from quire_router.api.rest.exchange import HttpExchange
+from quire_router.api.rest.whole import CompletionBuilder
 from quire_router.generation import Delta
 from quire_router.shortcut import DeltaStream
 
 
 async def stream(
-    exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str], keepalive: KeepAlive
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str], keepalive: KeepAlive
 ) -> None:
     """Sends each piece as it comes. What goes wrong before anything is sent has its own status. Raises
     ``QuireError``, INTERNAL for an answer that ends before its usage: it is never passed on as a complete one.
     """
-    chunks = Chunks(style, answer.admitted, answer.mark)
-    exchange.event_ids = answer.admitted.event_ids
-    opening = EventStream(exchange.reply, keepalive, ids=exchange.event_ids)
+    chunks = SseEncoder(style, answer.prepared, answer.cursor)
+    exchange.event_ids = answer.prepared.event_ids
+    opening = SseStream(exchange.reply, keepalive, ids=exchange.event_ids)
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += note_headers(notes)
         async for delta in deltas:
@@ -37,16 +37,16 @@ async def stream(
             if data:
                 await events.write(data)
             if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and not chunks.shown.anything:
-                deltas.direct_path.sink = _PieceWriter(events, chunks)
+                deltas.direct_path.sink = _SseDeltaSink(events, chunks)
     raise internal()
 
 
-class _PieceWriter:
+class _SseDeltaSink:
     """Writes pieces that come by the shortcut, after the first."""
 
     __slots__ = ("_chunks", "_events")
 
-    def __init__(self, events: EventStream, chunks: Chunks) -> None:
+    def __init__(self, events: SseStream, chunks: SseEncoder) -> None:
         self._events = events
         self._chunks = chunks
 
@@ -62,16 +62,16 @@ class _PieceWriter:
             self._events.write_now(data)
 
 
-def _begin(exchange: Exchange, events: EventStream, chunks: Chunks, delta: Delta) -> bytes:
+def _begin(exchange: HttpExchange, events: SseStream, chunks: SseEncoder, delta: Delta) -> bytes:
     """The first piece, with what comes before it."""
     exchange.begun = True
     events.headers += route_headers(delta)
     return chunks.opening() + chunks.piece(delta)
 
 
-async def collect(answer: Answer, style: Style) -> tuple[bytes, list[Header]]:
+async def collect(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
     """The whole answer as JSON, and headers that belong to it. Raises as ``stream`` does."""
-    whole, headers = Whole(style, answer.admitted), list[Header]()
+    whole, headers = CompletionBuilder(style, answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
             if whole.shown.anything:
@@ -83,10 +83,10 @@ async def collect(answer: Answer, style: Style) -> tuple[bytes, list[Header]]:
     raise internal()
 
 
-async def reply_whole(exchange: Exchange, style: Style, answer: Answer, notes: Mapping[str, str]) -> None:
+async def reply_whole(exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str]) -> None:
     """Sends an answer once it is complete. Raises as ``stream`` does."""
     body, headers = await collect(answer, style)
-    await exchange.reply.whole(200, body, [*JSON, *note_headers(notes), *headers])
+    await exchange.reply.whole(200, body, [*JSON_HEADERS, *note_headers(notes), *headers])
 
 
 def route_headers(delta: Delta) -> list[Header]:

@@ -17,7 +17,7 @@ from quire_router.api.rpc.types import Context
 Behaviour = Callable[[Message, Context], Awaitable[Any]]
 
 
-class Arrival(grpc.aio.ServerInterceptor):
+class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call's one message take ``seconds``. The gRPC library would wait for it as long as the client likes, and
     outside of any handler: so methods that take one message are served as ones that take a stream of them.
     """

@@ -7,7 +7,7 @@ import grpc
 from quire_proto.errors import QuireError
 
 from quire_router.api.frontend import counting_rejections, new_request_id
-from quire_router.api.identity import Caller, Keys
+from quire_router.api.identity import Identity, StaticKeys
 from quire_router.api.rpc.errors import abort
 from quire_router.api.rpc.types import Context
 
@@ -16,10 +16,10 @@ Handler = Any  # grpc.RpcMethodHandler, whose type parameters say nothing here
 Continue = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
-class Authentication(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses calls without a valid key before their messages are read."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: StaticKeys) -> None:
         self._keys = keys
 
     async def intercept_service(self, continuation: Continue, details: grpc.HandlerCallDetails) -> Handler:
@@ -35,7 +35,7 @@ class Authentication(grpc.aio.ServerInterceptor):
         return handler
 
 
-def caller_of(keys: Keys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller:
+def caller_of(keys: StaticKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
     """Who calls. Raises ``QuireError`` UNAUTHENTICATED."""
     values = [value for name, value in metadata or () if name == "authorization"]
     return keys.caller(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire_router.api.frontend import counting_rejections
-from quire_router.api.identity import ANYONE, Caller
+from quire_router.api.identity import ANONYMOUS, Identity
 from quire_router.api.rpc.errors import REQUEST_ID
 from quire_router.api.rpc.types import Context
-from quire_router.api.terms import Terms, of_metadata
+from quire_router.api.terms import RequestOptions, options_from_metadata
 
 
 @dataclass(slots=True)
-class Call:
+class RpcCall:
     """``request_id`` is that of the request which is answered. ``caller`` is known once the key was checked."""
 
     context: Context
     request_id: str
-    caller: Caller = ANYONE
+    caller: Identity = ANONYMOUS
 
     @property
     def headers(self) -> dict[str, str]:
@@ -27,10 +27,10 @@ class Call:
         """Every text of a name in the metadata."""
         return [value for key, value in self._metadata if key == name and isinstance(value, str)]
 
-    def terms(self, *, has_deadline: bool) -> Terms:
+    def terms(self, *, has_deadline: bool) -> RequestOptions:
         """What the call says beside its message; whether its deadline is the answer's. Raises ``QuireError``."""
         with counting_rejections():
-            return of_metadata(self.values, self.context.time_remaining() if has_deadline else None)
+            return options_from_metadata(self.values, self.context.time_remaining() if has_deadline else None)
 
     async def begin(self, notes: Mapping[str, str]) -> None:
         """Sends the metadata that come before the first message."""

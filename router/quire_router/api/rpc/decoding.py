@@ -19,7 +19,7 @@ from quire_router.api.rpc.types import Context
 Behaviour = Callable[[Message, Context], Any]
 
 
-class Decoding(grpc.aio.ServerInterceptor):
+class DecodeErrorInterceptor(grpc.aio.ServerInterceptor):
     """Reads the messages of one service."""
 
     def __init__(self, service: str) -> None:

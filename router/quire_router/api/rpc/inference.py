@@ -10,27 +10,27 @@ from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceServicer
 from quire_proto.errors import ErrorCode, QuireError, internal
 
-from quire_router.api.answer import Answer
-from quire_router.api.frontend import Frontend, counting_rejections, ignored_note, new_request_id
-from quire_router.api.patience import Patience
+from quire_router.api.answer import Response
+from quire_router.api.frontend import ApiService, counting_rejections, ignored_parameters_header, new_request_id
+from quire_router.api.patience import WriteTimeout
 from quire_router.api.rpc import messages, tools
 from quire_router.api.rpc.authentication import caller_of
-from quire_router.api.rpc.call import Call
+from quire_router.api.rpc.call import RpcCall
 from quire_router.api.rpc.errors import abort
-from quire_router.api.rpc.pieces import Pieces, Respond
+from quire_router.api.rpc.pieces import DeltaMessages, Respond
 from quire_router.api.rpc.types import Context
 from quire_router.api.schemas import GenerationBody
-from quire_router.api.terms import NO_TERMS, Terms
+from quire_router.api.terms import NO_OPTIONS, RequestOptions
 from quire_router.generation import Delta
 
 log = logging.getLogger(__name__)
 SERVICE = "quire.v1.Inference"
 
 
-class Inference(InferenceServicer):
+class InferenceService(InferenceServicer):
     """Serves ``quire.v1.Inference``. ``patience`` is how many seconds a client may leave its stream unread."""
 
-    def __init__(self, frontend: Frontend, patience: float) -> None:
+    def __init__(self, frontend: ApiService, patience: float) -> None:
         self._frontend = frontend
         self._patience = patience
 
@@ -90,7 +90,7 @@ class Inference(InferenceServicer):
                     lambda told: (tools.tokenize_response(told), told.ignored),
                     size=request.ByteSize(),
                 )
-                await call.begin(ignored_note(ignored))
+                await call.begin(ignored_parameters_header(ignored))
         return response
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
@@ -118,15 +118,15 @@ class Inference(InferenceServicer):
         method: str,
         read: Callable[[], GenerationBody],
         respond: Respond,
-        call: Call,
-        terms: Terms,
+        call: RpcCall,
+        terms: RequestOptions,
         *,
         size: int,
     ) -> None:
         # The library keeps the message as long as its call.
         with self._exchange(method, call, terms), self._frontend.bodies.reserve(call.caller.tenant, size):
-            admitted = await self._frontend.admit(read, call.request_id, call.caller, terms, size=size)
-            await call.begin(self._frontend.notes(admitted))
+            admitted = await self._frontend.prepare(read, call.request_id, call.caller, terms, size=size)
+            await call.begin(self._frontend.response_headers(admitted))
             if admitted.first.background:
                 earlier, replayed = await self._frontend.start(admitted)
                 await call.context.write(respond(earlier.first, Delta("", []), ""))
@@ -134,20 +134,25 @@ class Inference(InferenceServicer):
                 answer = await self._frontend.answer(admitted, call.caller)
                 replayed = answer.replayed
                 await self._send(answer, respond, call.context)
-            call.end({**self._frontend.notes(admitted, replayed=replayed), **self._frontend.standing(call.caller)})
+            call.end(
+                {
+                    **self._frontend.response_headers(admitted, replayed=replayed),
+                    **self._frontend.rate_limit_headers(call.caller),
+                }
+            )
 
     @contextmanager
-    def _exchange(self, method: str, call: Call, terms: Terms = NO_TERMS) -> Iterator[None]:
+    def _exchange(self, method: str, call: RpcCall, terms: RequestOptions = NO_OPTIONS) -> Iterator[None]:
         """One call from the door to its end."""
         call.caller = caller_of(self._frontend.keys, call.context.invocation_metadata())
         call.request_id = terms.request_id(call.caller) or call.request_id
-        with self._frontend.exchange(f"{SERVICE}/{method}", call.request_id, call.headers):
+        with self._frontend.request_scope(f"{SERVICE}/{method}", call.request_id, call.headers):
             yield
 
-    async def _send(self, answer: Answer, respond: Respond, context: Context) -> None:
-        pieces = Pieces(answer, respond)
+    async def _send(self, answer: Response, respond: Respond, context: Context) -> None:
+        pieces = DeltaMessages(answer, respond)
         async with aclosing(answer.deltas) as deltas:
-            with closing(Patience(self._patience)) as patience:
+            with closing(WriteTimeout(self._patience)) as patience:
                 async for delta in deltas:
                     message = pieces.piece(delta)
                     if message is not None:
@@ -157,7 +162,7 @@ class Inference(InferenceServicer):
         raise internal()
 
 
-async def _write(context: Context, response: Message, patience: Patience) -> None:
+async def _write(context: Context, response: Message, patience: WriteTimeout) -> None:
     try:
         await patience.wait(context.write(response))
     except TimeoutError:
@@ -166,9 +171,9 @@ async def _write(context: Context, response: Message, patience: Patience) -> Non
 
 
 @asynccontextmanager
-async def _told(context: Context) -> AsyncIterator[Call]:
+async def _told(context: Context) -> AsyncIterator[RpcCall]:
     """Turns whatever is raised inside into the status of the call."""
-    call = Call(context, new_request_id())
+    call = RpcCall(context, new_request_id())
     try:
         yield call
     except QuireError as error:

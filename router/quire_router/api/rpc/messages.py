@@ -10,7 +10,7 @@ from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_pro
 from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from quire_proto.structured import MAX_OPTIONS
 
-from quire_router.api.earlier import Earlier, RequestStatus
+from quire_router.api.earlier import RequestStatus, StoredRequest
 from quire_router.api.fields import MAX_PROMPT_TOKENS, MAX_STOPS
 from quire_router.api.frontend import ModelCard
 from quire_router.api.rpc.tools import message_fields, tool_fields
@@ -75,7 +75,7 @@ def resume_response(generation: GenerationRequest, delta: Delta, event_id: str) 
     return pb.ResumeResponse(generate=generate_response(generation, delta, event_id))
 
 
-def request_response(earlier: Earlier) -> pb.GetRequestResponse:
+def request_response(earlier: StoredRequest) -> pb.GetRequestResponse:
     """How it is with a request."""
     return pb.GetRequestResponse(
         request_id=earlier.first.request_id,

@@ -6,8 +6,8 @@ from typing import TypeAlias
 
 from google.protobuf.message import Message
 
-from quire_router.api.answer import Answer
-from quire_router.api.reading import open_readers
+from quire_router.api.answer import Response
+from quire_router.api.reading import create_parsers
 from quire_router.api.rpc.said import write_said
 from quire_router.generation import Delta, GenerationRequest
 
@@ -15,14 +15,14 @@ Respond: TypeAlias = Callable[[GenerationRequest, Delta, str], Message]
 """Writes the message of a piece, with the id of its event."""
 
 
-class Pieces:
+class DeltaMessages:
     """Makes messages of the answer's pieces. ``respond`` writes one."""
 
-    def __init__(self, answer: Answer, respond: Respond) -> None:
-        self._generation = answer.admitted.first
-        self._mark = answer.mark
+    def __init__(self, answer: Response, respond: Respond) -> None:
+        self._generation = answer.prepared.first
+        self._mark = answer.cursor
         self._respond = respond
-        self._readers = open_readers(answer.admitted)
+        self._readers = create_parsers(answer.prepared)
 
     def piece(self, delta: Delta) -> Message | None:
         """The message of a piece; None where it says nothing that the reader has not had."""

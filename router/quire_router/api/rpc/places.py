@@ -13,12 +13,12 @@ from quire_router.api.frontend import counting_rejections, new_request_id
 from quire_router.api.rpc.authentication import Continue, Handler
 from quire_router.api.rpc.errors import abort, client_may_leave
 from quire_router.api.rpc.types import Context
-from quire_router.api.running import RETRY_BUSY
+from quire_router.api.running import BUSY_RETRY_AFTER
 
 Behaviour = Callable[[AsyncIterator[Any], Context], Any]
 
 
-class Places(grpc.aio.ServerInterceptor):
+class CallLimitInterceptor(grpc.aio.ServerInterceptor):
     """The places of ``services``: at most ``limit`` calls at once of each of their methods, which take streams here.
     Each method has its own, so that those who watch do not keep others from asking once.
     """
@@ -62,7 +62,7 @@ class Places(grpc.aio.ServerInterceptor):
         if self._taken[method] >= self._limit:
             name = method.rpartition("/")[2]
             message = f"{self._limit} calls of {name} are open, which is the most that this router takes."
-            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_BUSY)
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
 
 
 async def _answer(answer: Any, context: Context) -> Any:

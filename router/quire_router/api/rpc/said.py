@@ -4,10 +4,10 @@ from google.protobuf.message import Message
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import types_pb2
 
-from quire_router.api.reading import TOOL_CALLS, Said
+from quire_router.api.reading import TOOL_CALLS, ParsedDelta
 
 
-def write_said(message: Message, said: Said) -> None:
+def write_said(message: Message, said: ParsedDelta) -> None:
     """Adds thoughts and calls to the message of a piece, whose text is the content already."""
     chat = message.chat if isinstance(message, pb.ResumeResponse) else message
     assert isinstance(chat, pb.ChatResponse)

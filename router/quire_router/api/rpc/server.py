@@ -10,12 +10,12 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 from quire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
-from quire_router.api.frontend import Frontend
-from quire_router.api.rpc.arrival import Arrival
-from quire_router.api.rpc.authentication import Authentication
-from quire_router.api.rpc.decoding import Decoding
-from quire_router.api.rpc.inference import SERVICE, Inference
-from quire_router.api.rpc.places import Places
+from quire_router.api.frontend import ApiService
+from quire_router.api.rpc.arrival import MessageTimeoutInterceptor
+from quire_router.api.rpc.authentication import AuthInterceptor
+from quire_router.api.rpc.decoding import DecodeErrorInterceptor
+from quire_router.api.rpc.inference import SERVICE, InferenceService
+from quire_router.api.rpc.places import CallLimitInterceptor
 from quire_router.api.rpc.types import Context
 from quire_router.supervise import SupervisedTask, supervise
 
@@ -57,7 +57,7 @@ class RpcServer:
 
     def __init__(
         self,
-        frontend: Frontend,
+        frontend: ApiService,
         address: str,
         *,
         max_message_bytes: int,
@@ -69,10 +69,10 @@ class RpcServer:
         limits = limits or CallLimits()
         # From the outside in: who has no valid key takes no place, and a call holds its place while it is awaited.
         interceptors = [
-            Authentication(frontend.keys),
-            Places(_BESIDE, limits.beside),
-            Arrival(patience),
-            Decoding(SERVICE),
+            AuthInterceptor(frontend.keys),
+            CallLimitInterceptor(_BESIDE, limits.beside),
+            MessageTimeoutInterceptor(patience),
+            DecodeErrorInterceptor(SERVICE),
         ]
         self._server = grpc.aio.server(
             interceptors=interceptors,
@@ -80,7 +80,7 @@ class RpcServer:
             maximum_concurrent_rpcs=limits.calls,
         )
         self._health = Health()
-        add_InferenceServicer_to_server(Inference(frontend, patience), self._server)
+        add_InferenceServicer_to_server(InferenceService(frontend, patience), self._server)
         add_HealthServicer_to_server(self._health, self._server)
         _add_reflection(self._server)
         self.port = bind(self._server, address)

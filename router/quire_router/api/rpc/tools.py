@@ -9,7 +9,7 @@ from quire_proto.errors import invalid
 
 from quire_router.api.fields import MAX_PROMPT_TOKENS
 from quire_router.api.schemas import MAX_MESSAGES
-from quire_router.api.tokens import DetokenizeRequest, Tokenized, TokenizeRequest
+from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest, TokenizeResult
 from quire_router.api.tools import MAX_CALLS, MAX_TOOLS, MAX_TOOLS_CHARACTERS, too_many_characters
 
 _FUNCTION = "function:"
@@ -48,7 +48,7 @@ def tokenize_request(message: pb.TokenizeRequest) -> TokenizeRequest:
     return TokenizeRequest.from_fields(fields)
 
 
-def tokenize_response(told: Tokenized) -> pb.TokenizeResponse:
+def tokenize_response(told: TokenizeResult) -> pb.TokenizeResponse:
     """Tokens as a message."""
     return pb.TokenizeResponse(
         token_ids=told.tokens, max_model_len=told.max_model_len, token_strs=told.token_strs or ()
