@@ -28,9 +28,9 @@ def load_executor(
     was imported, oneDNN's caches are limited too. Raises ``ModelError``.
     """
     if owns_process:
-        from quire_engine.executor.torch import limit_product_caches
+        from quire_engine.executor.torch import limit_onednn_caches
 
-        limit_product_caches()
+        limit_onednn_caches()
     from quire_engine.executor.torch.executor import TorchExecutor
 
     return TorchExecutor.load(config, on_lost, owns_process=owns_process)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.batch import pack
+from quire_engine.executor.torch.batch import prepare_inputs
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.graphs import ladder
+from quire_engine.executor.torch.graphs import capture_sizes
 from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import Parts, load_parts
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.parts import LoadedModel, load_model_and_attention
+from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.models.loading import read_model_config
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
 from quire_proto.sampling import SamplingParams
@@ -21,11 +21,11 @@ from tests.model.models import SmallModels
 
 pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 16
-POOLS = Pools(32 << 20, 0)
+POOLS = CacheSizes(32 << 20, 0)
 NAMES = ("llama3", "qwen2", "qwen3", "mistral")
 
 
-def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False) -> Parts:
+def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False) -> LoadedModel:
     config = EngineArgs(
         model=folder,
         dtype="bfloat16",
@@ -34,7 +34,7 @@ def parts_of(folder: Path, device: torch.device, *, deterministic: bool = False)
         attention="flashinfer",
         max_num_seqs=20,
     )
-    return load_parts(config, read_model_config(folder), device)
+    return load_model_and_attention(config, read_model_config(folder), device)
 
 
 def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:
@@ -45,7 +45,7 @@ def prefilled(runner: ModelRunner, lengths: list[int]) -> list[ScheduledChunk]:
         block += len(blocks)
         tokens = [(7 * place + id) % 250 + 3 for place in range(length)]
         if length > 1:
-            runner.forward(pack([ScheduledChunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).forward)
+            runner.forward(prepare_inputs([ScheduledChunk(id, tokens[:-1], 0, blocks)], BLOCK_SIZE).model_input)
         chunks.append(ScheduledChunk(id, tokens[-1:], length - 1, blocks))
     return chunks
 
@@ -58,18 +58,18 @@ def test_a_graph_computes_what_the_step_computes_without(
 ) -> None:
     parts = parts_of(model_folders[name], gpu, deterministic=deterministic)
     runner = ModelRunner(parts, POOLS)
-    graphs, runner._graphs = runner._graphs, None
+    graphs, runner._cuda_graphs = runner._cuda_graphs, None
     assert graphs is not None, "nothing was recorded"
     chunks = prefilled(runner, [1, 2, 16, 17, 200, 33, 5, 90, 150, 60, 12, 100, 7, 31, 32, 48, 64, 65, 111, 128])
     for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 20):
-        batch = pack(chunks[:count], BLOCK_SIZE).forward
-        runner._graphs = None
+        batch = prepare_inputs(chunks[:count], BLOCK_SIZE).model_input
+        runner._cuda_graphs = None
         expected = runner.forward(batch).clone()
-        runner._graphs = graphs
+        runner._cuda_graphs = graphs
         made = runner.forward(batch).clone()
         pending = batch.token_ids.to(gpu)
         hidden = [replace(chunk, token_ids=[PLACEHOLDER_TOKEN_ID]) for chunk in chunks[:count]]
-        with_pending = runner.forward(pack(hidden, BLOCK_SIZE).forward, pending).clone()
+        with_pending = runner.forward(prepare_inputs(hidden, BLOCK_SIZE).model_input, pending).clone()
         assert torch.equal(with_pending, made)
         if deterministic:
             assert torch.equal(made, expected)
@@ -87,7 +87,7 @@ def test_the_engine_makes_the_same_tokens_with_graphs_and_without(
         executor: TorchExecutor = load(
             *(model_folders[name], 200, 0, "bfloat16"), device="cuda", deterministic=True, enforce_eager=enforce_eager
         )
-        assert (executor._runner._graphs is None) == enforce_eager
+        assert (executor._runner._cuda_graphs is None) == enforce_eager
         prompts = small_models.prompts
         made.append(run(executor, prompts, [params] * len(prompts), chunk=64, max_num_seqs=13).choices)
         executor.close()
@@ -99,7 +99,7 @@ def test_graphs_take_little_more_memory_than_the_largest_of_them(
 ) -> None:
     parts = parts_of(model_folders["llama3"], gpu)
     taken = []
-    for sizes in ((256,), ladder(256)):
+    for sizes in ((256,), capture_sizes(256)):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()

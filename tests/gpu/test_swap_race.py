@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_engine.executor.torch.kv_cache import KvCache
-from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import SideStream, Wait
+from quire_engine.executor.torch.kv_cache import KVCache
+from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor.torch.streams import CudaSwapStream, Wait
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
 
@@ -25,9 +25,9 @@ class Pool:
     """The cache, and the work that the compute stream does with it."""
 
     def __init__(self, device: torch.device, left_out: Wait | None) -> None:
-        pools = Pools(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
-        order = SideStream(device, left_out=left_out)
-        self.cache = KvCache(LAYOUT, 16, pools, torch.bfloat16, device, order=order)
+        pools = CacheSizes(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
+        order = CudaSwapStream(device, left_out=left_out)
+        self.cache = KVCache(LAYOUT, 16, pools, torch.bfloat16, device, swap_stream=order)
         self._factor = torch.randn(4096, 4096, device=device)
         torch.cuda.synchronize()
 
@@ -38,18 +38,18 @@ class Pool:
 
     def fill(self, number: float) -> None:
         """Writes all device blocks, as the forward pass does."""
-        self.cache.device.fill_(number)
-        self.cache.computed()
+        self.cache.blocks.fill_(number)
+        self.cache.record_compute()
 
     def read(self) -> torch.Tensor:
         """A number of each device block but the null page, as it is now on the compute stream."""
-        read = self.cache.device[1:, -1, -1, -1, -1, -1].clone()
-        self.cache.computed()
+        read = self.cache.blocks[1:, -1, -1, -1, -1, -1].clone()
+        self.cache.record_compute()
         return read
 
     def on_host(self) -> torch.Tensor:
         torch.cuda.synchronize()
-        return self.cache._host[: BLOCKS - 1, 0, 0, 0, 0, 0]
+        return self.cache._host_blocks[: BLOCKS - 1, 0, 0, 0, 0, 0]
 
     def copy(self, out: list[BlockCopy], into: list[BlockCopy]) -> None:
         self.cache.copy(out, [], into)
@@ -63,7 +63,7 @@ def copies_out_wait_for_what_was_computed(pool: Pool) -> bool:
 
 
 def copies_in_wait_for_what_still_reads(pool: Pool) -> bool:
-    pool.cache._host.fill_(2)
+    pool.cache._host_blocks.fill_(2)
     pool.fill(1)
     torch.cuda.synchronize()
     pool.be_busy()
@@ -73,7 +73,7 @@ def copies_in_wait_for_what_still_reads(pool: Pool) -> bool:
 
 
 def what_is_computed_waits_for_copies_in(pool: Pool) -> bool:
-    pool.cache._host.fill_(2)
+    pool.cache._host_blocks.fill_(2)
     pool.fill(1)
     torch.cuda.synchronize()
     pool.copy([], INTO)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.step import TorchStep
+from quire_engine.executor.torch.step import AsyncStep
 from quire_engine.scheduling.plan import (
     PLACEHOLDER_TOKEN_ID,
     ModelOutput,
@@ -78,7 +78,7 @@ class Loop:
 
     def run_overlapped(self) -> None:
         """Each step is launched before the result of the last one is taken."""
-        last: TorchStep | None = None
+        last: AsyncStep | None = None
         while True:
             plan = self._plan()
             launched = self._executor.execute_model_async(plan) if plan else None

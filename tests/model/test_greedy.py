@@ -49,11 +49,11 @@ def test_logits_are_close_to_transformers_own_for_every_token(small_models: Smal
 
 def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     """Logits of every prefix of ``tokens``, through the executor's own model and memory."""
-    from quire_engine.executor.torch.batch import pack
+    from quire_engine.executor.torch.batch import prepare_inputs
     from quire_engine.scheduling.plan import ScheduledChunk
 
     blocks = list(range(1, executor.kv_cache_config.device_blocks))
-    batch = pack([ScheduledChunk(0, tokens, 0, blocks)], executor.kv_cache_config.block_size).forward
+    batch = prepare_inputs([ScheduledChunk(0, tokens, 0, blocks)], executor.kv_cache_config.block_size).model_input
     with torch.inference_mode():
         hidden = executor._runner.forward(batch)
         return executor._runner.logits(hidden, torch.arange(len(tokens)))

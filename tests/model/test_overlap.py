@@ -132,7 +132,9 @@ def test_copies_wait_for_a_forward_pass_that_failed_too(
     executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(executor._runner._kv._order, "computed", lambda: said.append("computed"), raising=False)
+    monkeypatch.setattr(
+        executor._runner._kv_cache._swap_stream, "record_compute", lambda: said.append("computed"), raising=False
+    )
 
     def fail(*_: object) -> None:
         said.append("half of it")

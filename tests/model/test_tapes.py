@@ -23,8 +23,8 @@ def outputs(executor: TorchExecutor, prompts: list[list[int]]) -> Run:
 
 
 def recorded(executor: TorchExecutor) -> set[int]:
-    held = executor._runner._tapes  # type: ignore[union-attr]
-    return set() if held is None else set(held._tapes)
+    held = executor._runner._cpu_graphs  # type: ignore[union-attr]
+    return set() if held is None else set(held._graphs)
 
 
 @pytest.mark.parametrize("pools", [(200, 0), (24, 100)], ids=["room", "swap"])
@@ -42,7 +42,7 @@ def test_tapes_change_nothing(small_models: SmallModels, model_name: str, dtype:
 
 
 def test_only_so_many_tapes_are_kept(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "MOST_TAPES", 2)
+    monkeypatch.setattr(tapes, "MAX_GRAPHS", 2)
     folder, prompts = small_models.folder("llama3"), small_models.prompts
     taped = load(folder, 200, 0)
     assert outputs(taped, prompts).choices == outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
@@ -56,13 +56,13 @@ def test_what_computes_with_more_than_kernels_runs_without_tapes(
     small_models: SmallModels, model_name: str, settings: dict[str, str]
 ) -> None:
     executor = load(small_models.folder(model_name), 200, 0, **settings)
-    assert executor._runner._tapes is None  # type: ignore[union-attr]
+    assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_without_kernels_there_are_no_tapes(small_models: SmallModels) -> None:
     with cpu_path("torch"):
         executor = load(small_models.folder("llama3"), 200, 0)
-        assert executor._runner._tapes is None  # type: ignore[union-attr]
+        assert executor._runner._cpu_graphs is None  # type: ignore[union-attr]
 
 
 def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(

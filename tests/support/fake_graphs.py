@@ -11,9 +11,9 @@ from quire_engine.attention.base import AttentionBackend, AttentionBatch, Attent
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.executor.torch import parts
 from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.parts import LoadedModel
 from quire_engine.executor.torch.ranks import leading_runner, serving
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.sizing import CacheSizes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +21,7 @@ WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 class RecordedOperations(TorchDispatchMode):
-    """A ``Recording``. What makes the host wait for the device cannot be recorded, as on CUDA."""
+    """A ``CapturedGraph``. What makes the host wait for the device cannot be recorded, as on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class RecordedOperations(TorchDispatchMode):
 
 
 class FakeRecorder:
-    """A ``Recorder`` that also counts."""
+    """A ``GraphCapturer`` that also counts."""
 
     def __init__(self) -> None:
         self.recordings: list[RecordedOperations] = []
@@ -66,14 +66,14 @@ class FakeRecorder:
 
 
 def refuse(work: Callable[[], object]) -> Any:
-    """A ``Recorder`` that has no memory for a graph, and does not get to the work."""
+    """A ``GraphCapturer`` that has no memory for a graph, and does not get to the work."""
     raise RuntimeError("out of memory")
 
 
 def record_on_the_cpu(record: Any) -> None:
     """Has the runners of ranks in this process record their decode steps with ``record``, as they do on CUDA."""
 
-    def make(parts: Parts, pools: Pools, **how: Any) -> ModelRunner:
+    def make(parts: LoadedModel, pools: CacheSizes, **how: Any) -> ModelRunner:
         parts.model.capturable = True
         return ModelRunner(parts, pools, record, **how)
 

@@ -57,7 +57,7 @@ def test_the_limit_is_that_of_the_container_where_it_has_one(
 ) -> None:
     memory = CpuMemory(root(tmp_path, files))
     assert memory.limit == (limit or 16 * GIB)
-    assert memory.granted == (limit is not None)
+    assert memory.dedicated == (limit is not None)
     assert memory.source == ("the container's limit" if limit else "the machine's memory")
 
 
@@ -124,7 +124,7 @@ def test_a_gpu_is_measured_from_what_is_free_there(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.empty_cache)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     memory = CudaMemory(device)
-    assert (memory.limit, memory.granted, memory.used()) == (80 * GIB, True, 10 * GIB)
+    assert (memory.limit, memory.dedicated, memory.used()) == (80 * GIB, True, 10 * GIB)
     gpu.allocated, gpu.cached = 20 * GIB, 3 * GIB
     assert memory.used() == 30 * GIB, "what torch only keeps can be had again"
     gpu.cached = 7 * GIB

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.config import EngineArgs, ExecutorConfig
-from quire_engine.executor.torch.devices import computing, resolve_device
-from quire_engine.executor.torch.parts import load_parts
+from quire_engine.executor.torch.devices import inference_on, resolve_device
+from quire_engine.executor.torch.parts import load_model_and_attention
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model, read_model_config
 from quire_engine.models.options import LoadOptions
@@ -75,10 +75,10 @@ def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) 
             entered.append(None)
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    with computing(torch.device("cpu")):
+    with inference_on(torch.device("cpu")):
         assert torch.is_inference_mode_enabled()
     assert not entered
-    with computing(CUDA):
+    with inference_on(CUDA):
         assert torch.is_inference_mode_enabled()
     assert entered == [CUDA, None]
 
@@ -91,7 +91,9 @@ def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypa
     config = EngineArgs(model=DEMO)
     for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
         with pytest.raises(ModelError, match=complaint):
-            load_parts(config.model_copy(update={"attention": attention}), read_model_config(DEMO), torch.device("cpu"))
+            load_model_and_attention(
+                config.model_copy(update={"attention": attention}), read_model_config(DEMO), torch.device("cpu")
+            )
 
 
 def test_a_model_that_runs_through_transformers_is_not_deterministic_and_says_so(tmp_path: Path) -> None:

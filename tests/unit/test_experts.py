@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_engine.config import EngineArgs, ExecutorConfig
+from quire_engine.executor.torch.parts import load_model_and_attention
 from quire_engine.models.config import DecoderConfig, MoEConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.layers import GatedMLP
@@ -120,18 +121,17 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
 
 
 def logits(folder: Path) -> torch.Tensor:
-    from quire_engine.executor.torch.batch import pack
-    from quire_engine.executor.torch.parts import load_parts
-    from quire_engine.executor.torch.sizing import Pools
+    from quire_engine.executor.torch.batch import prepare_inputs
+    from quire_engine.executor.torch.sizing import CacheSizes
     from quire_engine.scheduling.plan import ScheduledChunk
 
     config = EngineArgs(model=folder, dtype="float32", attention="reference", enforce_eager=True)
-    parts = load_parts(config, read_model_config(folder), CPU)
-    kv = parts.kv_cache(Pools(1 << 20, 0))
-    batch = pack([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).forward
+    parts = load_model_and_attention(config, read_model_config(folder), CPU)
+    kv = parts.make_kv_cache(CacheSizes(1 << 20, 0))
+    batch = prepare_inputs([ScheduledChunk(0, list(range(3, 33)), 0, [1, 2])], 16).model_input
     parts.attention.prepare(batch.attention)
     with torch.inference_mode():
-        hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.device, parts.attention)
+        hidden = parts.model.forward(batch.token_ids, batch.attention.positions, kv.blocks, parts.attention)
         return parts.model.logits(hidden)
 
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.batch import pack, pad, padding
+from quire_engine.executor.torch.batch import dummy_decode, pad_decode, prepare_inputs
 from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.graphs import LARGEST_BATCH, CudaRecorder, Recording, ladder
+from quire_engine.executor.torch.graphs import LARGEST_BATCH, CapturedGraph, CudaGraphCapturer, capture_sizes
 from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import Parts, load_parts
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.parts import LoadedModel, load_model_and_attention
+from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.kernels import library as kernels
 from quire_engine.models.loading import read_model_config
 from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
@@ -35,7 +35,7 @@ from tests.support.fake_graphs import FakeRecorder, GraphReference, check_decode
 from tests.support.flashinfer_emulation import installed
 
 BLOCK_SIZE = 16
-POOLS = Pools(2 << 20, 2 << 20)
+POOLS = CacheSizes(2 << 20, 2 << 20)
 SIZES = (1, 2, 4, 6)
 
 
@@ -53,10 +53,10 @@ def _in_torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels.library.cache_clear()
 
 
-def parts_of_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> Parts:
+def parts_of_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> LoadedModel:
     folder = small_model(name, folders)
     config = EngineArgs(model=folder, dtype="float32", block_size=BLOCK_SIZE, attention="reference")
-    parts = load_parts(config, read_model_config(folder), torch.device("cpu"))
+    parts = load_model_and_attention(config, read_model_config(folder), torch.device("cpu"))
     return replace(parts, attention=GraphReference(parts.attention._shape), graph_sizes=sizes)
 
 
@@ -75,7 +75,7 @@ def decode_chunks(lengths: list[int], first_block: int = 1) -> list[ScheduledChu
 
 @given(st.integers(1, 2 * LARGEST_BATCH))
 def test_every_batch_size_has_a_graph_that_is_little_larger(largest: int) -> None:
-    sizes = ladder(largest)
+    sizes = capture_sizes(largest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
     assert sizes[-1] == min(largest, LARGEST_BATCH)
@@ -86,9 +86,9 @@ def test_every_batch_size_has_a_graph_that_is_little_larger(largest: int) -> Non
 
 
 def test_the_ladder_is_1_2_4_and_the_eights() -> None:
-    assert ladder(20) == [1, 2, 4, 8, 16, 20]
-    assert ladder(3) == [1, 2, 3]
-    assert ladder(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert capture_sizes(3) == [1, 2, 3]
+    assert capture_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
 
 
 # Padding
@@ -96,8 +96,8 @@ def test_the_ladder_is_1_2_4_and_the_eights() -> None:
 
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.integers(0, 3))
 def test_a_padded_batch_is_the_batch_and_then_first_tokens_on_the_null_page(lengths: list[int], more: int) -> None:
-    batch = pack(decode_chunks(lengths), BLOCK_SIZE).forward
-    padded = pad(batch.attention, len(lengths) + more)
+    batch = prepare_inputs(decode_chunks(lengths), BLOCK_SIZE).model_input
+    padded = pad_decode(batch.attention, len(lengths) + more)
     check_decode(padded, len(lengths) + more, sum(-(-length // BLOCK_SIZE) for length in lengths) + more, BLOCK_SIZE)
     for own, after in zip(parts_of(batch.attention), parts_of(padded), strict=True):
         assert torch.equal(after[: len(own)], own)
@@ -106,7 +106,7 @@ def test_a_padded_batch_is_the_batch_and_then_first_tokens_on_the_null_page(leng
 
 
 def test_a_batch_of_nothing_but_pads_is_one_that_can_be_prepared() -> None:
-    check_decode(padding(3), 3, 3, BLOCK_SIZE)
+    check_decode(dummy_decode(3), 3, 3, BLOCK_SIZE)
 
 
 # Graphs against the same steps without
@@ -115,7 +115,7 @@ def test_a_batch_of_nothing_but_pads_is_one_that_can_be_prepared() -> None:
 @pytest.mark.parametrize("name", ["llama3", "qwen2-yarn", "qwen3", "mistral"])
 def test_replayed_steps_make_the_same_tokens(name: str, folders: Path) -> None:
     parts, recorder = parts_of_model(name, folders), FakeRecorder()
-    executor = TorchExecutor(parts, POOLS, make_runner=partial(ModelRunner, record=recorder))
+    executor = TorchExecutor(parts, POOLS, make_runner=partial(ModelRunner, capture=recorder))
 
     def sequences() -> list[Sequence]:
         return [Sequence(id, prompt, 12) for id, prompt in enumerate(small_prompts()[:9])]
@@ -149,7 +149,7 @@ def test_graphs_work_with_the_attention_of_gpus(folders: Path, deterministic: bo
         attention = FlashInferAttention(
             parts.attention._shape, torch.device("cpu"), torch.float32, deterministic=deterministic
         )
-        make_runner = partial(ModelRunner, record=record)
+        make_runner = partial(ModelRunner, capture=record)
         executor = TorchExecutor(replace(parts, attention=attention), POOLS, make_runner=make_runner)
         assert Driver(executor, seed=2, max_chunk=13).run(sequences()) == expected
     assert len(replayed) > 10
@@ -160,12 +160,12 @@ def test_pending_tokens_are_put_where_the_graph_reads_them(folders: Path) -> Non
     runner = ModelRunner(parts, POOLS, FakeRecorder())
     chunks = decode_chunks([1, 20, 33])
     with torch.inference_mode():
-        known = runner.forward(pack(chunks, BLOCK_SIZE).forward).clone()
+        known = runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input).clone()
         assert len(known) == len(chunks), "pads are not told"
         for places in ([0, 1, 2], [1], [0, 2], []):
             pending = torch.tensor([chunks[place].token_ids[0] for place in places])
             hidden = [replace_last(chunk) if place in places else chunk for place, chunk in enumerate(chunks)]
-            made = runner.forward(pack(hidden, BLOCK_SIZE).forward, pending if places else None)
+            made = runner.forward(prepare_inputs(hidden, BLOCK_SIZE).model_input, pending if places else None)
             assert torch.equal(made, known)
 
 
@@ -177,10 +177,10 @@ def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
     """The memory that a graph reads and writes is used again by the next step, while this one is drawn from."""
     parts, recorder = parts_of_model("llama3", folders), FakeRecorder()
     prompts = [prompt[:60] for prompt in small_prompts()]
-    pools = Pools(4 << 20, 0)
+    pools = CacheSizes(4 << 20, 0)
     apart, overlapped = some_sequences(prompts), some_sequences(prompts)
     Loop(TorchExecutor(replace(parts, graph_sizes=()), pools), apart, seed=5).run()
-    executor = TorchExecutor(parts, pools, depth=2, make_runner=partial(ModelRunner, record=recorder))
+    executor = TorchExecutor(parts, pools, depth=2, make_runner=partial(ModelRunner, capture=recorder))
     loop = Loop(executor, overlapped, seed=6)
     loop.run_overlapped()
     assert came_of(overlapped) == came_of(apart)
@@ -194,16 +194,16 @@ def test_what_has_no_graph_is_computed_without(lengths: list[int], folders: Path
     runner = ModelRunner(parts_of_model("llama3", folders), POOLS, recorder)
     chunks = [ScheduledChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
     with torch.inference_mode():
-        assert len(runner.forward(pack(chunks, BLOCK_SIZE).forward)) == sum(lengths)
+        assert len(runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input)) == sum(lengths)
     assert recorder.replays == 0
 
 
 def test_pads_touch_the_null_page_alone(folders: Path) -> None:
     runner = ModelRunner(parts_of_model("llama3", folders), POOLS, FakeRecorder())
-    kv = runner._kv.device
+    kv = runner._kv_cache.blocks
     with torch.inference_mode():
         kv[1:].fill_(7.0)
-        runner.forward(pack(decode_chunks([1, 1, 1], first_block=2), BLOCK_SIZE).forward)
+        runner.forward(prepare_inputs(decode_chunks([1, 1, 1], first_block=2), BLOCK_SIZE).model_input)
     touched = [block for block in range(1, len(kv)) if not bool((kv[block] == 7.0).all())]
     assert touched == [2, 3, 4]
 
@@ -221,7 +221,7 @@ def test_a_model_that_decides_on_the_host_is_not_recorded(folders: Path, caplog:
 def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
     folders: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(work: Callable[[], object]) -> Recording:
+    def refuse(work: Callable[[], object]) -> CapturedGraph:
         work()
         raise RuntimeError("operation not permitted when stream is capturing.\nand more about it")
 
@@ -229,7 +229,7 @@ def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
     runner = ModelRunner(parts, POOLS, refuse)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "no CUDA graphs: operation not permitted when stream is capturing; short steps" in caplog.text
-    batch = pack(decode_chunks([1, 20]), BLOCK_SIZE).forward
+    batch = prepare_inputs(decode_chunks([1, 20]), BLOCK_SIZE).model_input
     with torch.inference_mode():
         expected = ModelRunner(replace(parts, graph_sizes=()), POOLS).forward(batch)
         assert torch.equal(runner.forward(batch), expected)
@@ -281,14 +281,14 @@ def test_the_current_stream_is_set_back_where_the_end_of_a_recording_fails(monke
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     with pytest.raises(RuntimeError, match="previous error"):
-        CudaRecorder()(lambda: None)
+        CudaGraphCapturer()(lambda: None)
     assert current == ["compute"]
 
 
 def test_no_garbage_is_collected_while_graphs_are_recorded(folders: Path) -> None:
     enabled: list[bool] = []
 
-    def record(work: Callable[[], object]) -> Recording:
+    def record(work: Callable[[], object]) -> CapturedGraph:
         enabled.append(gc.isenabled())
         return FakeRecorder()(work)
 

@@ -8,13 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from quire_engine.executor.torch.heap import KEPT, keep_freed_memory
+from quire_engine.executor.torch.heap import MAX_KEPT_BLOCK, tune_malloc
 
 # Page faults of a large block and of one after it, once the heap keeps memory or does not; on a thread or on the first.
 FAULTS = """
 import resource, sys, threading
 import torch
-from quire_engine.executor.torch.heap import keep_freed_memory
+from quire_engine.executor.torch.heap import tune_malloc
 from quire_engine.executor.torch.memory import CpuMemory
 
 sizes = [int(size) for size in sys.argv[3:]]
@@ -36,7 +36,7 @@ def measure():
 torch.set_num_threads(1)
 memory = CpuMemory()
 if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+    assert tune_malloc()
 if sys.argv[2] == "first":
     measure()
 else:
@@ -67,7 +67,7 @@ def test_freed_blocks_serve_the_next_and_are_still_part_of_the_peak(thread: str)
     assert again * PAGE < MIB
     assert 95 * MIB <= peak <= 130 * MIB
     assert settled <= 8 * peak, "holes, whose number depends on where small blocks lie among the large ones"
-    assert later <= settled + KEPT, "what is kept is used again, fifty times"
+    assert later <= settled + MAX_KEPT_BLOCK, "what is kept is used again, fifty times"
 
 
 @on_glibc
@@ -91,4 +91,4 @@ def test_a_library_that_cannot_is_left_alone(monkeypatch: pytest.MonkeyPatch, an
         return SimpleNamespace(mallopt=mallopt) if answers else SimpleNamespace()
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert not keep_freed_memory()
+    assert not tune_malloc()

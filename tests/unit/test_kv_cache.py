@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch import kv_cache
-from quire_engine.executor.torch.kv_cache import KvCache
-from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import InOrder
+from quire_engine.executor.torch.kv_cache import KVCache
+from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor.torch.streams import SyncSwapStream
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
 from quire_engine.models.errors import ModelError
@@ -23,10 +23,10 @@ DEVICE, HOST = 7, 5
 MOVES = ("out", "within", "into")
 
 
-def numbered() -> KvCache:
+def numbered() -> KVCache:
     """A cache whose device block ``i`` is full of ``i``, and host block ``i`` of ``100 + i``."""
-    cache = KvCache(LAYOUT, 4, Pools(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, torch.device("cpu"))
-    for pool, first in ((cache.device, 0), (cache._host, 100)):
+    cache = KVCache(LAYOUT, 4, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, torch.device("cpu"))
+    for pool, first in ((cache.blocks, 0), (cache._host_blocks, 100)):
         pool.copy_(torch.arange(first, first + len(pool)).view(-1, 1, 1, 1, 1, 1).expand(pool.shape))
     return cache
 
@@ -66,8 +66,8 @@ def test_a_block_may_be_the_target_of_one_copy_and_the_source_of_a_later_one(
     for sources, targets, plan in ((device, host, out), (device, device, within), (host, device, into)):
         for copy in plan:
             targets[copy.target] = sources[copy.source]
-    assert contents(cache.device) == device
-    assert contents(cache._host) == host
+    assert contents(cache.blocks) == device
+    assert contents(cache._host_blocks) == host
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -76,8 +76,8 @@ def test_a_copy_of_no_block_changes_nothing_and_is_an_error(move: str, copy: Blo
     cache = numbered()
     with pytest.raises(CopyError):
         cache.copy(**{name: [BlockCopy(1, 2), copy] if name == move else [] for name in MOVES})
-    assert contents(cache.device) == list(range(DEVICE))
-    assert contents(cache._host) == [100 + number for number in range(HOST)]
+    assert contents(cache.blocks) == list(range(DEVICE))
+    assert contents(cache._host_blocks) == [100 + number for number in range(HOST)]
 
 
 class Copies(TorchFunctionMode):
@@ -144,24 +144,24 @@ def check(code: int) -> None:
 
 
 @pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KvCache]:
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cudart], KVCache]:
     """Makes the cache of a GPU whose tensors are the host's."""
 
-    def make(cudart: Cudart) -> KvCache:
+    def make(cudart: Cudart) -> KVCache:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
         monkeypatch.setattr(torch.cuda, "check_error", check)
         monkeypatch.setattr(torch.cuda, "synchronize", cudart.synchronize)
-        monkeypatch.setattr(kv_cache, "_untouched", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
-        pools = Pools(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
-        return KvCache(LAYOUT, 4, pools, torch.float32, GPU, order=InOrder())
+        monkeypatch.setattr(kv_cache, "_lazy_zeros", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype))
+        pools = CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES)
+        return KVCache(LAYOUT, 4, pools, torch.float32, GPU, swap_stream=SyncSwapStream())
 
     return make
 
 
-def test_on_a_gpu_the_host_pool_is_pinned_as_it_is_and_let_go_at_the_end(on_cuda: Callable[[Cudart], KvCache]) -> None:
+def test_on_a_gpu_the_host_pool_is_pinned_as_it_is_and_let_go_at_the_end(on_cuda: Callable[[Cudart], KVCache]) -> None:
     cudart = Cudart()
     cache = on_cuda(cudart)
-    assert cudart.pinned == {cache._host.data_ptr(): HOST * BLOCK_BYTES}
+    assert cudart.pinned == {cache._host_blocks.data_ptr(): HOST * BLOCK_BYTES}
     cache.close()
     assert not cudart.pinned
     cache.close()
@@ -171,7 +171,7 @@ def test_on_a_gpu_the_host_pool_is_pinned_as_it_is_and_let_go_at_the_end(on_cuda
     assert not cudart.pinned, "memory that is gone stays pinned"
 
 
-def test_a_host_pool_that_cannot_be_pinned_is_refused_in_one_sentence(on_cuda: Callable[[Cudart], KvCache]) -> None:
+def test_a_host_pool_that_cannot_be_pinned_is_refused_in_one_sentence(on_cuda: Callable[[Cudart], KVCache]) -> None:
     with pytest.raises(
         ModelError, match=r"^The host pool of 640 bytes cannot be pinned \(out of memory \(2\)\); lower"
     ):

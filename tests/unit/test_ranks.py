@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.attention.base import AttentionBatch
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.batch import ForwardBatch, pack
+from quire_engine.executor.torch.batch import ModelInput, prepare_inputs
 from quire_engine.executor.torch.ranks import checks, wire
 from quire_engine.executor.torch.ranks.accord import RankFailure, RankFailureTracker
 from quire_engine.executor.torch.ranks.calls import (
@@ -42,7 +42,7 @@ from quire_engine.executor.torch.ranks.wire import (
     receive,
     send,
 )
-from quire_engine.executor.torch.sizing import Measured, PoolRequest, Pools, decide
+from quire_engine.executor.torch.sizing import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.config import DecoderConfig, MoEConfig
@@ -221,9 +221,9 @@ def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
 
 @given(chunks())
 def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
-    batch = pack(chunks, 4).forward
+    batch = prepare_inputs(chunks, 4).model_input
     again = batch_from_arrays(batch_to_arrays(batch))
-    for kind, one, other in ((ForwardBatch, batch, again), (AttentionBatch, batch.attention, again.attention)):
+    for kind, one, other in ((ModelInput, batch, again), (AttentionBatch, batch.attention, again.attention)):
         for field in fields(kind):
             if field.name != "attention":
                 mine, theirs = getattr(one, field.name), getattr(other, field.name)
@@ -233,7 +233,7 @@ def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
 
 @given(chunks(), st.data())
 def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
-    arrays = batch_to_arrays(pack(chunks, 4).forward)
+    arrays = batch_to_arrays(prepare_inputs(chunks, 4).model_input)
     place = data.draw(st.sampled_from([0, 4, 5, 7, 8, 9]))
     arrays[place] = np.append(arrays[place], arrays[place][:1])
     with pytest.raises(MessageError):
@@ -353,22 +353,25 @@ def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, ca
 
 # Memory
 
-MEASURED = Measured(
+MEASURED = MemoryProfile(
     limit=10 * GIB,
     source="the container's limit",
-    granted=True,
-    before=GIB // 4,
-    loaded=GIB,
+    dedicated=True,
+    used_before=GIB // 4,
+    used_loaded=GIB,
     available=9 * GIB,
     peak=GIB + GIB // 2,
-    growth=GIB // 8,
+    growth_reserve=GIB // 8,
 )
-SMALLEST = Pools(1 << 20, 0)
+SMALLEST = CacheSizes(1 << 20, 0)
 
 
 def test_one_rank_decides_as_if_there_were_no_others() -> None:
-    request = PoolRequest(None, GIB)
-    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST) == (decide(request, MEASURED, SMALLEST), MEASURED)
+    request = CacheBudget(None, GIB)
+    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST) == (
+        compute_cache_sizes(request, MEASURED, SMALLEST),
+        MEASURED,
+    )
 
 
 def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
@@ -376,34 +379,34 @@ def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
     assert with_all_ranks_bytes(capacity, [MEASURED] * 4) == KVCacheConfig(16, 100, 10, 256)
     assert (
         with_all_ranks_bytes(capacity, [MEASURED])
-        == with_all_ranks_bytes(capacity, [replace(MEASURED, host=1)] * 4)
+        == with_all_ranks_bytes(capacity, [replace(MEASURED, host_available=1)] * 4)
         == capacity
     )
 
 
 @given(size=st.integers(2, 4), swap=st.integers(0, 4 * GIB))
 def test_ranks_of_one_memory_stay_within_it_together(size: int, swap: int) -> None:
-    pools, whole = compute_rank_cache_sizes(PoolRequest(None, swap), [MEASURED] * size, SMALLEST)
-    taken = size * (MEASURED.taken + pools.kv_cache_bytes + pools.swap_bytes)
+    pools, whole = compute_rank_cache_sizes(CacheBudget(None, swap), [MEASURED] * size, SMALLEST)
+    taken = size * (MEASURED.used_without_cache + pools.kv_cache_bytes + pools.swap_bytes)
     assert 0.89 * whole.limit < taken <= 0.9 * whole.limit
     assert size * pools.swap_bytes <= swap
 
 
 def test_a_given_size_is_for_all_ranks_of_one_memory() -> None:
     measures = [replace(MEASURED, peak=None)] * 2
-    assert compute_rank_cache_sizes(PoolRequest(4 * GIB, GIB), measures, SMALLEST)[0] == Pools(2 * GIB, GIB // 2)
+    assert compute_rank_cache_sizes(CacheBudget(4 * GIB, GIB), measures, SMALLEST)[0] == CacheSizes(2 * GIB, GIB // 2)
     with pytest.raises(ModelError, match="no memory for a KV pool"):
-        compute_rank_cache_sizes(PoolRequest(9 * GIB, 0), measures, SMALLEST)
+        compute_rank_cache_sizes(CacheBudget(9 * GIB, 0), measures, SMALLEST)
 
 
 def test_the_fullest_gpu_decides_for_all() -> None:
-    roomy = replace(MEASURED, host=8 * GIB, growth=0)
-    full = replace(roomy, loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
-    request = PoolRequest(None, 6 * GIB)
+    roomy = replace(MEASURED, host_available=8 * GIB, growth_reserve=0)
+    full = replace(roomy, used_loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
+    request = CacheBudget(None, 6 * GIB)
     pools, fullest = compute_rank_cache_sizes(request, [roomy, full], SMALLEST)
-    assert fullest.loaded == full.loaded
-    assert pools == Pools(decide(request, full, SMALLEST).kv_cache_bytes, 3 * GIB)
-    assert compute_rank_cache_sizes(PoolRequest(GIB, 0), [roomy, full], SMALLEST)[0] == Pools(GIB, 0)
+    assert fullest.used_loaded == full.used_loaded
+    assert pools == CacheSizes(compute_cache_sizes(request, full, SMALLEST).kv_cache_bytes, 3 * GIB)
+    assert compute_rank_cache_sizes(CacheBudget(GIB, 0), [roomy, full], SMALLEST)[0] == CacheSizes(GIB, 0)
 
 
 # Accord

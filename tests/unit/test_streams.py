@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_engine.executor.base import CopyError
-from quire_engine.executor.torch.kv_cache import KvCache
-from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import InOrder, SideStream, Wait, copy_order, mark
+from quire_engine.executor.torch.kv_cache import KVCache
+from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor.torch.streams import CudaSwapStream, SyncSwapStream, Wait, make_swap_stream, record_event
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
 
@@ -69,21 +69,23 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
     fake, read = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
-        order = SideStream(CPU, left_out=left_out)
-        cache = KvCache(LAYOUT, 1, Pools(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, order=order)
+        order = CudaSwapStream(CPU, left_out=left_out)
+        cache = KVCache(
+            LAYOUT, 1, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, swap_stream=order
+        )
 
         def forward(number: int, step: Step) -> None:
-            read.extend(cache.device[block].flatten()[0].item() for block in step.reads)
+            read.extend(cache.blocks[block].flatten()[0].item() for block in step.reads)
             for place, block in enumerate(step.writes):
-                cache.device[block] = 10.0 * (number + 1) + place
+                cache.blocks[block] = 10.0 * (number + 1) + place
 
         for number, step in enumerate(plan):
             cache.copy(step.out, step.within, step.into)
             fake.launch(lambda number=number, step=step: forward(number, step))
-            cache.computed()
+            cache.record_compute()
             fake.launch(lambda: None)  # the draws, which copies need not wait for
         fake.run()
-        return (*((pool[:, 0, 0, 0, 0, 0].tolist()) for pool in (cache.device, cache._host)), read)
+        return (*((pool[:, 0, 0, 0, 0, 0].tolist()) for pool in (cache.blocks, cache._host_blocks)), read)
 
 
 @given(st.integers(0, 1 << 30), steps)
@@ -112,11 +114,11 @@ def test_copies_run_beside_the_draws_but_not_beside_the_forward_pass() -> None:
         fake, done = FakeDevice(seed), []
         with pytest.MonkeyPatch.context() as patch:
             fake.install(patch)
-            order = SideStream(CPU)
+            order = CudaSwapStream(CPU)
             fake.launch(lambda: done.append("forward"))  # noqa: B023 - run before the next seed
-            order.computed()
+            order.record_compute()
             fake.launch(lambda: done.append("draw"))  # noqa: B023
-            with order.copying():
+            with order.swap_region():
                 fake.launch(lambda: done.append("copy"))  # noqa: B023
             fake.launch(lambda: done.append("next"))  # noqa: B023
             fake.run()
@@ -130,7 +132,7 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
     with pytest.MonkeyPatch.context() as patch:
         fake.install(patch)
         fake.launch(lambda: done.append(1))
-        place = mark(torch.device("cuda"))
+        place = record_event(torch.device("cuda"))
         fake.launch(lambda: done.append(2))
         place.wait()
         assert done == [1]
@@ -139,8 +141,8 @@ def test_a_mark_waits_for_what_was_launched_before_it_and_for_nothing_else() -> 
 
 
 def test_on_the_cpu_nothing_is_ordered() -> None:
-    assert isinstance(copy_order(CPU), InOrder)
-    mark(CPU).wait()
+    assert isinstance(make_swap_stream(CPU), SyncSwapStream)
+    record_event(CPU).wait()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -148,8 +150,8 @@ def test_what_is_computed_after_copies_that_failed_waits_for_those_that_were_lau
     fake, done = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
-        order = SideStream(CPU)
-        with suppress(CopyError), order.copying():
+        order = CudaSwapStream(CPU)
+        with suppress(CopyError), order.swap_region():
             fake.launch(lambda: done.append("copied"))
             raise CopyError("no such block")
         fake.launch(lambda: done.append("computed"))

@@ -13,7 +13,7 @@ from quire_engine.kernels import fused
 from quire_engine.kernels.int8 import PackedInt8, quantize
 from quire_engine.kernels.library import library
 from quire_engine.kernels.linear import PackedWeight, pack
-from quire_engine.kernels.tape import KERNELS, NotRecordableError, Tape, record
+from quire_engine.kernels.tape import KERNELS, CpuGraph, NotCapturableError, capture
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
 HIDDEN, INNER, HEADS = 64, 96, 4
@@ -64,7 +64,7 @@ def inputs(rows: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: torch.dtype) -> None:
     layers, places = Layers.random(dtype), inputs(rows, 7, dtype)
     expected = layers.run(*(place.clone() for place in places))
-    tape = record(lambda: layers.run(*places))
+    tape = capture(lambda: layers.run(*places))
     assert torch.equal(tape.result, expected), "recording does the work too"
     for seed in seeds:
         fresh = inputs(rows, seed, dtype)
@@ -78,11 +78,11 @@ def test_memory_is_used_again_within_a_tape_and_by_nobody_else() -> None:
     def held(count: int) -> int:
         layers = Layers.random(torch.bfloat16, count)
         states = inputs(8, 0, torch.bfloat16)
-        tape = record(lambda: layers.run(*states))
+        tape = capture(lambda: layers.run(*states))
         tapes.append((tape, layers, states))
         return sum(size * len(free) for size, free in tape._kept[1]._free.items())  # type: ignore[attr-defined]
 
-    tapes: list[tuple[Tape, Layers, tuple[torch.Tensor, ...]]] = []
+    tapes: list[tuple[CpuGraph, Layers, tuple[torch.Tensor, ...]]] = []
     assert held(20) == held(3), "more layers need no more memory"
     before = [tape.result.clone() for tape, _, _ in tapes]
     for tape, _, (states, _, _) in tapes:
@@ -108,8 +108,8 @@ def test_memory_is_used_again_within_a_tape_and_by_nobody_else() -> None:
 )
 def test_what_cannot_be_repeated_is_not_recorded(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
     states = torch.randn(4, HIDDEN)
-    with pytest.raises(NotRecordableError, match="is not one of the compiled kernels"):
-        record(lambda: work(states))
+    with pytest.raises(NotCapturableError, match="is not one of the compiled kernels"):
+        capture(lambda: work(states))
     assert torch.equal(states.clone() + 0, states), "torch works as before"
 
 
@@ -122,7 +122,7 @@ def test_nothing_is_heard_after_a_recording_or_from_other_threads() -> None:
         other.join()
         return fused.rms_norm(states, norm, 1e-5)
 
-    tape = record(work)
+    tape = capture(work)
     assert len(tape._calls) == 1
     kernels = library()
     assert kernels is not None
@@ -144,7 +144,7 @@ def test_several_threads_record_and_compute_at_once() -> None:
     def record_often() -> None:
         states = torch.randn(4, HIDDEN)
         for _ in range(150):
-            tape = record(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
+            tape = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
             counts.append(len(tape._calls))
 
     recorders = [threading.Thread(target=record_often) for _ in range(2)]

@@ -70,9 +70,9 @@ def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
 
 
 def _measure(config: BenchConfig) -> BenchReport:
-    from quire_engine.executor.torch import limit_product_caches
+    from quire_engine.executor.torch import limit_onednn_caches
 
-    limit_product_caches()
+    limit_onednn_caches()
     from quire_engine.executor.torch.devices import resolve_device
     from quire_engine.executor.torch.threads import configure_threads
     from quire_engine.models.loading import read_model_config

@@ -35,11 +35,11 @@ _ALIGNMENT = 64
 _Listener = Callable[[None, object, tuple[object, ...]], None]
 
 
-class NotRecordableError(RuntimeError):
+class NotCapturableError(RuntimeError):
     """A function does what a tape cannot repeat; the text says what."""
 
 
-class Tape:
+class CpuGraph:
     """The recorded calls of a function on memory of their own. ``result`` is what the function returned, and where each
     replay puts it.
     """
@@ -55,20 +55,20 @@ class Tape:
         self._replay(self._calls, len(self._calls))
 
 
-def record(work: Callable[[], torch.Tensor]) -> Tape:
+def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
     """Runs ``work`` once, and records what it asks of the kernels.
 
     ``work`` may call kernels, make new tensors and take views of tensors. Memory that it lets go of is used again
-    within the tape, and nowhere else; what it did not make itself must outlive the tape. Raises ``NotRecordableError``
+    within the tape, and nowhere else; what it did not make itself must outlive the tape. Raises ``NotCapturableError``
     where it asks torch for anything else, after what it did before that.
     """
     kernels = library()
     if kernels is None:
-        raise NotRecordableError("the kernels are not compiled")
-    recording = _Recording()
-    with recording.listening(kernels), _Watch(recording.arena):
+        raise NotCapturableError("the kernels are not compiled")
+    recording = _Capture()
+    with recording.listen(kernels), _CaptureMode(recording.allocator):
         result = work()
-    return Tape(kernels, recording.calls, [recording.structs, recording.arena], result)
+    return CpuGraph(kernels, recording.calls, [recording.structs, recording.allocator], result)
 
 
 class _Call(ctypes.Structure):
@@ -77,7 +77,7 @@ class _Call(ctypes.Structure):
     _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
 
 
-class _Recording:
+class _Capture:
     """What one thread asks of the kernels while it listens."""
 
     _one_at_a_time = threading.Lock()  # all threads call the same functions, and each of those has one listener
@@ -86,15 +86,15 @@ class _Recording:
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.structs: list[ctypes.Structure] = []
-        self.arena = _Arena()
+        self.allocator = _CaptureAllocator()
 
     @classmethod
-    def of_this_thread(cls) -> "_Recording | None":
+    def of_this_thread(cls) -> "_Capture | None":
         """The recording whose ``listening`` this thread is in."""
         return getattr(cls._of_this_thread, "recording", None)
 
     @contextmanager
-    def listening(self, kernels: ctypes.CDLL) -> Iterator[None]:
+    def listen(self, kernels: ctypes.CDLL) -> Iterator[None]:
         """Within, every call of a kernel by this thread is noted. ctypes shows a finished call to its function's
         ``errcheck``.
         """
@@ -103,14 +103,14 @@ class _Recording:
             self._of_this_thread.recording = self
             try:
                 for name, function in zip(KERNELS, functions, strict=True):
-                    function.errcheck = _listener(kernels.quire_player(name.encode()))
+                    function.errcheck = _call_listener(kernels.quire_player(name.encode()))
                 yield
             finally:
                 for function in functions:
                     del function.errcheck
                 del self._of_this_thread.recording
 
-    def note(self, play: int, arguments: tuple[object, ...]) -> None:
+    def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
         """Notes a call that ``play`` can make again."""
         self.calls.append(_Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))))
 
@@ -126,25 +126,25 @@ class _Recording:
                 # Callers use one struct again and again; this call had what stands in it now.
                 self.structs.append(type(arguments).from_buffer_copy(arguments))
                 return ctypes.addressof(self.structs[-1])
-        raise NotRecordableError(f"a kernel was called with {argument!r}")
+        raise NotCapturableError(f"a kernel was called with {argument!r}")
 
 
 @functools.cache  # never freed: ctypes does not hold it during a call of another thread, and shows it the call after
-def _listener(play: int) -> _Listener:
+def _call_listener(play: int) -> _Listener:
     """Tells of calls that ``play`` can make again."""
 
     def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
-        recording = _Recording.of_this_thread()
+        recording = _Capture.of_this_thread()
         if recording is not None:
-            recording.note(play, arguments)
+            recording.add_call(play, arguments)
 
     return listen
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
+class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
     """Gives out memory of the arena, and lets nothing compute but the kernels."""
 
-    def __init__(self, arena: "_Arena") -> None:
+    def __init__(self, arena: "_CaptureAllocator") -> None:
         super().__init__()
         self._arena = arena
 
@@ -156,17 +156,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
         if name in _VIEWS:
             return func(*args, **options)
         if name in _ALLOCATIONS:
-            return self._arena.like(func(*args, **{**options, "device": "meta"}))
-        raise NotRecordableError(f"{name} is not one of the compiled kernels")
+            return self._arena.allocate_like(func(*args, **{**options, "device": "meta"}))
+        raise NotCapturableError(f"{name} is not one of the compiled kernels")
 
 
-class _Arena:
+class _CaptureAllocator:
     """The memory of one tape. What a tensor had is given out again once nobody holds the tensor any more."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}
 
-    def like(self, wanted: torch.Tensor) -> torch.Tensor:
+    def allocate_like(self, wanted: torch.Tensor) -> torch.Tensor:
         """A tensor of the shape, strides and dtype of ``wanted``. It holds anything."""
         size = max(1, wanted.untyped_storage().nbytes())
         free = self._free.setdefault(size, [])

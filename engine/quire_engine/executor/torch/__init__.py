@@ -3,7 +3,7 @@
 import os
 
 
-def limit_product_caches() -> None:
+def limit_onednn_caches() -> None:
     """Bounds what oneDNN keeps, in a process that is the engine's own. Call it before torch is imported, which reads
     both limits then.
 

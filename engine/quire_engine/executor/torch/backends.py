@@ -48,17 +48,19 @@ def make_attention(
     check_attention(name, device, dtype, deterministic=deterministic)
     match name:
         case "auto" if device.type == "cuda":
-            return _for_gpu(shape, device, dtype, deterministic)
+            return _auto_for_gpu(shape, device, dtype, deterministic)
         case "auto":
             return CpuAttention(shape)
         case "cpu":
-            return _compiled(shape)
+            return _compiled_cpu(shape)
         case "flashinfer":
             return _flashinfer(shape, device, dtype, deterministic)
     return ReferenceAttention(shape)
 
 
-def _for_gpu(shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool) -> AttentionBackend:
+def _auto_for_gpu(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> AttentionBackend:
     try:
         return _flashinfer(shape, device, dtype, deterministic)
     except ModelError as error:
@@ -91,7 +93,7 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
         raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
 
 
-def _compiled(shape: AttentionShape) -> CpuAttention:
+def _compiled_cpu(shape: AttentionShape) -> CpuAttention:
     try:
         return CpuAttention(shape, use_kernel=True)
     except RuntimeError:

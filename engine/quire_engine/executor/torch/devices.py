@@ -29,7 +29,7 @@ def _current_gpu() -> int:
 
 
 @contextmanager
-def computing(device: torch.device) -> Iterator[None]:
+def inference_on(device: torch.device) -> Iterator[None]:
     """Inference on ``device``. Each thread has a current GPU of its own, the first one unless it says otherwise, and
     some libraries launch their kernels there wherever their tensors are.
     """

@@ -12,19 +12,19 @@ from functools import partial
 from quire_proto.errors import internal
 
 from quire_engine.config import EngineArgs, SchedulerArgs
-from quire_engine.executor.torch.batch import StepBatch, pack
-from quire_engine.executor.torch.devices import computing, resolve_device
-from quire_engine.executor.torch.gauge import MemoryGauge
-from quire_engine.executor.torch.heap import keep_freed_memory
+from quire_engine.executor.torch.batch import InputBatch, prepare_inputs
+from quire_engine.executor.torch.devices import inference_on, resolve_device
+from quire_engine.executor.torch.gauge import MemoryProfiler
+from quire_engine.executor.torch.heap import tune_malloc
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
-from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.parts import LoadedModel
 from quire_engine.executor.torch.profile import largest_step, measure_rates
 from quire_engine.executor.torch.ranks.checks import check_tensor_parallel_size
 from quire_engine.executor.torch.ranks.leader import RankGroup, start_ranks
 from quire_engine.executor.torch.ranks.memory import compute_rank_cache_sizes, with_all_ranks_bytes
 from quire_engine.executor.torch.ranks.settings import RankSettings
-from quire_engine.executor.torch.sizing import PoolRequest, Pools, table
-from quire_engine.executor.torch.step import Forward, TorchStep, device_errors, timed
+from quire_engine.executor.torch.sizing import CacheBudget, CacheSizes, format_memory_table
+from quire_engine.executor.torch.step import AsyncStep, ForwardPass, device_errors, timed
 from quire_engine.executor.torch.threads import configure_threads, usable_threads
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.models.loading import read_model_config
@@ -43,18 +43,23 @@ class TorchExecutor:
     """
 
     def __init__(
-        self, parts: Parts, pools: Pools, *, depth: int = 1, make_runner: Callable[[Parts, Pools], Runner] = ModelRunner
+        self,
+        model: LoadedModel,
+        sizes: CacheSizes,
+        *,
+        depth: int = 1,
+        make_runner: Callable[[LoadedModel, CacheSizes], Runner] = ModelRunner,
     ) -> None:
-        self.config = parts.config
-        self.max_model_len = parts.max_model_len
+        self.config = model.config
+        self.max_model_len = model.max_model_len
         self.rates = UNMEASURED
         self.depth = depth
-        self._device = parts.device
-        with computing(parts.device):
-            self._runner = make_runner(parts, pools)
-        self._sampler = Sampler(parts.config.vocab_size)
-        self._last: TorchStep | None = None
-        self._end_ranks: Callable[[], object] = lambda: None
+        self._device = model.device
+        with inference_on(model.device):
+            self._runner = make_runner(model, sizes)
+        self._sampler = Sampler(model.config.vocab_size)
+        self._previous_step: AsyncStep | None = None
+        self._close_ranks: Callable[[], object] = lambda: None
 
     @classmethod
     def load(
@@ -81,30 +86,30 @@ class TorchExecutor:
             failing.callback(leading.close)
             executor = cls._load(leading, settings, owns_process=owns_process)
             failing.pop_all()
-        executor._end_ranks = weakref.finalize(executor, leading.close)
+        executor._close_ranks = weakref.finalize(executor, leading.close)
         return executor
 
     @classmethod
     def _load(cls, leading: RankGroup, settings: RankSettings, *, owns_process: bool) -> "TorchExecutor":
         """Loads this process's part of the model, and makes pools on all ranks."""
         config = settings.engine
-        request = PoolRequest(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
-        gauge = MemoryGauge(settings.device_for(0))
+        request = CacheBudget(config.kv_cache_memory, config.swap_bytes, config.gpu_memory_utilization)
+        gauge = MemoryProfiler(settings.device_for(0))
         parts = settings.load(leading.communicator)
         if owns_process and parts.device.type == "cpu":
-            keep_freed_memory()
+            tune_malloc()
         leading.connect()
         with ExitStack() as trials:
-            make_trial = partial(cls, parts, parts.smallest_pools, make_runner=leading.make_runner)
+            make_trial = partial(cls, parts, parts.min_cache_sizes, make_runner=leading.make_runner)
             largest = partial(cls._run_largest, make_trial, config, trials)
             measures = leading.profile_memory(gauge, largest if request.kv_cache_bytes is None else None)
-        pools, measured = compute_rank_cache_sizes(request, measures, parts.smallest_pools)
+        pools, measured = compute_rank_cache_sizes(request, measures, parts.min_cache_sizes)
         overlaps = parts.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         executor = cls(parts, pools, depth=2 if overlaps else 1, make_runner=leading.make_runner)
         tokens = min(config.max_num_batched_tokens, parts.max_model_len)
         executor.rates = measure_rates(executor, tokens, parts.config.vocab_size)
         capacity = with_all_ranks_bytes(executor.kv_cache_config, measures)
-        log.info("memory, as decided\n%s", table(request, measured, capacity, parts.max_model_len))
+        log.info("memory, as decided\n%s", format_memory_table(request, measured, capacity, parts.max_model_len))
         return executor
 
     @classmethod
@@ -133,7 +138,7 @@ class TorchExecutor:
         launched.sample_tokens()
         return launched.get_output()
 
-    def execute_model_async(self, plan: SchedulerOutput) -> TorchStep:
+    def execute_model_async(self, plan: SchedulerOutput) -> AsyncStep:
         """See ``AsyncExecutor.execute_model_async``. On the CPU the forward pass is over when this returns.
 
         ``timings`` are the host's: on CUDA ``swap`` and ``sample`` are launches, and ``forward`` is the launch and the
@@ -141,27 +146,31 @@ class TorchExecutor:
         """
         result = ModelOutput()
         self._sampler.remove_finished(plan.finished_seq_ids)
-        with device_errors(), computing(self._device):
+        with device_errors(), inference_on(self._device):
             self._copy(plan, result.timings)
             chunks = _chunks_with_tokens(plan.chunks, result)
             with timed(result.timings, "forward"):
-                forward = self._forward(pack(chunks, self.kv_cache_config.block_size)) if chunks else None
-        self._last = TorchStep(self._device, forward, result)
-        return self._last
+                forward = self._forward(prepare_inputs(chunks, self.kv_cache_config.block_size)) if chunks else None
+        self._previous_step = AsyncStep(self._device, forward, result)
+        return self._previous_step
 
     def close(self) -> None:
         """Gives the KV memory back, and ends the other ranks. Nothing can be run any more."""
         self._runner.close()
         self._sampler.close()
-        self._end_ranks()
+        self._close_ranks()
 
     def _copy(self, plan: SchedulerOutput, timings: StepTimings) -> None:
         with timed(timings, "swap"):
             self._runner.copy(plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in)
 
-    def _forward(self, batch: StepBatch) -> Forward:
-        pending = self._last.token_ids(batch.pending_ids) if self._last and batch.pending_ids else None
-        return Forward(batch, self._runner, self._sampler, self.config.vocab_size, pending)
+    def _forward(self, batch: InputBatch) -> ForwardPass:
+        pending = (
+            self._previous_step.sampled_token_ids(batch.pending_sequence_ids)
+            if self._previous_step and batch.pending_sequence_ids
+            else None
+        )
+        return ForwardPass(batch, self._runner, self._sampler, self.config.vocab_size, pending)
 
 
 def _chunks_with_tokens(chunks: Sequence[ScheduledChunk], result: ModelOutput) -> list[ScheduledChunk]:

@@ -1,4 +1,4 @@
-"""The KV memory itself: the device's blocks, the host's blocks, and copies between them. Knows no sequences.
+"""The KV memory itself: the device's blocks, the host's blocks, and copies between them.
 
 Both pools are ``[blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block of all layers is one
 contiguous copy, and so are neighbouring blocks that move to neighbouring places.
@@ -13,8 +13,8 @@ from contextlib import suppress
 import torch
 
 from quire_engine.executor.base import CopyError
-from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.streams import CopyOrder, copy_order
+from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor.torch.streams import SwapStream, make_swap_stream
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.base import AttentionLayout
@@ -23,63 +23,67 @@ from quire_engine.models.errors import ModelError
 MIN_BLOCKS = 2
 
 
-class KvCache:
+class KVCache:
     """Device and host pool of one model, of the sizes that were decided in bytes.
 
-    ``order`` says when copies happen on a device that works beside the host. On CUDA the host pool is pinned.
+    ``swap_stream`` orders block copies among the work of the device. On CUDA the host pool is pinned.
     """
 
     def __init__(
         self,
         layout: AttentionLayout,
         block_size: int,
-        pools: Pools,
+        sizes: CacheSizes,
         dtype: torch.dtype,
         device: torch.device,
         *,
-        order: CopyOrder | None = None,
+        swap_stream: SwapStream | None = None,
     ) -> None:
         shape = _block_shape(layout, block_size)
         block_bytes = math.prod(shape) * dtype.itemsize
-        blocks, host_blocks = pools.kv_cache_bytes // block_bytes, max(0, pools.swap_bytes) // block_bytes
+        blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
         if blocks < MIN_BLOCKS:
             raise ModelError(
-                f"The KV cache of {pools.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
+                f"The KV cache of {sizes.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
                 f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
             )
         self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
-        self.device = _untouched((blocks, *shape), dtype, device)
-        self._host = _untouched((host_blocks, *shape), dtype, torch.device("cpu"))
-        self._release = _pin(self._host, device) if device.type == "cuda" and host_blocks else None
-        self._order = order or copy_order(device)
-        self.computed()
+        self.blocks = _lazy_zeros((blocks, *shape), dtype, device)
+        self._host_blocks = _lazy_zeros((host_blocks, *shape), dtype, torch.device("cpu"))
+        self._unpin_host = _pin(self._host_blocks, device) if device.type == "cuda" and host_blocks else None
+        self._swap_stream = swap_stream or make_swap_stream(device)
+        self.record_compute()
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; then
-        nothing is known of the blocks any more.
+        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; the
+        contents of all blocks are undefined then.
         """
         if not (out or within or into):
             return
-        moves = ((self.device, self._host, out), (self.device, self.device, within), (self._host, self.device, into))
-        with self._order.copying():
+        moves = (
+            (self.blocks, self._host_blocks, out),
+            (self.blocks, self.blocks, within),
+            (self._host_blocks, self.blocks, into),
+        )
+        with self._swap_stream.swap_region():
             for sources, targets, copies in moves:
-                _copy(sources, targets, copies)
+                _copy_blocks(sources, targets, copies)
 
-    def computed(self) -> None:
-        """Says that everything launched until now may have used blocks: copies come after it."""
-        self._order.computed()
+    def record_compute(self) -> None:
+        """Records that everything launched until now may use blocks: later copies wait for it."""
+        self._swap_stream.record_compute()
 
     def close(self) -> None:
-        """Gives the memory back; nothing can be computed any more."""
-        if self._release is not None:
-            self._release()
-        self.device = self.device.new_empty(0)
-        self._host = self._host.new_empty(0)
+        """Frees the memory; nothing can be computed after that."""
+        if self._unpin_host is not None:
+            self._unpin_host()
+        self.blocks = self.blocks.new_empty(0)
+        self._host_blocks = self._host_blocks.new_empty(0)
 
 
-def smallest_pools(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> Pools:
+def min_cache_sizes(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> CacheSizes:
     """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
-    return Pools(MIN_BLOCKS * math.prod(_block_shape(layout, block_size)) * dtype.itemsize, 0)
+    return CacheSizes(MIN_BLOCKS * math.prod(_block_shape(layout, block_size)) * dtype.itemsize, 0)
 
 
 def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
@@ -88,12 +92,12 @@ def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
     return layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim
 
 
-def _copy(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
     """Launches the copies; the host does not wait for those between it and another device."""
     for copy in copies:
         if not (0 <= copy.source < len(sources) and 0 <= copy.target < len(targets)):
             raise CopyError(f"No such block: {copy}, of {len(sources)} and {len(targets)} blocks.")
-    for first, count in _runs(copies, within=sources is targets):
+    for first, count in _contiguous_runs(copies, within=sources is targets):
         source, target = (slice(start, start + count) for start in (first.source, first.target))
         try:
             targets[target].copy_(sources[source], non_blocking=True)
@@ -101,7 +105,7 @@ def _copy(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCo
             raise CopyError(f"{count} blocks from {first} on failed: {error}") from error
 
 
-def _runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockCopy, int]]:
+def _contiguous_runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockCopy, int]]:
     """The same copies as runs of neighbouring blocks: the first of each, and how many there are.
 
     ``within`` one pool a run must not reach into its own targets, as one large copy reads and writes at the same time.
@@ -118,7 +122,7 @@ def _runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockC
         start += count
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On the CPU they are pages that the system gives when they are first written, so an idle pool
     costs nothing.
 

@@ -10,18 +10,18 @@ from typing import Protocol
 import torch
 
 from quire_engine.device.transfers import upload
-from quire_engine.executor.torch.batch import ForwardBatch, place
+from quire_engine.executor.torch.batch import ModelInput, scatter_pending
 from quire_engine.executor.torch.graphs import (
     NO_GRAPHS,
-    CudaRecorder,
-    DecodeGraphs,
-    Recorder,
-    RecordingError,
-    record_graphs,
+    CaptureError,
+    CudaGraphCapturer,
+    CudaGraphRunner,
+    GraphCapturer,
+    capture_graphs,
 )
-from quire_engine.executor.torch.parts import Parts
-from quire_engine.executor.torch.sizing import Pools
-from quire_engine.executor.torch.tapes import make_tapes
+from quire_engine.executor.torch.parts import LoadedModel
+from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor.torch.tapes import make_cpu_graphs
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 
@@ -45,7 +45,7 @@ class Runner(Protocol):
         """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``."""
         ...
 
-    def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
         int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
         none of the vocabulary.
@@ -62,30 +62,33 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """The ``Runner`` of one device. ``record`` records the graphs of decode steps; by default CUDA's own does.
+    """The ``Runner`` of one device. ``capture`` captures the CUDA graphs of decode steps; by default a
+    ``CudaGraphCapturer`` does.
 
-    Where they cannot be recorded, a runner that is ``alone`` logs a warning and does without. One of several that share
-    a model raises ``RecordingError``: a rank that left a recording without the others would leave them waiting in an
+    Where they cannot be captured, a runner that is ``alone`` logs a warning and does without. One of several that share
+    a model raises ``CaptureError``: a rank that left a capture without the others would leave them waiting in an
     exchange.
     """
 
-    def __init__(self, parts: Parts, pools: Pools, record: Recorder | None = None, *, alone: bool = True) -> None:
-        self._model = parts.model
-        self._attention = parts.attention
-        self._vocab_size = parts.config.vocab_size
-        self._kv = parts.kv_cache(pools)
-        if record is None and parts.device.type == "cuda" and parts.graph_sizes:
-            record = CudaRecorder()
-        self._graphs = self._tapes = None
-        if record is None and parts.device.type == "cpu" and parts.graph_sizes:
-            self._tapes = make_tapes(parts.model, self._kv.device, parts.attention)
-        if record is not None:
-            self._graphs = self._record(parts, record, alone)
+    def __init__(
+        self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
+    ) -> None:
+        self._model = model.model
+        self._attention = model.attention
+        self._vocab_size = model.config.vocab_size
+        self._kv_cache = model.make_kv_cache(sizes)
+        if capture is None and model.device.type == "cuda" and model.graph_sizes:
+            capture = CudaGraphCapturer()
+        self._cuda_graphs = self._cpu_graphs = None
+        if capture is None and model.device.type == "cpu" and model.graph_sizes:
+            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.blocks, model.attention)
+        if capture is not None:
+            self._cuda_graphs = self._capture_graphs(model, capture, alone)
 
     @property
     def kv_cache_config(self) -> KVCacheConfig:
         """See ``Runner.kv_cache_config``."""
-        return self._kv.capacity
+        return self._kv_cache.capacity
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,18 +97,18 @@ class ModelRunner:
 
     def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
         """See ``Runner.copy``."""
-        self._kv.copy(out, within, into)
+        self._kv_cache.copy(out, within, into)
 
-    def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``."""
         batch.check_vocabulary(self._vocab_size)
         try:
-            if self._graphs is not None and self._graphs.fits(batch):
-                return self._graphs.forward(batch, pending)
+            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+                return self._cuda_graphs.forward(batch, pending)
             return self._forward(batch, pending)
         finally:
             # After a failure too: what was launched before it still reads and writes blocks.
-            self._kv.computed()
+            self._kv_cache.record_compute()
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See ``Runner.logits``."""
@@ -113,30 +116,30 @@ class ModelRunner:
             hidden = hidden.index_select(0, upload(rows, hidden.device))
         return self._model.logits(hidden)
 
-    def _record(self, parts: Parts, record: Recorder, alone: bool) -> DecodeGraphs | None:
-        pages = -(-parts.max_model_len // parts.block_size)
-        kv, sizes = self._kv.device, parts.graph_sizes
+    def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
+        pages = -(-model.max_model_len // model.block_size)
+        kv, sizes = self._kv_cache.blocks, model.graph_sizes
         try:
             with torch.inference_mode():
-                return record_graphs(parts.model, kv, parts.attention, sizes=sizes, pages=pages, record=record)
-        except RecordingError as error:
+                return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)
+        except CaptureError as error:
             if alone:
                 log.warning(NO_GRAPHS, error)
                 return None
-            self._kv.close()
+            self._kv_cache.close()
             raise
 
     def close(self) -> None:
         """See ``Runner.close``."""
-        self._graphs = self._tapes = None
-        self._kv.close()
+        self._cuda_graphs = self._cpu_graphs = None
+        self._kv_cache.close()
 
-    def _forward(self, batch: ForwardBatch, pending: torch.Tensor | None) -> torch.Tensor:
+    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
         self._attention.prepare(batch.attention)
-        kv = self._kv.device
+        kv = self._kv_cache.blocks
         token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
         if pending is not None:
-            place(token_ids, batch.pending_rows, pending)
-        if self._tapes is not None and batch.is_decode and self._tapes.fits(len(token_ids)):
-            return self._tapes.forward(token_ids, positions)
+            scatter_pending(token_ids, batch.pending_rows, pending)
+        if self._cpu_graphs is not None and batch.is_decode and self._cpu_graphs.can_run(len(token_ids)):
+            return self._cpu_graphs.forward(token_ids, positions)
         return self._model.forward(token_ids, positions, kv, self._attention)

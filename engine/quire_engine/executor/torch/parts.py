@@ -11,9 +11,9 @@ import torch
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.backends import check_attention, make_attention
-from quire_engine.executor.torch.graphs import ladder
-from quire_engine.executor.torch.kv_cache import KvCache, smallest_pools
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.graphs import capture_sizes
+from quire_engine.executor.torch.kv_cache import KVCache, min_cache_sizes
+from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.models.base import AttentionLayout, Model, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model
@@ -22,7 +22,7 @@ from quire_engine.models.ranks import SINGLE_RANK, Communicator
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoadedModel:
     """``max_model_len`` is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are
     recorded as graphs on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
     """
@@ -36,32 +36,32 @@ class Parts:
     graph_sizes: Sequence[int] = ()
 
     @property
-    def smallest_pools(self) -> Pools:
+    def min_cache_sizes(self) -> CacheSizes:
         """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
-        return smallest_pools(self.model.layout, self.block_size, self.model.dtype)
+        return min_cache_sizes(self.model.layout, self.block_size, self.model.dtype)
 
-    def kv_cache(self, pools: Pools) -> KvCache:
+    def make_kv_cache(self, pools: CacheSizes) -> KVCache:
         """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
-        return KvCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
+        return KVCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
 
 
-def load_parts(
+def load_model_and_attention(
     config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Communicator = SINGLE_RANK
-) -> Parts:
+) -> LoadedModel:
     """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
     ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
     """
-    length = _length(model_config, config.max_model_len)
+    length = _max_model_len(model_config, config.max_model_len)
     deterministic = config.deterministic
     check = partial(check_attention, config.attention, device, deterministic=deterministic)
     model = load_model(model_config, config.model, LoadOptions(config, device, ranks), check)
     shape = _attention_shape(model.layout, config.block_size)
     backend = make_attention(config.attention, shape, device, model.dtype, deterministic=deterministic)
-    graph_sizes = () if config.enforce_eager else ladder(config.max_num_seqs)
-    return Parts(model_config, model, backend, config.block_size, length, device, graph_sizes)
+    graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
+    return LoadedModel(model_config, model, backend, config.block_size, length, device, graph_sizes)
 
 
-def _length(config: ModelConfig, asked: int | None) -> int:
+def _max_model_len(config: ModelConfig, asked: int | None) -> int:
     if asked is None:
         return config.max_length
     if not 1 <= asked <= config.max_length:

@@ -14,14 +14,14 @@ from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, Schedule
 from quire_engine.scheduling.rates import Rates
 
 # What costs most to draw: everything that needs more than the logits.
-COSTLY = SamplingParams(
+COSTLIEST_PARAMS = SamplingParams(
     top_p=0.9, top_k=1 << 20, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS
 )
 # Log-probabilities of prompts are made in pieces, of which none has more tokens.
-SCORED_TOKENS = 256
+PROMPT_LOGPROB_TOKENS = 256
 TIMED_TOKENS = 256
 TIMED_COPY_BYTES = 8 << 20
-TRIES, MOST_SECONDS = 5, 0.2
+TRIES, MAX_SECONDS = 5, 0.2
 
 
 def largest_step(
@@ -41,7 +41,7 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     size = executor.kv_cache_config.block_size
     tokens = min(TIMED_TOKENS, longest, executor.kv_cache_config.usable_tokens)
     prompt = ScheduledChunk(0, _tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
-    seconds = _best_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
+    seconds = _min_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
 
@@ -54,20 +54,20 @@ def _bytes_per_second(executor: Executor) -> float:
         return math.inf
     out = [BlockCopy(1 + number, number) for number in range(blocks)]
     into = [BlockCopy(number, 1 + number) for number in range(blocks)]
-    seconds = _best_seconds(
+    seconds = _min_seconds(
         lambda: executor.execute_model(SchedulerOutput(0, blocks_to_swap_out=out, blocks_to_swap_in=into))
     )
     return 2 * blocks * capacity.block_bytes / seconds
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
+def _min_seconds(work: Callable[[], object]) -> float:
     """The least time of a few tries: whatever disturbs a try only makes it longer."""
     begin, best = perf_counter(), math.inf
     for _ in range(TRIES):
         start = perf_counter()
         work()
         best = min(best, perf_counter() - start)
-        if perf_counter() - begin > MOST_SECONDS:
+        if perf_counter() - begin > MAX_SECONDS:
             break
     return best
 
@@ -82,7 +82,7 @@ def _sizes(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Itera
 
 def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
     tokens = _tokens(size, vocab)
-    draw = SampleRequest(number, COSTLY, number, tokens, len(tokens))
+    draw = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
     return ScheduledChunk(
         number,
@@ -90,7 +90,7 @@ def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChun
         0,
         blocks,
         (draw,),
-        prompt_logprob_targets=tokens[1 : SCORED_TOKENS + 1],
+        prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
         num_prompt_logprobs=MAX_LOGPROBS,
     )
 

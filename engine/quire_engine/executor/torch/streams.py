@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class StepEvent(Protocol):
     """A place in the order of a device's work."""
 
     def wait(self) -> None:
@@ -20,18 +20,18 @@ class Mark(Protocol):
         ...
 
 
-class CopyOrder(Protocol):
+class SwapStream(Protocol):
     """Where block copies stand among the work that computes with blocks. Used by one thread.
 
     Copies come after the last work that was said to be ``computed``, and before all work that is launched after
     ``copying`` was left. Among each other they keep their order.
     """
 
-    def computed(self) -> None:
+    def record_compute(self) -> None:
         """Says that everything launched until now may have read or written blocks. Say it also after a failure."""
         ...
 
-    def copying(self) -> AbstractContextManager[None]:
+    def swap_region(self) -> AbstractContextManager[None]:
         """The copies that are launched inside are ordered as above."""
         ...
 
@@ -43,19 +43,19 @@ class Wait(Enum):
     COMPUTE_FOR_COPIES = auto()
 
 
-class InOrder:
-    """A ``CopyOrder`` for a device that does one thing after the other."""
+class SyncSwapStream:
+    """A ``SwapStream`` for a device that does one thing after the other."""
 
-    def computed(self) -> None:
+    def record_compute(self) -> None:
         """Nothing to note."""
 
-    def copying(self) -> AbstractContextManager[None]:
+    def swap_region(self) -> AbstractContextManager[None]:
         """In the order of the calls."""
         return nullcontext()
 
 
-class SideStream:
-    """A ``CopyOrder`` on CUDA: copies have a stream of their own, beside the current one that computes.
+class CudaSwapStream:
+    """A ``SwapStream`` on CUDA: copies have a stream of their own, beside the current one that computes.
 
     They run beside what computes without blocks, which is the drawing of tokens, and beside the upload of the next
     batch. Copies in both directions wait for the last forward pass, as it reads what is copied out and may still write
@@ -65,19 +65,19 @@ class SideStream:
     def __init__(self, device: torch.device, *, left_out: Wait | None = None) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._computed = torch.cuda.Event()
+        self._compute_done = torch.cuda.Event()
         self._left_out = left_out
 
-    def computed(self) -> None:
-        """See ``CopyOrder.computed``."""
-        self._computed.record(torch.cuda.current_stream(self._device))
+    def record_compute(self) -> None:
+        """See ``SwapStream.record_compute``."""
+        self._compute_done.record(torch.cuda.current_stream(self._device))
 
     @contextmanager
-    def copying(self) -> Iterator[None]:
-        """See ``CopyOrder.copying``."""
+    def swap_region(self) -> Iterator[None]:
+        """See ``SwapStream.swap_region``."""
         compute = torch.cuda.current_stream(self._device)
         if self._left_out is not Wait.COPIES_FOR_COMPUTE:
-            self._stream.wait_event(self._computed)
+            self._stream.wait_event(self._compute_done)
         try:
             with torch.cuda.stream(self._stream):
                 yield
@@ -87,29 +87,29 @@ class SideStream:
 
 
 class _Passed:
-    """A ``Mark`` where everything is done at once."""
+    """A ``StepEvent`` where everything is done at once."""
 
     def wait(self) -> None:
         """It is done."""
 
 
-class _CudaMark:
-    """A ``Mark`` in the current stream."""
+class _CudaStepEvent:
+    """A ``StepEvent`` in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event()
         self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """See ``Mark.wait``."""
+        """See ``StepEvent.wait``."""
         self._event.synchronize()
 
 
-def copy_order(device: torch.device) -> CopyOrder:
+def make_swap_stream(device: torch.device) -> SwapStream:
     """How blocks are copied on ``device``."""
-    return InOrder() if device.type == "cpu" else SideStream(device)
+    return SyncSwapStream() if device.type == "cpu" else CudaSwapStream(device)
 
 
-def mark(device: torch.device) -> Mark:
+def record_event(device: torch.device) -> StepEvent:
     """A mark after everything that was launched until now."""
-    return _Passed() if device.type == "cpu" else _CudaMark(device)
+    return _Passed() if device.type == "cpu" else _CudaStepEvent(device)

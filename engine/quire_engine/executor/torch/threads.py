@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.executor.torch.cgroups import ROOT, settings
+from quire_engine.executor.torch.cgroups import ROOT, read_cgroup
 
 
 def configure_threads(processes: int = 1) -> int:
@@ -37,7 +37,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 def _quotas(root: Path) -> Iterator[float]:
     """Quotas in cores, of the process's cgroup and of all above it."""
-    for texts in settings(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
+    for texts in read_cgroup(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         yield _quota(*(texts if len(texts) > 1 else texts[0].split()[:2]))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from quire_engine.attention.base import AttentionBatch
-from quire_engine.executor.torch.batch import ForwardBatch
+from quire_engine.executor.torch.batch import ModelInput
 from quire_engine.executor.torch.ranks.wire import MessageError, RpcArray
 from quire_engine.kv.copy import BlockCopy
 
@@ -41,7 +41,7 @@ class RpcReply(IntEnum):
     FAILED = 2
 
 
-_BATCH_FIELDS = [field.name for field in fields(ForwardBatch) if field.name != "attention"]
+_BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
 _ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
 
 
@@ -58,19 +58,19 @@ def copies_from_arrays(arrays: Sequence[RpcArray]) -> Copies:
     return out, within, into
 
 
-def batch_to_arrays(batch: ForwardBatch) -> list[RpcArray]:
+def batch_to_arrays(batch: ModelInput) -> list[RpcArray]:
     """All tensors of the batch, which are on the host."""
     outer = [getattr(batch, name) for name in _BATCH_FIELDS]
     return [tensor.numpy() for tensor in (*outer, *(getattr(batch.attention, name) for name in _ATTENTION_FIELDS))]
 
 
-def batch_from_arrays(arrays: Sequence[RpcArray]) -> ForwardBatch:
+def batch_from_arrays(arrays: Sequence[RpcArray]) -> ModelInput:
     """The inverse of ``batch_to_arrays``. Raises ``MessageError`` for what is no batch."""
     if [array.dtype for array in arrays] != [np.int64] * len(_BATCH_FIELDS) + [np.int32] * len(_ATTENTION_FIELDS):
         raise MessageError("A batch has other tensors.")
     tensors = [torch.from_numpy(array) for array in arrays]
     attention = AttentionBatch(**dict(zip(_ATTENTION_FIELDS, tensors[len(_BATCH_FIELDS) :], strict=True)))
-    batch = ForwardBatch(attention=attention, **dict(zip(_BATCH_FIELDS, tensors, strict=False)))
+    batch = ModelInput(attention=attention, **dict(zip(_BATCH_FIELDS, tensors, strict=False)))
     _check_batch(batch)
     return batch
 
@@ -82,11 +82,11 @@ def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
     return torch.from_numpy(arrays[0])
 
 
-def _check_batch(batch: ForwardBatch) -> None:
+def _check_batch(batch: ModelInput) -> None:
     tokens, attention = len(batch.token_ids), batch.attention
     chunks = len(attention.context_lens)
     bounds = (len(attention.query_indptr), len(attention.page_indptr), len(attention.last_page_len) + 1)
-    rows = (batch.sampled_rows, batch.scored_rows, batch.pending_rows)
+    rows = (batch.sampled_rows, batch.prompt_logprob_rows, batch.pending_rows)
     if (
         len(attention.positions) != tokens
         or any(bound != chunks + 1 for bound in bounds)

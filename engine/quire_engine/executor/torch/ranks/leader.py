@@ -9,16 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from quire_engine.executor.torch.devices import computing
-from quire_engine.executor.torch.gauge import MemoryGauge
+from quire_engine.executor.torch.devices import inference_on
+from quire_engine.executor.torch.gauge import MemoryProfiler
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
-from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.parts import LoadedModel
 from quire_engine.executor.torch.ranks.calls import RpcMethod
 from quire_engine.executor.torch.ranks.leading_runner import MultiprocRunner, call_all_ranks
 from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.ranks.wire import json_to_array
 from quire_engine.executor.torch.ranks.workers import RankWorkers
-from quire_engine.executor.torch.sizing import Measured, Pools
+from quire_engine.executor.torch.sizing import CacheSizes, MemoryProfile
 from quire_engine.models.ranks import SINGLE_RANK, Communicator
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,11 @@ class RankGroup(Protocol):
         """Waits until all have loaded their parts, and connects them. Raises ``ModelError`` and ``RankError``."""
         ...
 
-    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
         """What each has measured, in their order. ``largest_step`` has all of them compute."""
         ...
 
-    def make_runner(self, parts: Parts, pools: Pools) -> Runner:
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
         """A runner with pools of this size on each rank."""
         ...
 
@@ -57,11 +57,11 @@ class SingleProcess:
     def connect(self) -> None:
         """There is nobody else."""
 
-    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
         """See ``RankGroup.profile_memory``."""
-        return [gauge.read(largest_step)]
+        return [gauge.profile(largest_step)]
 
-    def make_runner(self, parts: Parts, pools: Pools) -> Runner:
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
         """See ``RankGroup.make_runner``."""
         return ModelRunner(parts, pools)
 
@@ -100,7 +100,7 @@ class MultiprocLeader:
     def connect(self) -> None:
         """See ``RankGroup.connect``."""
         self._workers.wait_for_replies(self._load_call)
-        with computing(self._device):
+        with inference_on(self._device):
             number, _ = call_all_ranks(
                 self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._store_path)
             )
@@ -108,15 +108,15 @@ class MultiprocLeader:
         if self._device.type == "cpu":
             self._rendezvous_folder.cleanup()  # NCCL goes on to look into it
 
-    def profile_memory(self, gauge: MemoryGauge, largest_step: Callable[[], object] | None) -> list[Measured]:
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
         """See ``RankGroup.profile_memory``. The calls of the step are made by the others within theirs."""
         number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
-        own = gauge.read(largest_step)
+        own = gauge.profile(largest_step)
         if largest_step is not None:
             self._workers.request(RpcMethod.END_PROFILE)
-        return [own, *(Measured(**answer) for answer in self._workers.wait_for_replies(number))]
+        return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
 
-    def make_runner(self, parts: Parts, pools: Pools) -> Runner:
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
         """See ``RankGroup.make_runner``."""
         return MultiprocRunner(self._workers, self._group, parts, pools)
 

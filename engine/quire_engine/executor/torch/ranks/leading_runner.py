@@ -7,15 +7,15 @@ from typing import TypeVar
 
 import torch
 
-from quire_engine.executor.torch.batch import ForwardBatch
-from quire_engine.executor.torch.graphs import NO_GRAPHS, RecordingError
+from quire_engine.executor.torch.batch import ModelInput
+from quire_engine.executor.torch.graphs import NO_GRAPHS, CaptureError
 from quire_engine.executor.torch.model_runner import ModelRunner, Runner
-from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.parts import LoadedModel
 from quire_engine.executor.torch.ranks.calls import RpcMethod, batch_to_arrays, copies_to_arrays
 from quire_engine.executor.torch.ranks.group import TensorParallelGroup
 from quire_engine.executor.torch.ranks.wire import RpcArray, json_to_array
 from quire_engine.executor.torch.ranks.workers import RankWorkers
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
 
@@ -31,16 +31,16 @@ class MultiprocRunner:
     ``RankError``.
     """
 
-    def __init__(self, workers: RankWorkers, group: TensorParallelGroup, parts: Parts, pools: Pools) -> None:
+    def __init__(self, workers: RankWorkers, group: TensorParallelGroup, parts: LoadedModel, pools: CacheSizes) -> None:
         self._workers = workers
         self._group = group
         try:
             self._own_runner = self._make_runners(parts, pools)
-        except RecordingError as error:
+        except CaptureError as error:
             log.warning(NO_GRAPHS, error)
             self._own_runner = self._make_runners(replace(parts, graph_sizes=()), pools)
 
-    def _make_runners(self, parts: Parts, pools: Pools) -> Runner:
+    def _make_runners(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
         arrays = [json_to_array(asdict(pools)), json_to_array(bool(parts.graph_sizes))]
         number, own = call_all_ranks(
             self._workers, self._group, RpcMethod.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
@@ -64,7 +64,7 @@ class MultiprocRunner:
             arrays = copies_to_arrays((out, within, into))
             self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
 
-    def forward(self, batch: ForwardBatch, pending: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
         """See ``Runner.forward``. Tokens that are pending go from device to device."""
 
         def compute() -> torch.Tensor:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from quire_engine.executor.torch.devices import computing
-from quire_engine.executor.torch.gauge import MemoryGauge
-from quire_engine.executor.torch.heap import keep_freed_memory
+from quire_engine.executor.torch.devices import inference_on
+from quire_engine.executor.torch.gauge import MemoryProfiler
+from quire_engine.executor.torch.heap import tune_malloc
 from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import Parts
+from quire_engine.executor.torch.parts import LoadedModel
 from quire_engine.executor.torch.ranks.calls import (
     RpcMethod,
     RpcReply,
@@ -26,7 +26,7 @@ from quire_engine.executor.torch.ranks.group import TensorParallelGroup
 from quire_engine.executor.torch.ranks.settings import RankSettings
 from quire_engine.executor.torch.ranks.wire import RpcArray, RpcMessage, json_from_array, json_to_array, receive, send
 from quire_engine.executor.torch.ranks.workers import describe_error
-from quire_engine.executor.torch.sizing import Pools
+from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.models.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class _LoadedRank:
     """What this rank has, once it was told what to load."""
 
-    parts: Parts
-    gauge: MemoryGauge
+    parts: LoadedModel
+    gauge: MemoryProfiler
     group: TensorParallelGroup
     store: Path
 
@@ -101,48 +101,50 @@ class RankWorker:
         )
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
-        gauge = MemoryGauge(device)
-        with computing(device):
+        gauge = MemoryProfiler(device)
+        with inference_on(device):
             parts = settings.load(group)
         if device.type == "cpu":
-            keep_freed_memory()
+            tune_malloc()
         self._loaded_rank = _LoadedRank(parts, gauge, group, settings.store)
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
-        with computing(loaded.parts.device):
+        with inference_on(loaded.parts.device):
             loaded.group.connect(loaded.store)
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
         """Measures this rank; the calls up to END_MEASURE are the largest step, if there is to be one."""
         with_step: bool = json_from_array(arrays[0])
-        return asdict(self._loaded_or_fail.gauge.read((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None))
+        return asdict(
+            self._loaded_or_fail.gauge.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
+        )
 
     def _make_runner(self, arrays: Sequence[RpcArray]) -> None:
         parts, with_graphs = self._loaded_or_fail.parts, json_from_array(arrays[1])
         if not with_graphs:
             parts = replace(parts, graph_sizes=())
-        with computing(parts.device):
-            self._runner = ModelRunner(parts, Pools(**json_from_array(arrays[0])), alone=False)
+        with inference_on(parts.device):
+            self._runner = ModelRunner(parts, CacheSizes(**json_from_array(arrays[0])), alone=False)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
         self._runner_or_fail.close()
         self._runner, self._hidden = None, torch.empty(0)
 
     def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
-        with computing(self._loaded_or_fail.parts.device):
+        with inference_on(self._loaded_or_fail.parts.device):
             self._runner_or_fail.copy(*copies_from_arrays(arrays))
 
     def _forward(self, arrays: Sequence[RpcArray]) -> None:
         batch, loaded, pending = batch_from_arrays(arrays), self._loaded_or_fail, None
-        with computing(loaded.parts.device):
+        with inference_on(loaded.parts.device):
             if len(batch.pending_rows):
                 pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.parts.device)
                 loaded.group.broadcast(pending)
             self._hidden = self._runner_or_fail.forward(batch, pending)
 
     def _logits(self, arrays: Sequence[RpcArray]) -> None:
-        with computing(self._loaded_or_fail.parts.device):
+        with inference_on(self._loaded_or_fail.parts.device):
             self._runner_or_fail.logits(self._hidden, rows_from_arrays(arrays))
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.parts import Parts, load_parts
+from quire_engine.executor.torch.parts import LoadedModel, load_model_and_attention
 from quire_engine.executor.torch.ranks.group import TensorParallelGroup
 from quire_engine.models.base import ModelConfig
 from quire_engine.models.config import DecoderConfig
@@ -41,9 +41,9 @@ class RankSettings:
         """A rank's end of the group, not connected yet."""
         return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
 
-    def load(self, ranks: Communicator) -> Parts:
+    def load(self, ranks: Communicator) -> LoadedModel:
         """Loads the part of one of ``ranks``. Raises ``ModelError``."""
-        return load_parts(self.engine, self.config, self.device_for(ranks.rank), ranks)
+        return load_model_and_attention(self.engine, self.config, self.device_for(ranks.rank), ranks)
 
     def to_plain(self) -> dict[str, Any]:
         """As values that JSON has."""

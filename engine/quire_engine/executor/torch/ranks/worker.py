@@ -23,9 +23,9 @@ def main() -> None:
     rank, link, parent = map(int, sys.argv[1:])
     _kill_with_parent(parent)
     Thread(target=_exit_with_link, args=(link,), name="link-watch", daemon=True).start()
-    from quire_engine.executor.torch import limit_product_caches
+    from quire_engine.executor.torch import limit_onednn_caches
 
-    limit_product_caches()
+    limit_onednn_caches()
     from quire_engine.executor.torch.ranks.serving import RankWorker
 
     RankWorker(socket.socket(fileno=link), rank).run()
