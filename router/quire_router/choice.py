@@ -1,4 +1,4 @@
-"""One choice of an answer between its first and its last piece: its tokens and its text. Knows no engine."""
+"""One choice of an answer between its first and its last piece: its tokens and its text."""
 
 from quire_proto.sampling import FinishReason
 from quire_proto.text.model_text import ModelTokenizer
@@ -39,7 +39,7 @@ class Choice:
         return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
 
     def finish(self, reason: FinishReason) -> Delta:
-        """The last piece of a choice that ends without an engine's word."""
+        """Returns the last delta of a choice that ends without an output of the engine that ends it."""
         return self.process(Output([], len(self.token_ids), reason))
 
 

@@ -1,4 +1,4 @@
-"""An answer that holds something before anybody reads it, so that it must be let go of even if nobody ever does."""
+"""A delta stream that owns resources before it is first read, and releases them even if it never is."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any

@@ -1,4 +1,4 @@
-"""The story of one request: route, dispatch, stream, recover, finish. Knows every room's door and none's inside."""
+"""Runs a request from admission to its end: place, dispatch, stream, recover, finish."""
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""``ResponseConsumer``: who an answer is for, as those see it who make the answer."""
+"""The consumer of a response: its trace context, where it stands and until when it waits."""
 
 from dataclasses import dataclass, field
 from time import time
@@ -31,5 +31,5 @@ class ResponseConsumer:
 
 
 def deadline_exceeded() -> QuireError:
-    """The reader's time is over, and not the request's."""
+    """Returns the error of a consumer whose deadline has passed, while the request's has not."""
     return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")

@@ -1,4 +1,4 @@
-"""An answer told again from its record, up to where its reader stands and beyond. Does no I/O and knows no engine."""
+"""An answer told again from its record, up to where its reader stands and beyond. Does no I/O."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Where a request runs: it waits for its turn, or for an engine to be there, and is placed. Knows no streams."""
+"""Finds an engine for a request: it waits in the queue, or for an engine to be ready, and is placed."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""The short way of an answer's plain pieces to whoever writes them: one call each, past every generator and task."""
+"""The direct path of plain deltas to the response's sink: one call each, past every generator and task."""
 
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, Protocol
@@ -7,15 +7,15 @@ from quire_router.generation import Delta
 
 
 class DeltaSink(Protocol):
-    """Writes an answer piece by piece."""
+    """Writes a response delta by delta."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a piece can be written now, without waiting for anything."""
+        """Whether a delta can be written now, without waiting for anything."""
         ...
 
     def write(self, delta: Delta) -> None:
-        """Writes a piece. Only while it is open."""
+        """Writes a delta. May be called only while ``is_open``."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""``PromptGroup``: what the prompts of one request know of each other."""
+"""The state that the prompts of one request share."""
 
 from dataclasses import dataclass
 

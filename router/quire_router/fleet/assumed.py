@@ -1,4 +1,4 @@
-"""What a model's engines are taken to be able to do before the first of them has told. Knows no engine."""
+"""What a model's engines are taken to be able to do before the first of them has told."""
 
 from collections.abc import Mapping
 from pathlib import Path

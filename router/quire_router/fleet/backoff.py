@@ -1,4 +1,4 @@
-"""How long to wait before something is tried again. Does no I/O."""
+"""Exponential back-off with jitter. Does no I/O."""
 
 import random
 
@@ -20,5 +20,5 @@ class Backoff:
         return delay
 
     def reset(self) -> None:
-        """It worked."""
+        """Starts again from ``first``, after a success."""
         self._delay = self._first

@@ -1,4 +1,4 @@
-"""Commands on their way to one engine. Knows no gRPC call; one writer empties it."""
+"""Commands on their way to one engine; one writer empties the queue."""
 
 import asyncio
 from collections import OrderedDict

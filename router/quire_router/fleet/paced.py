@@ -1,4 +1,4 @@
-"""What is done whenever something changes, and takes long in a large fleet. Knows no fleet."""
+"""What is done whenever something changes, and takes long in a large fleet."""
 
 import asyncio
 from collections.abc import Callable

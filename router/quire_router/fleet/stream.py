@@ -1,4 +1,4 @@
-"""One request's outputs on their way from an engine to their reader. Knows neither gRPC nor text."""
+"""One request's outputs on their way from an engine to their reader."""
 
 import asyncio
 import logging
