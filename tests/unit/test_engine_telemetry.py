@@ -50,7 +50,7 @@ def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> N
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
-    trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, passed=passed)
+    trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=passed)
     builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
     *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
     late = int(passed) - 15

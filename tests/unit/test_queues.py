@@ -104,6 +104,6 @@ def test_who_was_admitted_stands_in_the_order_of_precedence(keys: list[tuple[int
         queue.remove(leaving)
     left = sorted(members[1::2], key=lambda each: each.preemption_key)
     assert list(queue) == left
-    assert queue.num_slots == sum(each.width for each in left)
+    assert queue.num_slots == sum(each.num_slots for each in left)
     if left:
         assert (queue.first(), queue.last()) == (left[0], left[-1])
