@@ -1,7 +1,7 @@
-"""The engine's loop: commands, plan, run, commit, publish. Knows neither torch nor grpc.
+"""The engine's loop: commands, schedule, execute, update, publish.
 
-There is one loop for both kinds of executor. One that overlaps steps is given the next plan before the result of the
-last one is looked at; the loop that runs step by step is the oracle of what comes out.
+There is one loop for both kinds of executor. One that overlaps steps is given the next scheduler output before
+the model output of the last step is read; the loop that runs step by step is the oracle of what comes out.
 """
 
 import logging
@@ -25,7 +25,7 @@ from quire_engine.scheduling.scheduler import MAX_DEPTH, Scheduler
 
 log = logging.getLogger(__name__)
 
-WASTE_INTERVAL = 64
+FRAGMENTATION_INTERVAL = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,116 +117,97 @@ class EngineCore:
         assert executor.depth <= MAX_DEPTH, f"plans can be made for a depth of {MAX_DEPTH} at most"
         self._executor = executor
         self._publish = publish
-        self._flights: deque[InFlightStep] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._refused: list[EngineCoreOutput] = []
+        self._rejected: list[EngineCoreOutput] = []
         self._stopped = False
-        self._waiting_since: float | None = None
+        self._busy_since: float | None = None
 
     @property
     def seconds_since_progress(self) -> float:
-        """Seconds since the loop last came round while it has something to do, 0 when it waits for work. An old one
-        means that the loop hangs. May be read from any thread.
+        """Seconds since the loop last came round while it has work, 0 when it waits for work. A large value means that
+        the loop hangs. May be read from any thread.
         """
-        since = self._waiting_since
+        since = self._busy_since
         return 0.0 if since is None else perf_counter() - since
 
     def send(self, command: Command) -> None:
         """Queues a command for the next gap between two steps."""
-        if self._waiting_since is None:
-            self._waiting_since = perf_counter()
+        if self._busy_since is None:
+            self._busy_since = perf_counter()
         self._commands.put(command)
 
     def run(self) -> None:
-        """Steps until ``Shutdown``. Raises what no single request is to blame for: then the engine must end."""
+        """Steps until ``Shutdown``. Raises errors that no single request caused: then the engine must end."""
         while not self._stopped:
-            self._take_commands()
+            self._process_commands()
             if self._has_work:
                 self.step()
-        self._land_all()
+        self._finish_all_steps()
 
     @property
     def _has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._refused)
+        return self.scheduler.has_work or bool(self._rejected)
 
     def step(self) -> None:
-        """One round of the loop: plans and launches a step, and lands the oldest one under way (takes its result,
-        commits, publishes).
+        """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
+        output, updates the scheduler, publishes).
 
         With depth 1 that is the same step. With depth 2 it is the one before, so that this round's work passes while
-        the device computes; then the tokens of the step that was launched are drawn, because only now all that they
-        depend on is known. If there is nothing to launch, the one under way lands alone.
+        the device computes; then the tokens of the step that was launched are sampled, because only now all that they
+        depend on is known. If there is nothing to launch, the step in flight is finished alone.
         """
-        launched = self._launch()
-        if not launched or len(self._flights) == self._executor.depth:
-            self._land()
-        if self._flights:
-            self._flights[0].sample_tokens()
-        while self._flights and self._flights[0].has_failed:
-            self._land()
+        launched = self._launch_step()
+        if not launched or len(self._in_flight) == self._executor.depth:
+            self._finish_step()
+        if self._in_flight:
+            self._in_flight[0].sample_tokens()
+        while self._in_flight and self._in_flight[0].has_failed:
+            self._finish_step()
 
-    def _launch(self) -> bool:
-        """Whether there is anything to carry out. An empty plan is one to commit only when none is under way."""
-        started, begin = time_ns(), perf_counter()
-        plan = self.scheduler.schedule()
-        schedule = perf_counter() - begin
-        if not (plan.is_empty and self._flights):
-            self._flights.append(InFlightStep(self._executor, plan, started, begin, schedule))
-        return not plan.is_empty
+    def _launch_step(self) -> bool:
+        """Returns whether anything was scheduled. An empty step is finished too, but only when none is in flight."""
+        started, begun = time_ns(), perf_counter()
+        scheduler_output = self.scheduler.schedule()
+        schedule = perf_counter() - begun
+        if not (scheduler_output.is_empty and self._in_flight):
+            self._in_flight.append(InFlightStep(self._executor, scheduler_output, started, begun, schedule))
+        return not scheduler_output.is_empty
 
-    def _land_all(self) -> None:
-        while self._flights:
-            self._land()
+    def _finish_all_steps(self) -> None:
+        while self._in_flight:
+            self._finish_step()
 
-    def _land(self) -> None:
-        """Takes the result of the oldest step under way, commits and publishes it."""
-        flight = self._flights.popleft()
-        result, plan = self._take(flight), flight.plan
-        ran = perf_counter()
-        request_ids = self.scheduler.request_ids(plan)
-        outputs = self._refused + self.scheduler.update_from_output(plan, result)
-        self._refused = []
-        looks = plan.step % WASTE_INTERVAL == 0 or not self.scheduler.has_work
-        waste = self.scheduler.get_fragmentation() if looks else None
-        ended = perf_counter()
-        trace = StepTrace(
-            step=plan.step,
-            started=flight.started,
-            timings=result.timings,
-            schedule=flight.schedule,
-            emit=ended - ran,
-            elapsed=ended - flight.begun,
-            num_prefill=sum(len(chunk.token_ids) > 1 for chunk in plan.chunks),
-            num_decode=sum(len(chunk.token_ids) == 1 for chunk in plan.chunks),
-            num_tokens=plan.num_tokens,
-            preempted=plan.num_preempted,
-            swapped_blocks=plan.num_swapped_blocks,
-            failed=bool(result.errors),
-            request_ids=request_ids,
-            num_draws=sum(len(chunk.draws) for chunk in plan.chunks),
-        )
-        self._publish(
-            EngineCoreOutputs(
-                outputs, self.scheduler.get_load(), self.scheduler.kv_cache_manager.take_events(), trace, waste
-            )
-        )
+    def _finish_step(self) -> None:
+        """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
+        step = self._in_flight.popleft()
+        model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
+        executed = perf_counter()
+        request_ids = self.scheduler.request_ids(scheduler_output)
+        outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
+        self._rejected = []
+        measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
+        fragmentation = self.scheduler.get_fragmentation() if measures else None
+        trace = _trace(step, model_output, request_ids, executed, perf_counter())
+        events = self.scheduler.kv_cache_manager.take_events()
+        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
 
-    def _take(self, flight: InFlightStep) -> ModelOutput:
+    def _get_model_output(self, step: InFlightStep) -> ModelOutput:
         try:
-            return flight.get_output()
+            return step.get_output()
         except ExecutorError:
             raise
         except Exception:
-            plan = flight.plan
-            log.exception("step %d failed; running its %d sequences one by one", plan.step, len(plan.chunks))
-            for later in self._flights:
-                later.give_up()
-            return self._run_apart(plan)
+            failed = step.scheduler_output
+            log.exception("step %d failed; running its %d sequences one by one", failed.step, len(failed.chunks))
+            for later in self._in_flight:
+                later.discard()
+            return self._run_one_by_one(failed)
 
-    def _run_apart(self, plan: SchedulerOutput) -> ModelOutput:
-        """Finds out whose fault it was: only a sequence that fails alone ends with an error."""
+    def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
+        """Runs each sequence of a failed step alone: only a sequence that fails alone ends with an error."""
         merged = ModelOutput()
-        for part in self.scheduler.split_for_retry(plan):
+        for part in self.scheduler.split_for_retry(failed):
             try:
                 result = self._executor.execute_model(part)
             except ExecutorError:
@@ -238,32 +219,57 @@ class EngineCore:
                 merged.add(result)
         return merged
 
-    def _take_commands(self) -> None:
-        """Carries out what has arrived; waits for something to do when there is nothing else."""
+    def _process_commands(self) -> None:
+        """Handles the queued commands; waits for one when there is no other work."""
         if not self._has_work:
-            self._waiting_since = None
-            self._carry_out(self._commands.get())
-        self._waiting_since = perf_counter()
+            self._busy_since = None
+            self._handle_command(self._commands.get())
+        self._busy_since = perf_counter()
         while not (self._stopped or self._commands.empty()):
-            self._carry_out(self._commands.get())
+            self._handle_command(self._commands.get())
 
-    def _carry_out(self, command: Command) -> None:
+    def _handle_command(self, command: Command) -> None:
         match command:
             case AddRequest(request):
-                self._add(request)
+                self._add_request(request)
             case AbortRequest(request_id, indexes):
                 self.scheduler.abort_request(request_id, indexes)
             case GetSnapshot(reply):
-                self._land_all()  # what is under way has changed the prefix cache already
+                self._finish_all_steps()  # steps in flight have changed the prefix cache already
                 reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
             case Shutdown():
                 self._stopped = True
 
-    def _add(self, request: Request) -> None:
+    def _add_request(self, request: Request) -> None:
         try:
             self.scheduler.add_request(request)
         except QuireError as error:
-            refusal = EngineCoreOutput(
+            rejection = EngineCoreOutput(
                 request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
             )
-            self._refused.append(refusal)
+            self._rejected.append(rejection)
+
+
+def _trace(
+    step: InFlightStep, model_output: ModelOutput, request_ids: list[str], executed: float, ended: float
+) -> StepTrace:
+    """``executed`` and ``ended``: when the model output was there and when the scheduler was updated, on
+    ``perf_counter``.
+    """
+    scheduler_output = step.scheduler_output
+    return StepTrace(
+        step=scheduler_output.step,
+        started=step.started,
+        timings=model_output.timings,
+        schedule=step.schedule,
+        emit=ended - executed,
+        elapsed=ended - step.begun,
+        num_prefill=sum(len(chunk.token_ids) > 1 for chunk in scheduler_output.chunks),
+        num_decode=sum(len(chunk.token_ids) == 1 for chunk in scheduler_output.chunks),
+        num_tokens=scheduler_output.num_tokens,
+        preempted=scheduler_output.num_preempted,
+        swapped_blocks=scheduler_output.num_swapped_blocks,
+        failed=bool(model_output.errors),
+        request_ids=request_ids,
+        num_draws=sum(len(chunk.draws) for chunk in scheduler_output.chunks),
+    )

@@ -155,12 +155,12 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, request: Request, outputs: list[list[int]]) -> None:
         choices = {index: Choice(list(output)) for index, output in enumerate(outputs)}
         self.clients[request.request_id] = Client(request, choices)
-        self.core._carry_out(AddRequest(request))
+        self.core._handle_command(AddRequest(request))
 
     @rule(which=st.integers(0, 10_000), indexes=st.sampled_from([(), (), (0,), (1,), (0, 2)]))
     def abort(self, which, indexes):
         if self.clients:
-            self.core._carry_out(AbortRequest(f"r{which % len(self.clients)}", indexes))
+            self.core._handle_command(AbortRequest(f"r{which % len(self.clients)}", indexes))
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps):

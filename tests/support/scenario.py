@@ -148,7 +148,7 @@ class Run:
             for request in scenario.arrivals.get(number, ()):
                 self._add(request)
             for abort in scenario.aborts.get(number, ()):
-                self.core._carry_out(abort)
+                self.core._handle_command(abort)
             if number > last and not self.core._has_work:
                 break
             self.core.step()
@@ -163,7 +163,7 @@ class Run:
         history = {one.index: [*one.token_ids] for one in request.all_resumed_outputs}
         choices = {index: Choice(history.get(index, [])) for index in range(request.sampling.num_returned)}
         self.answers[request.request_id] = Answer(choices)
-        self.core._carry_out(AddRequest(request))
+        self.core._handle_command(AddRequest(request))
 
     def _receive(self, step: EngineCoreOutputs) -> None:
         for output in step.outputs:

@@ -105,11 +105,11 @@ def test_a_failed_copy_ends_the_engine() -> None:
 
 def test_an_abort_frees_everything_by_the_next_step() -> None:
     engine = Engine(PagedExecutor(CAPACITY))
-    engine.core._carry_out(AddRequest(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
+    engine.core._handle_command(AddRequest(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
     for _ in range(5):
         engine.core.step()
     assert engine.memory.device_pool.num_free < engine.memory.device_pool.num_blocks
-    engine.core._carry_out(AbortRequest("a"))
+    engine.core._handle_command(AbortRequest("a"))
     assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     engine.core.step()
     (end,) = engine.steps[-1].outputs
@@ -131,7 +131,7 @@ def test_a_snapshot_is_taken_between_two_steps() -> None:
     engine.add("a", [1] * 20)
     engine.core.send(GetSnapshot(lambda load, stored: seen.append((load.waiting, set(stored)))))
     engine.run()
-    engine.core._carry_out(GetSnapshot(lambda load, stored: seen.append((load.running, set(stored)))))
+    engine.core._handle_command(GetSnapshot(lambda load, stored: seen.append((load.running, set(stored)))))
     assert seen[0] == (1, set())
     assert seen[1] == (0, set(engine.memory.stored_blocks()))
     assert len(seen[1][1]) == 6

@@ -55,7 +55,7 @@ class Engine:
 
     def take_commands(self) -> None:
         while not self.core._commands.empty():
-            self.core._carry_out(self.core._commands.get())
+            self.core._handle_command(self.core._commands.get())
 
     def submit(self, session: Session, request_id: str, **sampling: object) -> None:
         params = types.SamplingParams(**{"max_tokens": 20, **sampling})

@@ -47,7 +47,7 @@ class Engine:
     def add(self, request_id: str, prompt: list[int] = PROMPT, **params: object) -> Request:
         sampling = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params})
         request = Request(request_id, prompt, sampling)
-        self.core._carry_out(AddRequest(request))
+        self.core._handle_command(AddRequest(request))
         return request
 
     def step(self, count: int = 1) -> None:
@@ -154,7 +154,7 @@ def test_the_end_of_choices_that_are_aborted_before_they_part_is_told_too(
     engine = Engine(make_executor(CAPACITY), max_num_batched_tokens=2)
     engine.add("many", n=4, max_tokens=3)
     engine.step(2 if engine.executor.depth > 1 else 1)
-    engine.core._carry_out(AbortRequest("many", aborted))
+    engine.core._handle_command(AbortRequest("many", aborted))
     engine.run()
     engine.plan()
     told = [sequence_id for plan in engine.plans for sequence_id in plan.finished_seq_ids]
@@ -165,7 +165,7 @@ def test_an_abort_frees_everything_at_once_and_its_step_is_thrown_away() -> None
     engine = Engine()
     engine.add("a", [1] * 20, max_tokens=50)
     engine.step(5)
-    engine.core._carry_out(AbortRequest("a"))
+    engine.core._handle_command(AbortRequest("a"))
     assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
     assert engine.scheduler.has_work, "a step under way is to be taken"
     engine.add("b", [2] * 20, max_tokens=6)
@@ -289,7 +289,7 @@ def test_a_snapshot_is_of_what_was_told_although_a_step_is_under_way() -> None:
     engine.add("a", list(range(9)), max_tokens=5)
     engine.step()
     seen: list[set[object]] = []
-    engine.core._carry_out(GetSnapshot(lambda load, stored: seen.append(set(stored))))
+    engine.core._handle_command(GetSnapshot(lambda load, stored: seen.append(set(stored))))
     assert not engine.executor.under_way
     assert seen == [{event for step in engine.steps for event in step.kv_events}]
     outputs = engine.run()
@@ -337,7 +337,7 @@ def test_every_refusal_and_every_end_is_told_with_or_without_a_step_under_way() 
     engine.add("a", max_tokens=4)
     engine.add("refused")
     engine.step()
-    engine.core._carry_out(AbortRequest("a"))
+    engine.core._handle_command(AbortRequest("a"))
     outputs = engine.run()
     assert [output.finish_reason for output in outputs["refused"]] == [FinishReason.ERROR]
     assert [output.finish_reason for output in outputs["a"]] == [FinishReason.ABORT]

@@ -106,7 +106,7 @@ class OverlapMachine(EngineMachine):
     @rule()
     def inspect(self):
         with no_misuse():
-            self.core._carry_out(GetSnapshot(self.check_snapshot))
+            self.core._handle_command(GetSnapshot(self.check_snapshot))
 
     def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
         assert not self.executor.under_way
