@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from quire_engine.kernels.linear import pack
+from quire_engine.kernels.linear import pack_weight
 from torch.nn import functional as F
 
 SHAPES = ((3072, 576), (960, 576), (576, 1536), (576, 576), (49152, 576), (2048, 2048))
@@ -53,7 +53,7 @@ def make_ways(outputs: int, inputs: int, dtype: torch.dtype) -> dict[str, list[P
 
 
 def kernel(weight: torch.Tensor) -> Product:
-    packed = pack(weight, None)
+    packed = pack_weight(weight, None)
     if packed is None:
         raise SystemExit("the kernels cannot be compiled here")
     return packed.product

@@ -99,16 +99,18 @@ def test_small_kernels_are_their_twins(gpu, tokens, dtype):
     assert_near = partial(torch.testing.assert_close, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
     x, residual, weight = (noise(*size).to(dtype) for size in ((tokens, 1024), (tokens, 1024), (1024,)))
     on_gpu = [each.to(gpu) for each in (x, residual, weight)]
-    assert_near(cuda.rms_norm(on_gpu[0], on_gpu[2], 1e-6).cpu(), fused.rms_norm(x, weight, 1e-6))
-    normed = cuda.add_rms_norm(*on_gpu, 1e-6)
+    assert_near(cuda.flashinfer_rms_norm(on_gpu[0], on_gpu[2], 1e-6).cpu(), fused.rms_norm(x, weight, 1e-6))
+    normed = cuda.flashinfer_add_rms_norm(*on_gpu, 1e-6)
     assert_near(normed.cpu(), fused.add_rms_norm(x, residual, weight, 1e-6))
     assert_near(on_gpu[1].cpu(), residual)
     gate_up = noise(tokens, 6144).to(dtype)
-    assert_near(cuda.silu_mul(gate_up.to(gpu)).cpu(), fused.silu_mul(gate_up))
+    assert_near(cuda.flashinfer_silu_mul(gate_up.to(gpu)).cpu(), fused.silu_mul(gate_up))
     heads, weight = noise(tokens, 32, 128).to(dtype), noise(128).to(dtype)
     part = heads.to(gpu)[:, 16:24]
-    assert_near(cuda.rms_norm(part, weight.to(gpu), 1e-6).cpu(), fused.rms_norm(heads[:, 16:24], weight, 1e-6))
+    assert_near(
+        cuda.flashinfer_rms_norm(part, weight.to(gpu), 1e-6).cpu(), fused.rms_norm(heads[:, 16:24], weight, 1e-6)
+    )
     angles = torch.outer(torch.arange(tokens).float() * 9, torch.rand(64))
-    assert cuda.rotate(part, angles.cos().to(gpu), angles.sin().to(gpu))
+    assert cuda.flashinfer_rotate(part, angles.cos().to(gpu), angles.sin().to(gpu))
     fused.rotate(heads[:, 16:24], angles.cos(), angles.sin())
     assert_near(part.cpu(), heads[:, 16:24])

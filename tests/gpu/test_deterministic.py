@@ -10,7 +10,7 @@ from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.kernels import fused
-from quire_engine.kernels.invariant import linear
+from quire_engine.kernels.invariant import batch_invariant_linear
 
 from tests.model.engine import load, run
 from tests.model.test_deterministic import NEEDLE, PARAMS, SCHEDULES, haystack
@@ -60,11 +60,11 @@ def test_a_row_of_a_product_is_the_same_among_any_others(gpu, size, dtype):
     x, weight, bias = (
         torch.randn(*each, device=gpu).to(dtype) for each in ((700, inputs), (outputs, inputs), (outputs,))
     )
-    whole = linear(x, weight, bias)
+    whole = batch_invariant_linear(x, weight, bias)
     exact = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(whole.double(), exact, atol=0.02 * inputs**0.5, rtol=2e-2)
     for rows in (slice(0, 1), slice(5, 6), slice(699, 700), slice(0, 16), slice(3, 67), slice(1, 700)):
-        assert torch.equal(linear(x[rows], weight, bias), whole[rows])
+        assert torch.equal(batch_invariant_linear(x[rows], weight, bias), whole[rows])
 
 
 @torch.inference_mode()

@@ -267,7 +267,7 @@ def ahead(tmp_path, monkeypatch) -> Path:
     """A folder of kernels for the two least kinds of processors, compiled in a hurry."""
     folder = tmp_path / "ahead"
     few = [level for level in levels.levels_of("x86_64") if level.name in ("avx2", "x86-64")]
-    monkeypatch.setattr(build, "AHEAD", folder)
+    monkeypatch.setattr(build, "AHEAD_FOLDER", folder)
     monkeypatch.setattr(build, "_FLAGS", ("-std=c++17", "-O0", "-fPIC", "-shared", "-fopenmp"))
     monkeypatch.setattr(build, "levels_of", lambda machine: few)
     build.compile_ahead()

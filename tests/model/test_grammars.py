@@ -10,7 +10,7 @@ import pytest
 import torch
 from quire_engine.executor.torch.executor import TorchExecutor
 from quire_engine.grammar import Grammar
-from quire_engine.structured.definition import define
+from quire_engine.structured.definition import to_llguidance
 from quire_engine.structured.guidance import Guidance
 from quire_proto.sampling import SamplingParams
 from quire_proto.structured import Structured, StructuredKind, choice
@@ -48,7 +48,7 @@ def compiled(index: int) -> Grammar | None:
     structured = GRAMMARS[index]
     if structured is None:
         return None
-    return Guidance.load(Path(MODEL) / "tokenizer.json", VOCAB_SIZE, [EOS]).compile(define(structured))
+    return Guidance.load(Path(MODEL) / "tokenizer.json", VOCAB_SIZE, [EOS]).compile(to_llguidance(structured))
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from quire_engine.grammar import Grammar, GrammarMatcher
-from quire_engine.structured.definition import define
+from quire_engine.structured.definition import to_llguidance
 from quire_engine.structured.guidance import CompiledGrammar, Guidance
 from quire_proto.structured import Structured
 from tokenizers import Tokenizer
@@ -36,7 +36,7 @@ def tokenizer() -> Tokenizer:
 
 
 def grammar_of(structured: Structured) -> CompiledGrammar:
-    return guidance().compile(define(structured))
+    return guidance().compile(to_llguidance(structured))
 
 
 def encode(text: str) -> list[int]:

@@ -4,7 +4,7 @@ from collections import Counter
 from threading import Event, Lock
 
 from quire_engine.grammar import GrammarMatcher
-from quire_engine.structured.compiler import GrammarCompiler, Outcome
+from quire_engine.structured.compiler import CompileOutcome, GrammarCompiler
 from quire_proto.errors import invalid
 from quire_proto.structured import Structured, StructuredKind
 
@@ -60,7 +60,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.source = SlowSource()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CompileOutcome] = []
         self.compiler = GrammarCompiler(self.source, lambda outcome, _: self.outcomes.append(outcome))
 
 

@@ -26,11 +26,11 @@ DTYPES = st.sampled_from(sorted(TOLERANCES, key=str))
 @pytest.fixture(autouse=True, scope="module")
 def emulation():
     """On the CPU torch aligns memory less than on a GPU."""
-    cuda._library.cache_clear()
+    cuda._flashinfer.cache_clear()
     with installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_TENSOR_ALIGNMENT", 16)
         yield
-    cuda._library.cache_clear()
+    cuda._flashinfer.cache_clear()
 
 
 def noise(*size: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -55,10 +55,10 @@ def test_norms_are_their_twins(tokens, width, dtype):
         noise(tokens, width, dtype=dtype),
         noise(width, dtype=dtype),
     )
-    assert_near(cuda.rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5))
+    assert_near(cuda.flashinfer_rms_norm(x, weight, 1e-5), fused.rms_norm(x, weight, 1e-5))
     summed = residual.clone()
     expected = fused.add_rms_norm(x.clone(), summed, weight, 1e-5)
-    assert_near(cuda.add_rms_norm(x, residual, weight, 1e-5), expected)
+    assert_near(cuda.flashinfer_add_rms_norm(x, residual, weight, 1e-5), expected)
     assert_near(residual, summed)
 
 
@@ -67,14 +67,14 @@ def test_norms_are_their_twins(tokens, width, dtype):
 def test_a_norm_of_each_head_takes_slices_of_a_wider_tensor(tokens, heads, dim, dtype):
     part = noise(tokens, heads + 3, dim, dtype=dtype)[:, 1 : heads + 1]
     weight = noise(dim, dtype=dtype)
-    assert_near(cuda.rms_norm(part, weight, 1e-5), fused.rms_norm(part, weight, 1e-5))
+    assert_near(cuda.flashinfer_rms_norm(part, weight, 1e-5), fused.rms_norm(part, weight, 1e-5))
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([8, 1536]), DTYPES)
 def test_the_activation_is_its_twin(tokens, width, dtype):
     gate_up = noise(tokens, 2 * width, dtype=dtype)
-    assert_near(cuda.silu_mul(gate_up), fused.silu_mul(gate_up))
+    assert_near(cuda.flashinfer_silu_mul(gate_up), fused.silu_mul(gate_up))
 
 
 @settings(max_examples=30, deadline=None)
@@ -87,66 +87,66 @@ def test_rotation_is_its_twin_and_touches_no_other_head(tokens, heads, size, dty
     fused.rotate(expected[:, 1:-1], cos, sin)
     if together:
         cos, sin = torch.cat((cos, sin), 1).chunk(2, dim=1)
-    assert cuda.rotate(wide[:, 1:-1], cos, sin)
+    assert cuda.flashinfer_rotate(wide[:, 1:-1], cos, sin)
     assert_near(wide, expected)
 
 
 def test_angles_that_lie_beside_each_other_are_not_copied():
     both = torch.randn(5, 64)
     cos, sin = both.chunk(2, dim=1)
-    assert cuda._beside_each_other(cos, sin).data_ptr() == both.data_ptr()
+    assert cuda._cos_sin_table(cos, sin).data_ptr() == both.data_ptr()
     for first, second in ((sin, cos), (cos, cos), (cos, sin.clone()), (cos.contiguous(), sin.contiguous())):
-        joined = cuda._beside_each_other(first, second)
+        joined = cuda._cos_sin_table(first, second)
         assert torch.equal(joined, torch.cat((first, second), 1))
         assert joined.data_ptr() != both.data_ptr()
 
 
 def test_what_flashinfer_cannot_take_is_left_as_it_is():
     x, narrow = noise(4, 64), noise(4, 12)
-    assert cuda.rms_norm(x.float(), noise(64).float(), 1e-5) is None
-    assert cuda.rms_norm(x, noise(64).float(), 1e-5) is None
-    assert cuda.rms_norm(narrow, noise(12), 1e-5) is None
-    assert cuda.rms_norm(noise(64, 4).t(), noise(64), 1e-5) is None
-    assert cuda.rms_norm(noise(4 * 64 + 1)[1:].view(4, 64), noise(64), 1e-5) is None
-    assert cuda.rms_norm(noise(0, 64), noise(64), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(x.float(), noise(64).float(), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(x, noise(64).float(), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(narrow, noise(12), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(noise(64, 4).t(), noise(64), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(noise(4 * 64 + 1)[1:].view(4, 64), noise(64), 1e-5) is None
+    assert cuda.flashinfer_rms_norm(noise(0, 64), noise(64), 1e-5) is None
     residual = noise(4, 70)[:, :64]
     before = residual.clone()
-    assert cuda.add_rms_norm(x, residual, noise(64), 1e-5) is None
+    assert cuda.flashinfer_add_rms_norm(x, residual, noise(64), 1e-5) is None
     assert torch.equal(residual, before)
-    assert cuda.silu_mul(noise(4, 24)) is None
-    assert cuda.silu_mul(noise(4, 64)[:, :32]) is None
+    assert cuda.flashinfer_silu_mul(noise(4, 24)) is None
+    assert cuda.flashinfer_silu_mul(noise(4, 64)[:, :32]) is None
     heads = noise(4, 2, 64)
     for part, half in ((heads[:, :1], 32), (heads, 4), (heads.float(), 32)):
         before = part.clone()
-        assert not cuda.rotate(part, *angles(4, half))
+        assert not cuda.flashinfer_rotate(part, *angles(4, half))
         assert torch.equal(part, before)
 
 
 def test_without_flashinfer_nothing_is_taken_and_one_warning_says_so(monkeypatch, caplog):
-    cuda._library.cache_clear()
+    cuda._flashinfer.cache_clear()
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with caplog.at_level(logging.WARNING):
-        assert cuda.silu_mul(noise(4, 64)) is None
-        assert cuda.rms_norm(noise(4, 64), noise(64), 1e-5) is None
+        assert cuda.flashinfer_silu_mul(noise(4, 64)) is None
+        assert cuda.flashinfer_rms_norm(noise(4, 64), noise(64), 1e-5) is None
     assert len(caplog.records) == 1
-    cuda._library.cache_clear()
+    cuda._flashinfer.cache_clear()
 
 
 PRODUCTS = """
 import torch
-from quire_engine.kernels.invariant import linear
+from quire_engine.kernels.invariant import batch_invariant_linear
 noise = torch.Generator().manual_seed(0)
 for rows, depth, columns, biased in ((1, 64, 64, True), (5, 200, 130, False), (130, 72, 40, True)):
     x, weight = (torch.randn(n, depth, generator=noise).half() for n in (rows, columns))
     bias = torch.randn(columns, generator=noise).half() if biased else None
-    whole = linear(x, weight, bias)
+    whole = batch_invariant_linear(x, weight, bias)
     expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torch.testing.assert_close(whole.double(), expected, atol=2e-2, rtol=2e-3)
     for part in (slice(0, 1), slice(rows - 1, rows), slice(rows // 2, rows)):
-        assert torch.equal(linear(x[part], weight, bias), whole[part])
+        assert torch.equal(batch_invariant_linear(x[part], weight, bias), whole[part])
     wide = torch.cat((x, x), dim=1)[:, :depth]
-    assert torch.equal(linear(wide, weight, bias), whole)
-assert linear(x[:0], weight, bias).shape == (0, 40)
+    assert torch.equal(batch_invariant_linear(wide, weight, bias), whole)
+assert batch_invariant_linear(x[:0], weight, bias).shape == (0, 40)
 print("all agree")
 """
 
@@ -170,7 +170,7 @@ def test_an_invariant_layer_refuses_what_makes_no_product():
 
 def test_an_invariant_layer_multiplies_and_gates(monkeypatch):
     """The kernel itself is tested above; here torch stands in for it."""
-    monkeypatch.setattr("quire_engine.models.invariant.linear", F.linear)
+    monkeypatch.setattr("quire_engine.models.invariant.batch_invariant_linear", F.linear)
     weight, bias, x = noise(6, 8), noise(6), noise(2, 8)
     layer = BatchInvariantLinear(weight, bias)
     assert torch.equal(layer(x), F.linear(x, weight, bias))

@@ -14,7 +14,7 @@ from quire_engine.scheduling.plan import StepTimings
 from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.service.metrics import EngineMetrics
 from quire_engine.service.spans import TraceExporter
-from quire_engine.structured.compiler import Outcome
+from quire_engine.structured.compiler import CompileOutcome
 from quire_proto.sampling import FinishReason, SamplingParams
 from quire_proto.telemetry import Attribute, Span
 
@@ -85,7 +85,11 @@ def told(span: ReadableSpan) -> tuple[object, int | None]:
 
 def test_grammars_are_counted_by_what_became_of_them() -> None:
     metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
-    for outcome, seconds in ((Outcome.COMPILED, 0.004), (Outcome.KNOWN, 0.0), (Outcome.REFUSED, 0.2)):
+    for outcome, seconds in (
+        (CompileOutcome.COMPILED, 0.004),
+        (CompileOutcome.KNOWN, 0.0),
+        (CompileOutcome.REFUSED, 0.2),
+    ):
         metrics.on_grammar(outcome, seconds)
     text = generate_latest(metrics.registry).decode()
     for outcome in ("compiled", "known", "refused"):

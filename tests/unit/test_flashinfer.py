@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire_engine.attention import flashinfer
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.flashinfer import FlashInferAttention, unsupported, unsupported_shape
+from quire_engine.attention.flashinfer import FlashInferAttention, unsupported_reason, unsupported_shape_reason
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.executor.torch.backends import make_attention
 from quire_engine.models.errors import ModelError
@@ -250,7 +250,7 @@ def test_forward_needs_a_prepared_step():
     ],
 )
 def test_what_flashinfer_cannot_do_is_half_a_sentence(shape, dtype, capability, reason):
-    found = unsupported(dtype, capability) or unsupported_shape(shape)
+    found = unsupported_reason(dtype, capability) or unsupported_shape_reason(shape)
     assert found == reason if reason is None else reason in found
 
 

@@ -8,7 +8,7 @@ from time import monotonic, sleep
 import pytest
 from quire_engine.grammar import Grammar
 from quire_engine.structured import compiler as compilers
-from quire_engine.structured.compiler import GrammarCompiler, Outcome
+from quire_engine.structured.compiler import CompileOutcome, GrammarCompiler
 from quire_proto.errors import ErrorCode, QuireError
 
 from tests.support.slow_grammars import WAITING, EmptyGrammar, SlowSource, Watched, regex
@@ -58,13 +58,18 @@ def test_equal_grammars_are_compiled_once_even_when_asked_for_at_the_same_moment
     watched.source.release()
     assert len({id(made(future)) for future in futures}) == 1
     assert watched.source.compiled == {"same": 1}
-    assert sorted(watched.outcomes) == [Outcome.COMPILED, *[Outcome.KNOWN] * 15]
+    assert sorted(watched.outcomes) == [CompileOutcome.COMPILED, *[CompileOutcome.KNOWN] * 15]
 
 
 def test_a_refusal_is_remembered_and_a_failure_is_not(watched: Watched) -> None:
     settled(watched, "bad", "bad", "broken", "broken")
     assert watched.source.compiled == {"bad": 1, "broken": 2}
-    assert watched.outcomes == [Outcome.REFUSED, Outcome.KNOWN, Outcome.FAILED, Outcome.FAILED]
+    assert watched.outcomes == [
+        CompileOutcome.REFUSED,
+        CompileOutcome.KNOWN,
+        CompileOutcome.FAILED,
+        CompileOutcome.FAILED,
+    ]
     with pytest.raises(QuireError, match="It is bad"):
         made(watched.compiler.submit(regex("bad")))
 

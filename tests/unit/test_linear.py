@@ -175,7 +175,7 @@ WAYS = ["own kernel", "oneDNN", "plain", "row by row"]
 def go(way: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Takes away what would be better than ``way``. Whether layers are to be deterministic then."""
     if way != "own kernel":
-        monkeypatch.setattr(linear, "pack", lambda *_: None)
+        monkeypatch.setattr(linear, "pack_weight", lambda *_: None)
     if way == "plain":
         monkeypatch.setattr(linear, "_onednn_packed_matmul", lambda *_: None)
     return way == "row by row"

@@ -22,7 +22,7 @@ from quire_engine.scheduling.preemption import PreemptionMode, PreemptionReason
 from quire_engine.scheduling.statistics import SchedulerStats
 from quire_engine.service.metrics import EngineMetrics
 from quire_engine.simulation.config import SimulationConfig
-from quire_engine.structured.compiler import Outcome
+from quire_engine.structured.compiler import CompileOutcome
 from quire_proto.settings import read_settings
 from quire_router import metrics
 from quire_router.config import Settings
@@ -154,7 +154,7 @@ def busy_engine() -> EngineMetrics:
     statistics = SchedulerStats()
     statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
     told = EngineMetrics("m", statistics, lambda: 0.0)
-    told.on_grammar(Outcome.COMPILED, 1.0)
+    told.on_grammar(CompileOutcome.COMPILED, 1.0)
     told.on_restart("session heartbeats")
     told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, fragmentation=KVCacheFragmentation(0, 0, 0)))
     return told

@@ -26,7 +26,7 @@ def test_rows_of_equal_and_odd_numbers(
     source = torch.Generator().manual_seed(seed)
     picks = torch.randint(len(values), (count, width + gap), generator=source)
     rows = torch.tensor(values)[picks].to(dtype)[:, :width]
-    finite, places = scan.finite_rows(rows), scan.highest_places(rows)
+    finite, places = scan.finite_rows(rows), scan.argmax_rows(rows)
     assert finite is not None
     assert places is not None
     assert torch.equal(finite, rows.isfinite().all(1))
@@ -41,7 +41,7 @@ def test_rows_of_equal_and_odd_numbers(
 @given(width=st.integers(1, 5000), seed=st.integers(0, 1 << 20), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_long_rows(width: int, seed: int, dtype: torch.dtype) -> None:
     rows = torch.randn(3, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    places = scan.highest_places(rows)
+    places = scan.argmax_rows(rows)
     assert places is not None
     assert places.tolist() == [int(row.eq(row.max()).nonzero()[0]) for row in rows]
 
@@ -49,4 +49,4 @@ def test_long_rows(width: int, seed: int, dtype: torch.dtype) -> None:
 def test_what_has_no_kernel_is_left_to_torch() -> None:
     for rows in (torch.zeros(2, 3, dtype=torch.float16), torch.zeros(0, 3), torch.zeros(4, 6)[:, ::2]):
         assert scan.finite_rows(rows) is None
-        assert scan.highest_places(rows) is None
+        assert scan.argmax_rows(rows) is None

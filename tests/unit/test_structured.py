@@ -20,7 +20,7 @@ from pydantic import Base64Bytes, SecretStr, StringConstraints, TypeAdapter
 from quire_engine.grammar import GrammarError
 from quire_engine.structured import guidance as guidances
 from quire_engine.structured import trial as trials
-from quire_engine.structured.definition import MAX_REASON, define
+from quire_engine.structured.definition import MAX_REASON, to_llguidance
 from quire_engine.structured.ebnf import is_ebnf
 from quire_engine.structured.guidance import Guidance, GuidanceMatcher
 from quire_engine.structured.model import ModelGrammars
@@ -200,7 +200,7 @@ def test_a_grammar_in_ebnf_means_what_it_means_elsewhere(
 @pytest.mark.parametrize("rules", ['start: "::="', "start: A\n// root ::= A\nA: /a ::= b/", 'start: "a"\n'])
 def test_a_grammar_in_larks_notation_is_not_taken_for_ebnf(rules: str) -> None:
     assert not is_ebnf(rules)
-    assert guidance().compile(define(lark(rules)))
+    assert guidance().compile(to_llguidance(lark(rules)))
 
 
 # Places in a grammar
@@ -256,16 +256,16 @@ def test_a_matcher_that_was_made_anew_allows_the_same(structured: Structured, mo
     output = draw(grammar, 5, budget=60)
     lasting = masks(grammar.new_matcher(), output)
     renewed = 0
-    renew = GuidanceMatcher._renew
+    renew = GuidanceMatcher._reset_matcher
 
     def count(matcher: GuidanceMatcher) -> None:
         nonlocal renewed
         renewed += 1
         renew(matcher)
-        matcher._durable = -1.0
+        matcher._max_matcher_age = -1.0
 
-    monkeypatch.setattr(guidances, "WEAR", -1.0)
-    monkeypatch.setattr(GuidanceMatcher, "_renew", count)
+    monkeypatch.setattr(guidances, "MATCHER_RESET_SECONDS", -1.0)
+    monkeypatch.setattr(GuidanceMatcher, "_reset_matcher", count)
     assert masks(grammar.new_matcher(), output) == lasting
     assert renewed == len(lasting)
 
@@ -286,7 +286,7 @@ def test_only_the_end_is_allowed_where_a_grammar_is_complete() -> None:
 
 def test_each_of_several_end_tokens_ends_an_output_and_no_other_special_token_comes() -> None:
     several = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE, [0, EOS])
-    grammar = several.compile(define(regex("ab*")))
+    grammar = several.compile(to_llguidance(regex("ab*")))
     matcher = grammar.new_matcher()
     assert not SPECIAL & set(allowed(matcher))
     matcher.accept_tokens(encode("ab"))
@@ -299,14 +299,14 @@ def test_each_of_several_end_tokens_ends_an_output_and_no_other_special_token_co
 
 def test_tokens_that_only_the_model_has_are_never_allowed() -> None:
     padded = Guidance.load(MODEL / "tokenizer.json", VOCAB_SIZE + 77, [EOS])
-    matcher = padded.compile(define(regex("(.|\n)+"))).new_matcher()
+    matcher = padded.compile(to_llguidance(regex("(.|\n)+"))).new_matcher()
     assert max(allowed(matcher, VOCAB_SIZE + 77)) < VOCAB_SIZE
 
 
 def test_a_mask_is_cut_where_the_model_has_fewer_tokens_than_its_tokenizer() -> None:
     smaller = Guidance.load(MODEL / "tokenizer.json", 1000, [EOS])
     words = np.zeros(32, dtype=np.int32)
-    smaller.compile(define(regex("(.|\n)+"))).new_matcher().fill_bitmask(words.data)
+    smaller.compile(to_llguidance(regex("(.|\n)+"))).new_matcher().fill_bitmask(words.data)
     assert words.any()
 
 
@@ -336,8 +336,8 @@ def test_an_output_may_use_so_much_time_and_no_more(monkeypatch: pytest.MonkeyPa
         return now
 
     monkeypatch.setattr(guidances, "thread_time", clock)
-    monkeypatch.setattr(guidances, "CREDIT", 0.1025)
-    monkeypatch.setattr(guidances, "CREDIT_PER_TOKEN", 0.015)
+    monkeypatch.setattr(guidances, "BUDGET_SECONDS", 0.1025)
+    monkeypatch.setattr(guidances, "BUDGET_SECONDS_PER_TOKEN", 0.015)
     matcher = grammar_of(regex("a+")).new_matcher()
     a = encode("a")
     for _ in range(20):
@@ -355,8 +355,8 @@ def test_all_outputs_of_a_grammar_share_the_time_that_it_may_use(monkeypatch: py
         return now
 
     monkeypatch.setattr(guidances, "thread_time", clock)
-    monkeypatch.setattr(guidances, "CREDIT", 0.1025)
-    monkeypatch.setattr(guidances, "CREDIT_PER_TOKEN", 0.015)
+    monkeypatch.setattr(guidances, "BUDGET_SECONDS", 0.1025)
+    monkeypatch.setattr(guidances, "BUDGET_SECONDS_PER_TOKEN", 0.015)
     grammar = grammar_of(regex("a+"))
     a = encode("a")
     for _ in range(20):
@@ -534,7 +534,7 @@ LETTERS = [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrstuvwxy
 def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
     model: ModelGrammars, structured: Structured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "PATIENCE", 1000.0)  # it is the system's limits that end the process
+    monkeypatch.setattr(trials, "ANSWER_TIMEOUT", 1000.0)  # it is the system's limits that end the process
     with pytest.raises(QuireError, match="too much time or memory") as refused:
         model.compile(structured)
     assert (refused.value.code, refused.value.param) == (ErrorCode.INVALID, structured.param)
@@ -544,7 +544,7 @@ def test_a_grammar_that_would_take_too_much_is_refused_and_the_next_one_is_not(
 def test_a_process_that_does_not_answer_in_time_is_ended(model: ModelGrammars, monkeypatch: pytest.MonkeyPatch) -> None:
     model.compile(JSON_OBJECT)
     processes = [trial._process for trial in model._trials if trial._process is not None]
-    monkeypatch.setattr(trials, "PATIENCE", 0.0)
+    monkeypatch.setattr(trials, "ANSWER_TIMEOUT", 0.0)
     with pytest.raises(QuireError, match="in time") as late:
         model.compile(schema({"type": "string", "allOf": LETTERS}))
     assert late.value.code is ErrorCode.OVERLOADED, "nobody knows whether it is the grammar's fault"

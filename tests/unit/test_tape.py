@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from quire_engine.kernels import fused
 from quire_engine.kernels.int8 import PackedInt8, quantize
 from quire_engine.kernels.library import library
-from quire_engine.kernels.linear import PackedWeight, pack
+from quire_engine.kernels.linear import PackedWeight, pack_weight
 from quire_engine.kernels.tape import KERNELS, CpuGraph, NotCapturableError, capture
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
@@ -32,7 +32,7 @@ class Layers:
         torch.manual_seed(0)
         kernels = library()
         assert kernels is not None
-        gate_up = [pack(torch.randn(2 * INNER, HIDDEN).to(dtype) / 8, None) for _ in range(count)]
+        gate_up = [pack_weight(torch.randn(2 * INNER, HIDDEN).to(dtype) / 8, None) for _ in range(count)]
         down = [PackedInt8(kernels, *quantize(torch.randn(HIDDEN, INNER) / 8), None, dtype) for _ in range(count)]
         return cls(torch.randn(HIDDEN).to(dtype), [each for each in gate_up if each], down)
 

@@ -81,21 +81,21 @@ class CpuAttention:
         if self._plan is None:
             raise ValueError("attention: prepare comes before forward")
         _require(window is None or window > 0, f"a window of {window}")
-        plan, layer = self._plan, _Layer(query, key, value, kv, window)
+        plan, layer = self._plan, _LayerTensors(query, key, value, kv, window)
         form = layer.form()
         if form != plan.checked:
             self._check(layer, plan)
-            plan.describe(layer)
+            plan.set_layout(layer)
             plan.checked = form
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self._kernels is None or not plan.suits_kernel:
             _forward_in_torch(layer, plan, self._shape.scale, out)
         else:
-            plan.point(layer, out)
+            plan.set_pointers(layer, out)
             self._kernels.quire_attention(plan.reference)
         return out
 
-    def _check(self, layer: "_Layer", plan: "_Plan") -> None:
+    def _check(self, layer: "_LayerTensors", plan: "_Plan") -> None:
         shape, query, key, value, kv = self._shape, layer.query, layer.key, layer.value, layer.kv
         stored = (plan.num_tokens, shape.num_kv_heads, shape.head_dim)
         _require(query.shape == (plan.num_tokens, shape.num_heads, shape.head_dim), "query has another shape", query)
@@ -108,7 +108,7 @@ class CpuAttention:
         _require(query.stride(2) == key.stride(2) == value.stride(2) == 1, "rows have gaps", query, key, value)
 
 
-class _Layer(NamedTuple):
+class _LayerTensors(NamedTuple):
     """The arguments of ``forward``."""
 
     query: torch.Tensor
@@ -176,7 +176,7 @@ class _Plan:
             scale=shape.scale,
         )
 
-    def describe(self, layer: _Layer) -> None:
+    def set_layout(self, layer: _LayerTensors) -> None:
         """Takes what layers of one form have in common."""
         call, (query, key, value, kv, _) = self.call, layer
         self.suits_kernel = kv.dtype in DTYPES and kv.shape[4] * kv.element_size() % 4 == 0
@@ -186,7 +186,7 @@ class _Plan:
         call.kv_page, call.kv_plane, call.kv_head, _, _ = kv.stride()
         call.bf16 = int(kv.dtype == torch.bfloat16)
 
-    def point(self, layer: _Layer, out: torch.Tensor) -> None:
+    def set_pointers(self, layer: _LayerTensors, out: torch.Tensor) -> None:
         """Points the call at the tensors of one layer."""
         call, (query, key, value, kv, window) = self.call, layer
         call.window = window or _NO_WINDOW
@@ -217,7 +217,7 @@ class _Plan:
         return self._slots
 
 
-def _forward_in_torch(layer: _Layer, plan: _Plan, scale: float, out: torch.Tensor) -> None:
+def _forward_in_torch(layer: _LayerTensors, plan: _Plan, scale: float, out: torch.Tensor) -> None:
     query, key, value, kv, window = layer
     pages, slots = plan.token_slots()
     kv[pages, 0, :, slots] = key

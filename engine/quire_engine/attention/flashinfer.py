@@ -32,7 +32,7 @@ _ALIGNMENTS = 64
 _MAX_THREADS, _VALUES_A_THREAD = 1024, 8
 
 
-def unsupported(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
+def unsupported_reason(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     """Why FlashInfer can serve no model of ``dtype`` on a GPU of this compute capability, as half a sentence; None if
     it can.
     """
@@ -45,7 +45,7 @@ def unsupported(dtype: torch.dtype, capability: tuple[int, int]) -> str | None:
     return None
 
 
-def unsupported_shape(shape: AttentionShape) -> str | None:
+def unsupported_shape_reason(shape: AttentionShape) -> str | None:
     """Why FlashInfer cannot serve a model of this shape, as half a sentence; None if it can."""
     if shape.head_dim not in _HEAD_DIMS:
         return f"knows heads of {', '.join(map(str, _HEAD_DIMS))} numbers, not of {shape.head_dim}"
@@ -65,13 +65,13 @@ class StagingFence:
         if self._event is not None:
             self._event.synchronize()
 
-    def mark(self) -> None:
+    def record(self) -> None:
         """Says that the copies of a step's plans are queued on the current stream."""
         if self._event is not None:
             self._event.record()
 
 
-class _Common:
+class _SharedState:
     """What the backends of one model share: its shape, the workspace, the fence, and the windows that layers asked
     for. One plan serves all layers of a window.
     """
@@ -156,7 +156,7 @@ class _Common:
         )
 
 
-class _Step(NamedTuple):
+class _PreparedStep(NamedTuple):
     """What was prepared. ``device`` is where plans take page ids from, and ``read`` what the kernels read: the same
     arrays, or in a graph those that never move.
     """
@@ -169,9 +169,9 @@ class _Step(NamedTuple):
 class _PlannedAttention:
     """The plans of the step that was prepared last, one for each window."""
 
-    def __init__(self, common: _Common) -> None:
+    def __init__(self, common: _SharedState) -> None:
         self._common = common
-        self._step: _Step | None = None
+        self._step: _PreparedStep | None = None
         self._planned: dict[int | None, Any] = {}
 
     def prepare(self, batch: AttentionBatch) -> None:
@@ -184,7 +184,7 @@ class _PlannedAttention:
                 self._plan(step, window)
         finally:
             # Where one plan fails, those before it are being copied all the same.
-            self._common.fence.mark()
+            self._common.fence.record()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: torch.Tensor, window: int | None
@@ -197,7 +197,7 @@ class _PlannedAttention:
         if self._step is None:
             raise ValueError("attention: prepare comes before forward")
         if window not in self._planned:
-            self._learn(self._step, window)
+            self._add_window(self._step, window)
         read = self._step.read
         self._common.flashinfer.append_paged_kv_cache(
             *(key, value, read.chunk_ids, read.positions, kv, read.page_ids, read.page_indptr, read.last_page_len),
@@ -208,22 +208,22 @@ class _PlannedAttention:
         self._planned[window].run(query, kv, out=out)
         return out
 
-    def _learn(self, step: _Step, window: int | None) -> None:
+    def _add_window(self, step: _PreparedStep, window: int | None) -> None:
         """The first layer with this window has it planned here; from the next step on ``prepare`` does."""
         if window not in self._common.windows:
             self._common.windows.append(window)
         self._plan(step, window)
-        self._common.fence.mark()
+        self._common.fence.record()
 
-    def _plan(self, step: _Step, window: int | None) -> None:
+    def _plan(self, step: _PreparedStep, window: int | None) -> None:
         wrapper = self._wrapper(step, window)
         self._common.plan(wrapper, window, step.host, step.device)
         self._planned[window] = wrapper
 
-    def _stage(self, batch: AttentionBatch) -> _Step:
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
         raise NotImplementedError
 
-    def _wrapper(self, step: _Step, window: int | None) -> Any:
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
         raise NotImplementedError
 
 
@@ -239,7 +239,7 @@ class FlashInferAttention(_PlannedAttention):
     def __init__(
         self, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
     ) -> None:
-        super().__init__(_Common(shape, device, dtype, deterministic))
+        super().__init__(_SharedState(shape, device, dtype, deterministic))
         self._wrappers: dict[tuple[bool, int | None], Any] = {}
 
     def for_graph(self, batch_size: int, max_pages: int) -> AttentionBackend:
@@ -248,11 +248,11 @@ class FlashInferAttention(_PlannedAttention):
             raise ValueError(f"a graph's batch size is 1 to {LARGEST_GRAPH}, not {batch_size}")
         return _GraphDecode(self._common, batch_size, max_pages)
 
-    def _stage(self, batch: AttentionBatch) -> _Step:
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
         host, device = self._common.stage(batch)
-        return _Step(host, device, device)
+        return _PreparedStep(host, device, device)
 
-    def _wrapper(self, step: _Step, window: int | None) -> Any:
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
         kind = (step.host.is_decode, window)
         if kind not in self._wrappers:
             self._wrappers[kind] = self._common.make_wrapper(decode=step.host.is_decode)
@@ -262,21 +262,21 @@ class FlashInferAttention(_PlannedAttention):
 class _GraphDecode(_PlannedAttention):
     """Decode steps of one batch size, on arrays that never move."""
 
-    def __init__(self, common: _Common, batch_size: int, max_pages: int) -> None:
+    def __init__(self, common: _SharedState, batch_size: int, max_pages: int) -> None:
         super().__init__(common)
         self._fixed = common.graph_arrays(batch_size, max_pages)
         self._wrappers: dict[int | None, Any] = {}
 
-    def _stage(self, batch: AttentionBatch) -> _Step:
+    def _stage(self, batch: AttentionBatch) -> _PreparedStep:
         """The wrappers copy all that they have buffers for; the tokens' positions are left."""
         expected = len(self._fixed.positions)
         if not len(batch.positions) == len(batch.last_page_len) == expected:
             raise ValueError(f"attention: a graph of {expected} tokens was given {len(batch.positions)}")
         host, device = self._common.stage(batch)
         self._fixed.positions.copy_(device.positions)
-        return _Step(host, device, self._fixed)
+        return _PreparedStep(host, device, self._fixed)
 
-    def _wrapper(self, step: _Step, window: int | None) -> Any:
+    def _wrapper(self, step: _PreparedStep, window: int | None) -> Any:
         del step
         if window not in self._wrappers:
             self._wrappers[window] = self._common.make_graph_wrapper(window, self._fixed)

@@ -23,7 +23,7 @@ from quire_engine.kernels.levels import levels_of
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-AHEAD = Path(__file__).parent / "ahead"
+AHEAD_FOLDER = Path(__file__).parent / "ahead"
 """Where an image has the kernels, compiled for every level. There is no such folder elsewhere."""
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -59,12 +59,12 @@ def shared_object() -> Path:
 
 
 def compile_ahead() -> None:
-    """Compiles the kernels for every level of this architecture into ``AHEAD``, which takes ten seconds each.
+    """Compiles the kernels for every level of this architecture into ``AHEAD_FOLDER``, which takes ten seconds each.
 
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    AHEAD.mkdir(exist_ok=True)
+    AHEAD_FOLDER.mkdir(exist_ok=True)
     for level in levels_of(platform.machine()):
         _run(
             [*_compiler(), *_FLAGS, *level.flags, *map(str, SOURCES), "-o", str(_ahead(level.name))],
@@ -75,7 +75,7 @@ def compile_ahead() -> None:
 
 def _compiled_ahead() -> Path | None:
     """The best that this processor can run, of these very sources."""
-    if not AHEAD.is_dir():
+    if not AHEAD_FOLDER.is_dir():
         return None
     features = _features()
     usable = (_ahead(level.name) for level in levels_of(platform.machine()) if level.runs_on(features))
@@ -83,7 +83,7 @@ def _compiled_ahead() -> Path | None:
 
 
 def _ahead(level: str) -> Path:
-    return AHEAD / f"kernels-{hashlib.sha256(_text()).hexdigest()[:16]}-{level}.so"
+    return AHEAD_FOLDER / f"kernels-{hashlib.sha256(_source_text()).hexdigest()[:16]}-{level}.so"
 
 
 def _features() -> frozenset[str]:
@@ -91,7 +91,7 @@ def _features() -> frozenset[str]:
     return frozenset(_processor().split())
 
 
-def _text() -> bytes:
+def _source_text() -> bytes:
     return b"\0".join(path.read_bytes() for path in (*SOURCES, *HEADERS))
 
 
@@ -124,7 +124,7 @@ def _private_folder() -> Path:
 def _fingerprint() -> str:
     """Of everything that decides the build: a home folder may be shared by unlike machines."""
     machine = (*_flags(), *platform.libc_ver(), _processor())
-    return hashlib.sha256(_text() + "\0".join(machine).encode()).hexdigest()[:16]
+    return hashlib.sha256(_source_text() + "\0".join(machine).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -21,30 +21,32 @@ _ROTATED_AT_ONCE = 8
 logger = logging.getLogger(__name__)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+def flashinfer_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
     """See ``fused.rms_norm``."""
-    library = _library_for(x, weight)
-    if library is None or not _has_aligned_rows(x, weight) or not _begins_well(x):
+    library = _flashinfer_for(x, weight)
+    if library is None or not _has_aligned_rows(x, weight) or not _is_tensor_aligned(x):
         return None
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     library.rmsnorm(x, weight, eps, out=out)
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
+def flashinfer_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor | None:
     """See ``fused.add_rms_norm``. The norm takes the place of ``x``."""
-    library = _library_for(x, residual, weight)
+    library = _flashinfer_for(x, residual, weight)
     if library is None or x.shape != residual.shape or not _has_aligned_rows(x, residual, weight):
         return None
-    if not (_begins_well(x) and _begins_well(residual)):
+    if not (_is_tensor_aligned(x) and _is_tensor_aligned(residual)):
         return None
     library.fused_add_rmsnorm(x, residual, weight, eps)
     return x
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
+def flashinfer_silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
     """See ``fused.silu_mul``."""
-    library = _library_for(gate_up)
+    library = _flashinfer_for(gate_up)
     half_row = gate_up.shape[1] // 2 * gate_up.element_size()
     if library is None or not gate_up.is_contiguous() or half_row % _ALIGNMENT or not _is_aligned(gate_up):
         return None
@@ -52,21 +54,21 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor | None:
     return result
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+def flashinfer_rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
     """See ``fused.rotate``. FlashInfer turns a query and a key at once: here they are the first head and all others.
 
     Its table has a row for each position, cosines first. Here a row belongs to a token, and costs nothing where ``cos``
     and ``sin`` are the halves of one tensor.
     """
-    library, (tokens, heads, dim), half = _library_for(x), x.shape, cos.shape[1]
+    library, (tokens, heads, dim), half = _flashinfer_for(x), x.shape, cos.shape[1]
     if library is None or heads < 2 or half % max(_ROTATED_AT_ONCE, dim // 32) or not _has_aligned_rows(x):
         return False
-    table = _beside_each_other(cos, sin)
+    table = _cos_sin_table(cos, sin)
     library.apply_rope_with_cos_sin_cache_inplace(_rows(tokens, x.device), x[:, :1], x[:, 1:], dim, table, is_neox=True)
     return True
 
 
-def _beside_each_other(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _cos_sin_table(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     tokens, half = cos.shape
     strides = (2 * half, 1)
     halves = cos.stride() == sin.stride() == strides and sin.storage_offset() == cos.storage_offset() + half
@@ -77,24 +79,24 @@ def _beside_each_other(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 def _rows(count: int, device: torch.device) -> torch.Tensor:
     """0, 1, 2 ... of as many tokens."""
-    return _numbers(max(1 << 16, 1 << (count - 1).bit_length()), device)[:count]
+    return _cached_arange(max(1 << 16, 1 << (count - 1).bit_length()), device)[:count]
 
 
 @functools.cache
-def _numbers(count: int, device: torch.device) -> torch.Tensor:
+def _cached_arange(count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
-def _library_for(*tensors: torch.Tensor) -> Any:
+def _flashinfer_for(*tensors: torch.Tensor) -> Any:
     """FlashInfer, if it knows the tensors' one dtype and there is anything to compute."""
     first = tensors[0]
     if first.dtype not in _DTYPES or any(t.dtype != first.dtype or not t.numel() for t in tensors):
         return None
-    return _library()
+    return _flashinfer()
 
 
 @functools.cache
-def _library() -> Any:
+def _flashinfer() -> Any:
     try:
         return importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:
@@ -113,7 +115,7 @@ def _are_aligned(strides: Iterable[int], size: int) -> bool:
     return not any(stride * size % _ALIGNMENT for stride in strides)
 
 
-def _begins_well(x: torch.Tensor) -> bool:
+def _is_tensor_aligned(x: torch.Tensor) -> bool:
     return x.dim() == 3 or (x.dim() == 2 and not x.data_ptr() % _TENSOR_ALIGNMENT)
 
 

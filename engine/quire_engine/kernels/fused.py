@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from quire_engine.kernels import cuda
+from quire_engine.kernels.cuda import (
+    flashinfer_add_rms_norm,
+    flashinfer_rms_norm,
+    flashinfer_rotate,
+    flashinfer_silu_mul,
+)
 from quire_engine.kernels.library import DTYPES, library
 
 
@@ -32,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     ``x`` [T, N] or, for a norm of each head, [T, heads, N] with any strides of T and heads; ``weight`` [N].
     Returns ``x``'s shape.
     """
-    if x.is_cuda and (normed := cuda.rms_norm(x, weight, eps)) is not None:
+    if x.is_cuda and (normed := flashinfer_rms_norm(x, weight, eps)) is not None:
         return normed
     kernels = _kernels_for(x, weight)
     if kernels is None or x.stride(-1) != 1:
@@ -45,7 +50,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
     ``x`` is used up: the norm may take its place.
     """
-    if x.is_cuda and (normed := cuda.add_rms_norm(x, residual, weight, eps)) is not None:
+    if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps)) is not None:
         return normed
     kernels = _kernels_for(x, residual, weight)
     if kernels is None or x.stride(-1) != 1 or not residual.is_contiguous():
@@ -57,7 +62,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]."""
-    if gate_up.is_cuda and (product := cuda.silu_mul(gate_up)) is not None:
+    if gate_up.is_cuda and (product := flashinfer_silu_mul(gate_up)) is not None:
         return product
     kernels = _kernels_for(gate_up)
     tokens, width = gate_up.shape
@@ -79,13 +84,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     rest stays.
     """
     _check_angles(x, cos, sin)
-    if x.is_cuda and cuda.rotate(x, cos, sin):
+    if x.is_cuda and flashinfer_rotate(x, cos, sin):
         return
     kernels = _kernels_for(x)
     if kernels is None or x.stride(2) != 1:
         _rotate(x, cos, sin)
     else:
-        _turn(kernels, x, None, cos, sin)
+        _rotate_compiled(kernels, x, None, cos, sin)
 
 
 def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -102,10 +107,12 @@ def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch
     _check_angles(x, cos, sin)
     for weight in (norms.query, norms.key):
         _check(weight.shape == x.shape[2:] and weight.is_contiguous(), "a norm must be [head_dim]")
-    _turn(kernels, x, norms, cos, sin)
+    _rotate_compiled(kernels, x, norms, cos, sin)
 
 
-def _turn(kernels: ctypes.CDLL, x: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def _rotate_compiled(
+    kernels: ctypes.CDLL, x: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
     (tokens, heads, dim), (token, head, _) = x.shape, x.stride()
     cos, sin = cos.contiguous(), sin.contiguous()
     query = key = None

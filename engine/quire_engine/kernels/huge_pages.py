@@ -16,21 +16,21 @@ _LINE = 64
 _MAPPING_BYTES = 64 << 20  # address space: memory is taken as it is written
 
 
-def empty(nbytes: int) -> torch.Tensor:
+def empty_on_huge_pages(nbytes: int) -> torch.Tensor:
     """Fresh memory, uint8 [nbytes], at least one, that begins at a cache line. It is given back when it and its
     neighbours in the mapping are gone.
     """
-    return _arena().take(nbytes)
+    return _allocator().allocate(nbytes)
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a CPU tensor without gaps, in such memory."""
     if tensor.nbytes == 0:
         return tensor
-    return empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return empty_on_huge_pages(tensor.nbytes).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-class _Arena:
+class _HugePageAllocator:
     """Hands out the latest mapping piece by piece; earlier ones belong to their pieces alone."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class _Arena:
         self._used = mmap.PAGESIZE
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """That many fresh bytes."""
         with self._lock:
             if self._used + nbytes > len(self._mapping):
@@ -49,8 +49,8 @@ class _Arena:
 
 
 @functools.cache
-def _arena() -> _Arena:
-    return _Arena()
+def _allocator() -> _HugePageAllocator:
+    return _HugePageAllocator()
 
 
 def _map(nbytes: int) -> mmap.mmap:

@@ -55,7 +55,7 @@ class PackedInt8:
     ) -> None:
         outputs, inputs = weight.shape
         bias = torch.zeros_like(scales) if bias is None else bias.float()
-        self._held = tuple(on_huge_pages(tensor) for tensor in (pack(weight), _by_panel(scales), _by_panel(bias)))
+        self._held = tuple(on_huge_pages(tensor) for tensor in (pack_int8(weight), _by_panel(scales), _by_panel(bias)))
         panels, scales, bias = (tensor.data_ptr() for tensor in self._held)
         self._call = Int8Call(panels, scales, bias, inputs=inputs, outputs=outputs, bf16=int(dtype == torch.bfloat16))
         self._pointer = ctypes.pointer(self._call)
@@ -113,7 +113,7 @@ def make_product(
     return PlainInt8(weight, scales, bias) if kernels is None else PackedInt8(kernels, weight, scales, bias, dtype)
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def pack_int8(weight: torch.Tensor) -> torch.Tensor:
     """int8 [out, in] -> uint8 [panels, ceil(in / STEP), 2, SIDE, STEP], 128 added to each."""
     outputs, inputs = weight.shape
     side = _panels(outputs) * SIDE

@@ -16,7 +16,7 @@ ROWS, COLUMNS, DEPTH = 64, 64, 64
 _WARPS, _STAGES = 4, 4
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``x @ weight.T + bias``, summed in float32 and rounded once.
 
     ``x`` [M, K] with adjacent numbers in a row, ``weight`` [N, K] and ``bias`` [N] or None, contiguous and of the same

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class CpuLevel:
     """``flags`` are the compiler's; ``needs`` is what ``/proc/cpuinfo`` must list."""
 
     name: str
@@ -19,8 +19,8 @@ class Level:
         return self.needs <= features
 
 
-def _level(name: str, flags: str, needs: str = "") -> Level:
-    return Level(name, tuple(flags.split()), frozenset(needs.split()))
+def _level(name: str, flags: str, needs: str = "") -> CpuLevel:
+    return CpuLevel(name, tuple(flags.split()), frozenset(needs.split()))
 
 
 _AVX2 = "abm avx2 bmi1 bmi2 f16c fma movbe"
@@ -28,7 +28,7 @@ _AVX512 = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl"
 _BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
 _V4 = "-march=x86-64-v4"
 
-X86: tuple[Level, ...] = (
+X86: tuple[CpuLevel, ...] = (
     # With matrix registers torch's products are the faster ones, and the kernels leave them to it.
     _level("amx", f"{_V4} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16", f"{_BF16} amx_tile amx_bf16"),
     _level("avx512-bf16", f"{_V4} -mavx512vnni -mavx512bf16", _BF16),
@@ -37,9 +37,9 @@ X86: tuple[Level, ...] = (
     _level("avx2", "-march=x86-64-v3", _AVX2),
     _level("x86-64", "-march=x86-64"),
 )
-OTHER: tuple[Level, ...] = (_level("generic", ""),)
+OTHER: tuple[CpuLevel, ...] = (_level("generic", ""),)
 
 
-def levels_of(machine: str) -> Sequence[Level]:
+def levels_of(machine: str) -> Sequence[CpuLevel]:
     """Those of an architecture, as ``platform.machine`` calls it; the last one runs on all of its processors."""
     return X86 if machine.lower() in ("x86_64", "amd64") else OTHER

@@ -9,7 +9,7 @@ import ctypes
 import torch
 
 from quire_engine.kernels.fused import silu_mul
-from quire_engine.kernels.huge_pages import empty
+from quire_engine.kernels.huge_pages import empty_on_huge_pages
 from quire_engine.kernels.library import DTYPES, LinearLayer, library
 
 
@@ -29,7 +29,7 @@ class PackedWeight:
         self._dtype = weight.dtype
         self._layer = _describe(kernels, weight.dtype, self._outputs, self._inputs)
         self._pointer, self._run = ctypes.pointer(self._layer), kernels.quire_linear
-        room = empty(self._layer.bytes)
+        room = empty_on_huge_pages(self._layer.bytes)
         self._layer.weight = room.data_ptr()
         plain = weight.detach().contiguous()
         kernels.quire_linear_pack(self._pointer, plain.data_ptr(), torch.get_num_threads())
@@ -72,7 +72,7 @@ def is_fast(dtype: torch.dtype) -> bool:
     return bool(_describe(kernels, dtype, 1, 1).fast)
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight | None:
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight | None:
     """The packed weight, or None where there is no kernel for it."""
     if weight.dtype not in DTYPES or not weight.is_cpu or weight.numel() == 0:
         return None

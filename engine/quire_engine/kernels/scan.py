@@ -5,7 +5,7 @@ import torch
 from quire_engine.kernels.library import DTYPES, library
 
 
-def highest_places(rows: torch.Tensor) -> torch.Tensor | None:
+def argmax_rows(rows: torch.Tensor) -> torch.Tensor | None:
     """The lowest place of the highest number of each of ``rows`` [R, V]: [R] int64; some place where a row has a NaN.
     None where there is no kernel for them.
     """

@@ -3,7 +3,7 @@
 import torch
 
 from quire_engine.kernels.fused import silu_mul
-from quire_engine.kernels.invariant import linear
+from quire_engine.kernels.invariant import batch_invariant_linear
 
 
 class BatchInvariantLinear:
@@ -17,7 +17,7 @@ class BatchInvariantLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.__call__``."""
-        return linear(x, self._weight, self._bias)
+        return batch_invariant_linear(x, self._weight, self._bias)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See ``Linear.gated``."""

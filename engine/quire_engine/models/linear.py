@@ -35,7 +35,7 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.kernels.fused import silu_mul
-from quire_engine.kernels.linear import is_fast, pack
+from quire_engine.kernels.linear import is_fast, pack_weight
 from quire_engine.models.invariant import BatchInvariantLinear
 from quire_engine.models.options import LoadOptions
 from quire_engine.models.quantized import Int8Linear
@@ -94,7 +94,7 @@ class PackedLinear:
         self._matmul: MatMul
         self._matmul_silu_mul: MatMul
         self.out_features, self.in_features = weight.shape
-        own = pack(weight, bias) if deterministic or is_fast(weight.dtype) else None
+        own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
         if own is not None:
             self.is_packed, self._matmul, self._matmul_silu_mul = True, own.product, own.gated
             return

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire_engine.kernels.scan import highest_places
+from quire_engine.kernels.scan import argmax_rows
 from quire_engine.sampling.cells import TokenArray
 
 
@@ -16,7 +16,7 @@ def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Ten
     """
     if not allow_sync or scores.device.type != "cpu" or not scores.numel():
         return scores.max(-1).indices
-    ids = highest_places(scores)
+    ids = argmax_rows(scores)
     if ids is not None:
         return ids
     if scores.dtype == torch.float32:

@@ -13,7 +13,7 @@ from quire_proto.telemetry import Metric
 from quire_engine.core import EngineCoreOutputs
 from quire_engine.kv.waste import KVCacheFragmentation
 from quire_engine.scheduling.statistics import SchedulerStats
-from quire_engine.structured.compiler import Outcome
+from quire_engine.structured.compiler import CompileOutcome
 
 _GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -64,7 +64,7 @@ class EngineMetrics:
         self._vllm_running = self._gauge("vllm:num_requests_running", "Requests running")
         self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
 
-    def on_grammar(self, outcome: Outcome, seconds: float) -> None:
+    def on_grammar(self, outcome: CompileOutcome, seconds: float) -> None:
         """Takes in what became of a grammar that a request asked for. May be called from any thread."""
         self._grammars.labels(self._model, outcome).inc()
         if seconds:

@@ -26,7 +26,7 @@ from quire_engine.service.hub import SessionManager
 from quire_engine.service.metrics import EngineMetrics, ProbeServer
 from quire_engine.service.servicer import EngineServicer
 from quire_engine.service.spans import TraceExporter
-from quire_engine.structured.compiler import GrammarCompiler, Source
+from quire_engine.structured.compiler import GrammarBackend, GrammarCompiler
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class EngineServer:
         executor: Executor,
         scheduler: Scheduler,
         description: engine_pb2.DescribeResponse,
-        grammars: Source,
+        grammars: GrammarBackend,
     ) -> None:
         self._config = config
         self._certificates = None if config.tls is None else Certificates(config.tls)

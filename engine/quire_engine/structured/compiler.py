@@ -22,7 +22,7 @@ MAX_KEPT_BYTES = 32 << 20
 MAX_ALIVE_BYTES = 64 << 20
 
 
-class Outcome(StrEnum):
+class CompileOutcome(StrEnum):
     """What became of a grammar that was asked for."""
 
     COMPILED = "compiled"
@@ -32,7 +32,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
 
-Observer = Callable[[Outcome, float], None]
+Observer = Callable[[CompileOutcome, float], None]
 
 
 class Compiled(Grammar, Protocol):
@@ -41,7 +41,7 @@ class Compiled(Grammar, Protocol):
     num_bytes: int
 
 
-class Source(Protocol):
+class GrammarBackend(Protocol):
     """Where grammars come from, such as ``ModelGrammars``."""
 
     def compile(self, structured: Structured) -> Compiled:
@@ -62,7 +62,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, source: Source, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
+        self, source: GrammarBackend, observer: Observer = lambda *_: None, *, max_alive_bytes: int | None = None
     ) -> None:
         self.observer = observer
         self._max_alive_bytes = max_alive_bytes
@@ -85,12 +85,12 @@ class GrammarCompiler:
                 self._known.move_to_end(structured)
                 if known.done():
                     del self._waiters[structured]
-                self.observer(Outcome.KNOWN, 0.0)
+                self.observer(CompileOutcome.KNOWN, 0.0)
                 return known
             max_alive = MAX_ALIVE_BYTES if self._max_alive_bytes is None else self._max_alive_bytes
             if self._pending >= MAX_PENDING or self._alive >= max_alive:
                 del self._waiters[structured]
-                self.observer(Outcome.OVERLOADED, 0.0)
+                self.observer(CompileOutcome.OVERLOADED, 0.0)
                 raise QuireError(ErrorCode.OVERLOADED, "The engine has too many grammars at once.", retry_after=1.0)
             self._pending += 1
             future = self._known[structured] = self._pool.submit(self._work, structured)
@@ -113,14 +113,14 @@ class GrammarCompiler:
 
     def _work(self, structured: Structured) -> Compiled:
         begin = perf_counter()
-        outcome, grammar, refused = Outcome.FAILED, None, None
+        outcome, grammar, refused = CompileOutcome.FAILED, None, None
         try:
             grammar = self._source.compile(structured)
-            outcome = Outcome.COMPILED
+            outcome = CompileOutcome.COMPILED
         except QuireError as error:
             # Without the frames that it came through: it is kept, and they hold the whole grammar.
             refused = QuireError(error.code, error.message, param=error.param, retry_after=error.retry_after)
-            outcome = Outcome.REFUSED
+            outcome = CompileOutcome.REFUSED
         finally:
             self.observer(outcome, perf_counter() - begin)
         if refused is not None:

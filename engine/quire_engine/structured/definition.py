@@ -30,7 +30,7 @@ _NAMES = {
 _PLACE = re.compile(r"^at (\d+)\(\d+\): ")
 
 
-def define(structured: Structured) -> str:
+def to_llguidance(structured: Structured) -> str:
     """What llguidance compiles for ``structured``, or ``EBNF`` and a grammar. Raises ``QuireError`` INVALID."""
     try:
         return _define(structured)

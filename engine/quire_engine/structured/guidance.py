@@ -23,17 +23,17 @@ STEP_MAX_ITEMS = 5_000
 # Seconds of processor time that the outputs of a grammar may use together: at first, and for each of their tokens. JSON
 # needs a tenth of it. So a grammar that is too slow to follow costs others a third of a second, however many outputs it
 # is for.
-CREDIT = 0.3
-CREDIT_PER_TOKEN = 0.001
+BUDGET_SECONDS = 0.3
+BUDGET_SECONDS_PER_TOKEN = 0.001
 # Seconds after which a matcher is made anew from its tokens. What it has remembered grows with the time that it works,
 # by tens of MiB a second at worst.
-WEAR = 0.25
+MATCHER_RESET_SECONDS = 0.25
 # How the library warns that options of a oneOf overlap, which is documented.
 ONE_OF_AS_ANY_OF = "falling back to anyOf"
 # Tokens taken in between two looks at the clock.
-PIECE = 64
+ACCEPT_BATCH = 64
 # Tokens that are tried after compiling: a grammar that is too large shows it at its beginning.
-PROBE = 4
+NUM_PROBE_STEPS = 4
 
 
 class RejectedError(Exception):
@@ -78,7 +78,7 @@ class Guidance:
         return CompiledGrammar(initial, frozenset(self._tokenizer.eos_tokens))
 
     def _probe(self, matcher: LLMatcher) -> None:
-        for _ in range(PROBE):
+        for _ in range(NUM_PROBE_STEPS):
             bits = int.from_bytes(matcher.compute_bitmask(), "little")
             if matcher.is_error():
                 raise RejectedError(_reason(matcher))
@@ -92,7 +92,7 @@ class Guidance:
                 raise RejectedError(_reason(matcher))
 
 
-class Purse:
+class TimeBudget:
     """Processor time that the outputs of one grammar have used, and what their tokens have earned. Used by one
     thread.
     """
@@ -103,56 +103,56 @@ class Purse:
         self._spent = 0.0
         self._tokens = 0
 
-    def earn(self, tokens: int) -> None:
+    def credit(self, tokens: int) -> None:
         """So many tokens were taken in."""
         self._tokens += tokens
 
-    def spend(self, seconds: float) -> None:
+    def charge(self, seconds: float) -> None:
         """Raises ``GrammarError`` when the time is used up."""
         self._spent += seconds
-        if self._spent > CREDIT + CREDIT_PER_TOKEN * self._tokens:
+        if self._spent > BUDGET_SECONDS + BUDGET_SECONDS_PER_TOKEN * self._tokens:
             raise GrammarError("it takes too long to follow.")
 
 
 class CompiledGrammar:
     """A grammar, ready to be matched. ``num_bytes`` is what it takes, as far as that was measured."""
 
-    __slots__ = ("__weakref__", "_ends", "_initial", "_purse", "num_bytes")
+    __slots__ = ("__weakref__", "_budget", "_ends", "_initial", "num_bytes")
 
     def __init__(self, initial: LLMatcher, ends: frozenset[int]) -> None:
         self.num_bytes = 0
         self._initial = initial
         self._ends = ends
-        self._purse = Purse()
+        self._budget = TimeBudget()
 
     def new_matcher(self) -> "GuidanceMatcher":
         """See ``Grammar.new_matcher``."""
-        return GuidanceMatcher(self._initial, self._ends, self._purse)
+        return GuidanceMatcher(self._initial, self._ends, self._budget)
 
 
 class GuidanceMatcher:
     """One output's place in a grammar. See ``Matcher``."""
 
-    __slots__ = ("_durable", "_ends", "_initial", "_matcher", "_purse", "_token_ids", "_worn")
+    __slots__ = ("_budget", "_ends", "_initial", "_matcher", "_matcher_age", "_max_matcher_age", "_token_ids")
 
-    def __init__(self, initial: LLMatcher, ends: frozenset[int], purse: Purse) -> None:
+    def __init__(self, initial: LLMatcher, ends: frozenset[int], budget: TimeBudget) -> None:
         self._initial = initial
         self._ends = ends
-        self._purse = purse
+        self._budget = budget
         self._matcher = initial.deep_copy()
         self._token_ids: list[int] = []
-        self._worn = 0.0
-        self._durable = WEAR
+        self._matcher_age = 0.0
+        self._max_matcher_age = MATCHER_RESET_SECONDS
 
     def accept_tokens(self, token_ids: Sequence[int]) -> None:
         """See ``GrammarMatcher.accept_tokens``."""
-        for start in range(0, len(token_ids), PIECE):
-            self._accept_piece(list(token_ids[start : start + PIECE]))
+        for start in range(0, len(token_ids), ACCEPT_BATCH):
+            self._accept_batch(list(token_ids[start : start + ACCEPT_BATCH]))
 
     def fill_bitmask(self, mask: memoryview) -> None:
         """See ``GrammarMatcher.fill_bitmask``."""
-        if self._worn > self._durable:
-            self._renew()
+        if self._matcher_age > self._max_matcher_age:
+            self._reset_matcher()
         bits = self._metered(self._matcher.compute_bitmask)
         if self._matcher.is_error():  # the bits do not show it: they then allow the end of the output
             raise GrammarError(_reason(self._matcher))
@@ -160,18 +160,18 @@ class GuidanceMatcher:
         bits = bits[: len(words)]
         words[: len(bits)] = bits
 
-    def _accept_piece(self, piece: list[int]) -> None:
-        self._token_ids += piece
-        self._purse.earn(len(piece))
-        if not self._metered(lambda: self._consume(piece)):
+    def _accept_batch(self, batch: list[int]) -> None:
+        self._token_ids += batch
+        self._budget.credit(len(batch))
+        if not self._metered(lambda: self._consume(batch)):
             raise GrammarError(_reason(self._matcher))
 
     def _metered(self, work: Callable[[], T]) -> T:
         begin = thread_time()
         result = work()
         seconds = thread_time() - begin
-        self._worn += seconds
-        self._purse.spend(seconds)
+        self._matcher_age += seconds
+        self._budget.charge(seconds)
         return result
 
     def _consume(self, token_ids: Sequence[int]) -> bool:
@@ -184,13 +184,13 @@ class GuidanceMatcher:
                 return False
         return True
 
-    def _renew(self) -> None:
+    def _reset_matcher(self) -> None:
         """Forgets what the matcher remembers beside its place; seldom enough to take a fifth of the time at most."""
         begin = thread_time()
         self._matcher = self._initial.deep_copy()
         if not self._consume(self._token_ids):
             raise GrammarError(_reason(self._matcher))
-        self._worn, self._durable = 0.0, max(WEAR, 4 * (thread_time() - begin))
+        self._matcher_age, self._max_matcher_age = 0.0, max(MATCHER_RESET_SECONDS, 4 * (thread_time() - begin))
 
 
 def _tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> LLTokenizer:

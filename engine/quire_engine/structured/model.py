@@ -10,9 +10,9 @@ from threading import Lock
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.structured import Structured
 
-from quire_engine.structured.definition import define, refusal
+from quire_engine.structured.definition import refusal, to_llguidance
 from quire_engine.structured.guidance import CompiledGrammar, Guidance, RejectedError, UnusableTokenizerError
-from quire_engine.structured.trial import Trial, TrialLostError
+from quire_engine.structured.trial import GrammarSandbox, SandboxLostError
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class ModelGrammars:
         self._eos_token_ids = sorted(set(eos_token_ids))
         self._guidance: Guidance | UnusableTokenizerError | None = None
         self._lock = Lock()
-        self._trials = [Trial(self._path, vocab_size, self._eos_token_ids) for _ in range(trials)]
-        self._idle: LifoQueue[Trial] = LifoQueue()
+        self._trials = [GrammarSandbox(self._path, vocab_size, self._eos_token_ids) for _ in range(trials)]
+        self._idle: LifoQueue[GrammarSandbox] = LifoQueue()
         for trial in reversed(self._trials):
             self._idle.put(trial)
 
@@ -40,7 +40,7 @@ class ModelGrammars:
         """May take seconds. Raises ``QuireError`` INVALID for what is no grammar, needs too much, or cannot be had of
         this model, and OVERLOADED when there was no time to find that out, or no file, process or memory to be had.
         """
-        definition = define(structured)
+        definition = to_llguidance(structured)
         try:
             guidance = self._loaded(structured)
             num_bytes, definition = self._try(definition)
@@ -60,11 +60,11 @@ class ModelGrammars:
             trial.close()
 
     def _try(self, definition: str) -> tuple[int, str]:
-        """See ``Trial.check``. Once more when the trial was lost; then it is to be asked for again later."""
+        """See ``GrammarSandbox.check``. Once more when the trial was lost; then it is to be asked for again later."""
         trial = self._idle.get()
         try:
             for _ in range(ATTEMPTS):
-                with suppress(TrialLostError):
+                with suppress(SandboxLostError):
                     return trial.check(definition)
         finally:
             self._idle.put(trial)

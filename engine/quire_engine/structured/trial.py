@@ -31,18 +31,18 @@ MAX_BYTES = 16 << 20
 # Less than what a thread of the engine has, so that what is deep enough to fail fails here.
 STACK = 2 << 20
 # Seconds to wait for an answer, and for the process to begin. Only a machine with no time to spare needs so many.
-PATIENCE = 20.0
-START_PATIENCE = 60.0
+ANSWER_TIMEOUT = 20.0
+START_TIMEOUT = 60.0
 _TOO_LARGE = "compiling it takes too much time or memory"
 # How the process ends when a grammar takes too much: processor time, stack, memory.
-_GUILT = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+RESOURCE_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
-class TrialLostError(Exception):
+class SandboxLostError(Exception):
     """The process ended, or did not answer in time, and the grammar need not be to blame."""
 
 
-class Trial:
+class GrammarSandbox:
     """The process, started when it is first needed and again after a grammar ended it. May be used from any thread, by
     one after the other.
     """
@@ -53,15 +53,15 @@ class Trial:
         self._lock = threading.Lock()
 
     def check(self, definition: str) -> tuple[int, str]:
-        """The bytes that ``definition`` takes when it is compiled, and what is to be compiled for it. Raises
-        ``RejectedError`` when it cannot be compiled within the limits, ``TrialLostError`` when that was not to be found
-        out, and ``OSError`` when there is no process to try it in.
+        """Returns the bytes that the compiled ``definition`` takes, and what to compile (EBNF as Lark). Raises
+        ``RejectedError`` when it cannot be compiled within the limits, ``SandboxLostError`` when the process ended or
+        timed out for another reason, and ``OSError`` when the process cannot be started.
         """
         with self._lock:
             process = self._started()
             with suppress(BrokenPipeError):
                 _write(process, definition)
-            answer = _answer(process, PATIENCE)
+            answer = _answer(process, ANSWER_TIMEOUT)
             if answer is None:
                 raise self._verdict(process)
         if answer["reason"] is not None:
@@ -80,9 +80,9 @@ class Trial:
         """What it means that no answer came: whose fault it was shows in how the process ended by itself."""
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.2)
-        guilty = process.returncode in _GUILT
+        guilty = process.returncode in RESOURCE_SIGNALS
         self._end()
-        return RejectedError(_TOO_LARGE) if guilty else TrialLostError()
+        return RejectedError(_TOO_LARGE) if guilty else SandboxLostError()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -98,7 +98,7 @@ class Trial:
             self._process = subprocess.Popen(  # noqa: S603 - our own module, with numbers and a path
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
             )
-            if _answer(self._process, START_PATIENCE) is None:
+            if _answer(self._process, START_TIMEOUT) is None:
                 self._end()
                 raise ChildProcessError("the process that tries grammars out did not start")
         return self._process
@@ -135,9 +135,9 @@ def _serve(guidance: Guidance) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None)
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY,) * 2)
-    _say(None)
+    _write_answer(None)
     for line in sys.stdin:
-        _allow(CPU_SECONDS)
+        _limit_cpu_time(CPU_SECONDS)
         before = _resident()
         try:
             definition, written = json.loads(line), None
@@ -145,18 +145,18 @@ def _serve(guidance: Guidance) -> None:
                 definition = written = lark(to_lark(definition.removeprefix(EBNF)))
             grammar = guidance.compile(definition)
         except (RejectedError, ValueError) as error:
-            _say(str(error))
+            _write_answer(str(error))
         except MemoryError:
-            _say(_TOO_LARGE)
+            _write_answer(_TOO_LARGE)
         else:
             size = max(0, _resident() - before)
-            _say(_TOO_LARGE if size > MAX_BYTES else None, size, written)
+            _write_answer(_TOO_LARGE if size > MAX_BYTES else None, size, written)
             del grammar
         # What was free but not given back would make the next grammar look small.
         libc.malloc_trim(0)
 
 
-def _say(reason: str | None, num_bytes: int = 0, definition: str | None = None) -> None:
+def _write_answer(reason: str | None, num_bytes: int = 0, definition: str | None = None) -> None:
     sys.stdout.write(json.dumps({"reason": reason, "bytes": num_bytes, "definition": definition}) + "\n")
     sys.stdout.flush()
 
@@ -166,7 +166,7 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
-def _allow(seconds: int) -> None:
+def _limit_cpu_time(seconds: int) -> None:
     """So much processor time from now on; then the system ends the process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

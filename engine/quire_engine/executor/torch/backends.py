@@ -7,7 +7,7 @@ import torch
 
 from quire_engine.attention.base import AttentionBackend, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
-from quire_engine.attention.flashinfer import FlashInferAttention, unsupported, unsupported_shape
+from quire_engine.attention.flashinfer import FlashInferAttention, unsupported_reason, unsupported_shape_reason
 from quire_engine.attention.reference import ReferenceAttention
 from quire_engine.models.errors import ModelError
 
@@ -74,7 +74,7 @@ def _flashinfer(
     shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
 ) -> FlashInferAttention:
     _check_flashinfer(device, dtype, deterministic=deterministic)
-    if reason := unsupported_shape(shape):
+    if reason := unsupported_shape_reason(shape):
         raise ModelError(f"FlashInfer {reason}.")
     return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
 
@@ -87,7 +87,7 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
     except (ImportError, OSError, RuntimeError) as error:  # parts of unlike versions, or no CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)
-    if reason := unsupported(dtype, capability):
+    if reason := unsupported_reason(dtype, capability):
         raise ModelError(f"FlashInfer {reason}.")
     if deterministic and capability < (8, 0):  # Triton has no products for older ones
         raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
