@@ -9,7 +9,6 @@ frozen does not take the others for dead.
 
 import asyncio
 import logging
-import random
 from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
@@ -18,6 +17,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import RedisError
 
 from quire_router import metrics
+from quire_router.fleet.backoff import Backoff
 from quire_router.fleet.cadence import PublishRate
 from quire_router.fleet.expectations import SpeculativeBlocks
 from quire_router.fleet.ledger import MAX_PEERS, LoadLedger
@@ -77,7 +77,8 @@ class LoadSharing:
         self._connected = False
         self._sequence = 0
         self._changed = asyncio.Event()
-        self._delay = FIRST_DELAY
+        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
+        self._failing = False
         self._tasks: list[SupervisedTask] = []
         ledger.on_change = self._changed.set
 
@@ -107,8 +108,8 @@ class LoadSharing:
             except* Exception:  # whatever went wrong with one message, the next one may pass
                 log.exception("sharing the load with the other routers failed")
             self._on_disconnected()
-            await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
-            self._delay = min(2 * self._delay, LAST_DELAY)
+            self._failing = True
+            await asyncio.sleep(self._backoff.next())
 
     async def _run_connection(self) -> None:
         async with self._client.pubsub() as channel:
@@ -125,7 +126,8 @@ class LoadSharing:
 
     def _on_connected(self) -> None:
         log.info("the load is shared with the other routers: %d are known", len(self._ledger))
-        self.available, self._delay = True, FIRST_DELAY
+        self.available, self._failing = True, False
+        self._backoff.reset()
         metrics.LOAD_SHARED.set(1)
 
     def _on_disconnected(self) -> None:
@@ -135,7 +137,7 @@ class LoadSharing:
         metrics.LOAD_SHARED.set(0)
 
     def _log_outage(self, errors: BaseExceptionGroup) -> None:
-        if not self._closing and (self.available or self._delay == FIRST_DELAY):
+        if not self._closing and not self._failing:
             # The type says enough; a message might repeat a part of what was sent.
             name = type(_first(errors)).__name__
             log.warning("the load cannot be shared with the other routers (%s); requests go on", name)
