@@ -13,7 +13,7 @@ from quire_engine.executor.torch.kv_cache import KVCache
 from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.executor.torch.streams import SyncSwapStream
 from quire_engine.kv.copy import BlockCopy
-from quire_engine.models.base import AttentionLayout
+from quire_engine.models.config import AttentionLayout
 from quire_engine.models.errors import ModelError
 from torch.overrides import TorchFunctionMode
 

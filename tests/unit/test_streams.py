@@ -14,7 +14,7 @@ from quire_engine.executor.torch.kv_cache import KVCache
 from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.executor.torch.streams import CudaSwapStream, SyncSwapStream, Wait, make_swap_stream, record_event
 from quire_engine.kv.copy import BlockCopy
-from quire_engine.models.base import AttentionLayout
+from quire_engine.models.config import AttentionLayout
 
 from tests.support.fake_streams import FakeDevice
 

@@ -2,38 +2,12 @@
 architecture.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from quire_engine.attention.base import AttentionBackend
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """What is known of a model before its weights are read.
-
-    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` is equal for
-    equal folders, wherever they lie.
-    """
-
-    architecture: str
-    vocab_size: int
-    max_length: int
-    eos_token_ids: tuple[int, ...]
-    model_revision: str
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayout:
-    """The attention of a model, equal in all its layers: what KV blocks and attention backends are made from."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
+from quire_engine.models.config import AttentionLayout
 
 
 class LayerInputs(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire_engine.models.base import ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import (
     architecture_of,
@@ -46,6 +45,32 @@ OPTIONAL_SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is known of a model before its weights are read.
+
+    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` is equal for
+    equal folders, wherever they lie.
+    """
+
+    architecture: str
+    vocab_size: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    model_revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The attention of a model, equal in all its layers: what KV blocks and attention backends are made from."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from quire_engine.models.base import Model, ModelConfig
-from quire_engine.models.config import DecoderConfig, is_supported
+from quire_engine.models.base import Model
+from quire_engine.models.config import DecoderConfig, ModelConfig, is_supported
 from quire_engine.models.errors import ModelError
 from quire_engine.models.fallback.config import TransformersConfig
 from quire_engine.models.fallback.loading import load_transformers_model

@@ -17,7 +17,7 @@ from quire_engine.executor.torch.sizing import CacheSizes
 from quire_engine.executor.torch.streams import SwapStream, make_swap_stream
 from quire_engine.kv.capacity import KVCacheConfig
 from quire_engine.kv.copy import BlockCopy
-from quire_engine.models.base import AttentionLayout
+from quire_engine.models.config import AttentionLayout
 from quire_engine.models.errors import ModelError
 
 MIN_BLOCKS = 2

@@ -14,7 +14,8 @@ from quire_engine.executor.torch.backends import check_attention, make_attention
 from quire_engine.executor.torch.graphs import capture_sizes
 from quire_engine.executor.torch.kv_cache import KVCache, min_cache_sizes
 from quire_engine.executor.torch.sizing import CacheSizes
-from quire_engine.models.base import AttentionLayout, Model, ModelConfig
+from quire_engine.models.base import Model
+from quire_engine.models.config import AttentionLayout, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.loading import load_model
 from quire_engine.models.options import LoadOptions

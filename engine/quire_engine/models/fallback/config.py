@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire_engine.models.base import ModelConfig
-from quire_engine.models.config import SUPPORTED_ARCHITECTURES
+from quire_engine.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from quire_engine.models.errors import ModelError
 from quire_engine.models.folder import (
     architecture_of,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from quire_engine.attention.base import AttentionBackend
-from quire_engine.models.base import AttentionLayout
+from quire_engine.models.config import AttentionLayout
 from quire_engine.models.errors import ModelError
 from quire_engine.models.fallback.attention import (
     PAGED_ATTENTION,

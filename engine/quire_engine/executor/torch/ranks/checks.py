@@ -5,8 +5,7 @@ import logging
 import torch
 
 from quire_engine.executor.torch.threads import usable_cores
-from quire_engine.models.base import ModelConfig
-from quire_engine.models.config import DecoderConfig
+from quire_engine.models.config import DecoderConfig, ModelConfig
 from quire_engine.models.errors import ModelError
 
 log = logging.getLogger(__name__)

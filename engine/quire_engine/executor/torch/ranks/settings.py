@@ -9,8 +9,7 @@ import torch
 from quire_engine.config import EngineArgs
 from quire_engine.executor.torch.parts import LoadedModel, load_model_and_attention
 from quire_engine.executor.torch.ranks.group import TensorParallelGroup
-from quire_engine.models.base import ModelConfig
-from quire_engine.models.config import DecoderConfig
+from quire_engine.models.config import DecoderConfig, ModelConfig
 from quire_engine.models.ranks import Communicator
 
 
