@@ -53,17 +53,17 @@ def compiled(model, **how):
 def walk(model, grammar, random, most=400):
     """A text that the grammar lets through, drawn token by token; its end as soon as it may."""
     tokenizer, end, _ = model
-    matcher, token_ids = grammar.matcher(), []
+    matcher, token_ids = grammar.new_matcher(), []
     mask = memoryview(bytearray(VOCABULARY // 8))
     for _ in range(most):
-        matcher.fill(mask)
+        matcher.fill_bitmask(mask)
         allowed = [each for each in range(VOCABULARY) if mask[each // 8] >> (each % 8) & 1]
         if end in allowed and (len(allowed) == 1 or random.random() < 0.5):
             return tokenizer.decode(token_ids, skip_special_tokens=False)
         going_on = [each for each in allowed if each != end]
         closing = [each for each in going_on if (tokenizer.id_to_token(each) or "").startswith(('"', "}", "<", "Ċ"))]
         token = random.choice(closing if closing and random.random() < 0.5 else going_on)
-        matcher.accept([token])
+        matcher.accept_tokens([token])
         token_ids.append(token)
     return None
 
@@ -71,13 +71,13 @@ def walk(model, grammar, random, most=400):
 def accepts(model, grammar, text):
     """Whether the grammar lets a text through as the tokenizer writes it."""
     tokenizer, end, _ = model
-    matcher = grammar.matcher()
+    matcher = grammar.new_matcher()
     mask = memoryview(bytearray(VOCABULARY // 8))
     for token in [*tokenizer.encode(text, add_special_tokens=False).ids, end]:
-        matcher.fill(mask)
+        matcher.fill_bitmask(mask)
         if not mask[token // 8] >> (token % 8) & 1:
             return False
-        matcher.accept([token])
+        matcher.accept_tokens([token])
     return True
 
 
