@@ -1,6 +1,4 @@
-"""The errors a client can see: one code each, with its HTTP and gRPC status. Knows neither HTTP nor gRPC
-libraries.
-"""
+"""The errors a client can see: one code each, with its HTTP and gRPC status."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,4 +1,4 @@
-"""How the services' commands come by their settings: from flags and from variables. Knows no setting by its name."""
+"""How the services' commands come by their settings: from flags and from variables."""
 
 import os
 import sys

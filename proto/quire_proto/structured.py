@@ -1,4 +1,4 @@
-"""What an output must look like: the five kinds of grammar that a request can ask for. Knows no grammar library."""
+"""What an output must look like: the five kinds of grammar that a request can ask for."""
 
 import json
 from dataclasses import dataclass

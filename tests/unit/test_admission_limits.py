@@ -255,7 +255,7 @@ async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_l
     async with routers(redis, 3, lease=0.3, max_concurrent=2) as (dead, alive, third):
         with await dead.reserve("t", "dead", 1), await alive.reserve("t", "alive", 1):
             assert (await refusal_of(third)).reason == "max_concurrent"
-            dead._shared._telling.cancel()
+            dead._shared._publisher.cancel()
             await until(admitted(third))
             await asyncio.sleep(0.7)
             with await third.reserve("t", "c", 1):
@@ -345,15 +345,15 @@ async def places_in(client):
 
 
 async def tell_all(meter):
-    await meter._tell_ends()
-    await meter._tell_begun()
+    await meter._send_releases()
+    await meter._send_adopted()
     await meter._renew_all()
 
 
 async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redis):
     async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
         with await dead.reserve("t", "a", 1):
-            dead._shared._telling.cancel()
+            dead._shared._publisher.cancel()
             with heir.adopt("t", "a"):
                 await until(lambda: is_held_by(heir, "a"))
                 await asyncio.sleep(1)  # the lease of the dead router's place is over
@@ -363,7 +363,7 @@ async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redi
 
 
 async def is_held_by(limits, request_id):
-    return not limits._shared._begun and request_id in await places_in(limits._shared._client)
+    return not limits._shared._adopted and request_id in await places_in(limits._shared._client)
 
 
 async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_first(redis):
@@ -372,7 +372,7 @@ async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_fi
             await spend(other, "a", 1, 0)
             await spend(one, "a", 1, 0)
             for limits in (one, other):
-                await limits._shared._tell_ends()
+                await limits._shared._send_releases()
             assert (await refusal_of(other)).reason == "max_concurrent"
         await until(admitted(other))
 
@@ -383,10 +383,10 @@ async def told(meter):
 
 
 async def _is_told(meter):
-    await meter._telling.stop()
-    await meter._tell_ends()
-    meter._telling = None
-    return not meter._ends
+    await meter._publisher.stop()
+    await meter._send_releases()
+    meter._publisher = None
+    return not meter._releases
 
 
 async def test_limits_are_shared_until_redis_could_not_be_asked():
@@ -433,7 +433,7 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
         raise ConnectionError
 
     meter = RedisRateLimiter("redis://127.0.0.1:1/0")
-    meter._charge = fail
+    meter._reserve_script = fail
     for number in range(5):
         assert await meter.reserve(ReserveRequest("t", str(number), 1, 1, None)) is None
     await meter.close()
@@ -446,7 +446,7 @@ async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
         return reply
 
     meter = RedisRateLimiter("redis://127.0.0.1:1/0")
-    meter._charge = answer
+    meter._reserve_script = answer
     assert await meter.reserve(ReserveRequest("t", "r", 1, 1, None)) is None
     await meter.close()
 

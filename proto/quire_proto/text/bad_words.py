@@ -1,4 +1,4 @@
-"""Words that an output may not have, as the tokens that write them. Knows no model beyond its text."""
+"""Words that an output may not have, as the tokens that write them."""
 
 from collections.abc import Iterator, Sequence
 

@@ -1,4 +1,4 @@
-"""A model's chat template: messages in, prompt text out. Knows no tokens, and takes templates from model folders only.
+"""A model's chat template: messages in, prompt text out. Templates come from model folders only.
 
 Templates are programs, so they run in a sandbox (``quire_proto.text.sandbox``), with the helpers that Hugging Face
 templates expect.

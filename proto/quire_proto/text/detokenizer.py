@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece. Knows no stop strings.
+"""Tokens to text, piece by piece.
 
 The method keeps a short window of tokens whose text is already out, decodes it together with the new ones, and hands
 out the difference: decoders of the sentencepiece kind treat a first token's space differently, and a character may lie

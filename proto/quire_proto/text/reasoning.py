@@ -1,6 +1,4 @@
-"""Thoughts that a model marks with ``<think>`` and ``</think>`` before it answers, told apart from the answer. Knows no
-tokens.
-"""
+"""Thoughts that a model marks with ``<think>`` and ``</think>`` before it answers, told apart from the answer."""
 
 from quire_proto.text.held import (
     MAX_MARKER_SPACE,

@@ -1,4 +1,4 @@
-"""Stop strings: finds the first one in text that arrives in pieces. Knows no tokens."""
+"""Stop strings: finds the first one in text that arrives in pieces."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The bytes that single tokens write. Knows no requests and no outputs: text is the detokeniser's.
+"""The bytes that single tokens write. Text comes from the detokeniser.
 
 A token may hold a part of a character, which has no text, but always the same bytes.
 """

@@ -19,15 +19,15 @@ from quire_router.redis_client import lua_source, redis_client
 from quire_router.supervise import SupervisedTask, supervise
 
 log = logging.getLogger(__name__)
-_ASKING = 16  # requests at a time, each on a connection of its own
-_CONNECTIONS = _ASKING + 1  # one for what has ended
+_MAX_CONCURRENT_REQUESTS = 16  # requests at a time, each on a connection of its own
+_CONNECTIONS = _MAX_CONCURRENT_REQUESTS + 1  # one for what has ended
 _FAILURES_IN_A_ROW = 3  # until all count by themselves: one that is slow may be this loop's own lag, or one key's
 _HELD_UP = 0.005  # seconds by which a timer is late where the loop was held up
-_PATIENCE = 2.0  # seconds of one exchange; a request waits less
-_AWAY = 1.0  # seconds in which Redis is not asked again after it failed
-_LAST_WORDS = 1.0  # seconds for what is not told yet when closing
-_AT_ONCE = 1000
-_MOST_ENDS = 50_000
+_EXCHANGE_TIMEOUT = 2.0  # seconds of one exchange; a request waits less
+_RETRY_AFTER_FAILURE = 1.0  # seconds in which Redis is not asked again after it failed
+_CLOSE_TIMEOUT = 1.0  # seconds for what is not told yet when closing
+_BATCH_SIZE = 1000
+_MAX_PENDING_RELEASES = 50_000
 _FAILURES = (RedisError, OSError, TimeoutError)
 _REPLY = 5  # numbers that the script returns
 T = TypeVar("T")
@@ -41,79 +41,79 @@ class RedisRateLimiter:
 
     def __init__(self, place: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
         # A connection that died with a former Redis is replaced at once.
-        self._client = redis_client(place, timeout=_PATIENCE, repeats=1, connections=_CONNECTIONS)
+        self._client = redis_client(place, timeout=_EXCHANGE_TIMEOUT, repeats=1, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
-        self._charge = self._client.register_script(lua_source(__package__, "charge"))
-        self._held: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._begun: dict[tuple[str, str], None] = {}
-        self._ends: deque[tuple[str, str, int, int]] = deque(maxlen=_MOST_ENDS)
-        self._news = asyncio.Event()
-        self._telling: SupervisedTask | None = None
-        self._away_until = 0.0
+        self._reserve_script = self._client.register_script(lua_source(__package__, "reserve"))
+        self._running: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._adopted: dict[tuple[str, str], None] = {}
+        self._releases: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_PENDING_RELEASES)
+        self._changed = asyncio.Event()
+        self._publisher: SupervisedTask | None = None
+        self._unavailable_until = 0.0
         self._failures = 0  # one after the other
-        self._asking = asyncio.Semaphore(_ASKING)
+        self._request_slots = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
         metrics.LIMITS_SHARED.set(1)  # until it could not be asked
 
     async def reserve(self, charge: ReserveRequest) -> ReserveResult | None:
         """See ``SharedRateLimiter``."""
         self._start()
-        async with self._asking:  # before time is counted: others here are no reason to take Redis for slow
-            return None if self._is_away else await self._ask(charge)
+        async with self._request_slots:  # before time is counted: others here are no reason to take Redis for slow
+            return None if self._is_unavailable else await self._ask(charge)
 
     async def _ask(self, charge: ReserveRequest) -> ReserveResult | None:
         try:
-            asking = self._charge(keys=_keys(charge.tenant), args=self._arguments(charge))
-            reply = _read(await _answered(asking, self._timeout))
+            asking = self._reserve_script(keys=_keys(charge.tenant), args=self._arguments(charge))
+            reply = _read(await _with_timeout(asking, self._timeout))
         except _FAILURES as error:
-            self._lose(error)
-            self._note_end(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
+            self._record_failure(error)
+            self._queue_release(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
             return None
         except asyncio.CancelledError:
-            self._note_end(charge.tenant, charge.request_id)
+            self._queue_release(charge.tenant, charge.request_id)
             raise
         self._failures = 0
         metrics.LIMITS_SHARED.set(1)
         admitted, placed, request_debt, token_debt, running = reply
         if admitted and charge.max_concurrent is not None:
-            self._held[charge.tenant][charge.request_id] += 1
+            self._running[charge.tenant][charge.request_id] += 1
         return ReserveResult(bool(admitted), bool(placed), request_debt, token_debt, running)
 
     def adopt(self, tenant: str, request_id: str) -> None:
         """See ``SharedRateLimiter``."""
         self._start()
-        self._held[tenant][request_id] += 1
-        self._begun[tenant, request_id] = None
-        self._news.set()
+        self._running[tenant][request_id] += 1
+        self._adopted[tenant, request_id] = None
+        self._changed.set()
 
     def release(
         self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
         """See ``SharedRateLimiter``."""
-        held = self._held[tenant]
+        held = self._running[tenant]
         held[request_id] -= 1
         if held[request_id] <= 0:
             del held[request_id]
-            self._begun.pop((tenant, request_id), None)
+            self._adopted.pop((tenant, request_id), None)
         if not held:
-            del self._held[tenant]
+            del self._running[tenant]
         if placed or request_refund or token_refund:
-            self._note_end(tenant, request_id if placed else "", request_refund, token_refund)
+            self._queue_release(tenant, request_id if placed else "", request_refund, token_refund)
 
     async def close(self) -> None:
         """Tells what has ended, within a bounded time, and lets go of connections."""
-        if self._telling is not None:
-            await self._telling.stop()
+        if self._publisher is not None:
+            await self._publisher.stop()
             try:
-                async with asyncio.timeout(_LAST_WORDS):
-                    await self._tell_ends()
+                async with asyncio.timeout(_CLOSE_TIMEOUT):
+                    await self._send_releases()
             except _FAILURES:
-                log.warning("the end of %d requests was not counted", len(self._ends))
+                log.warning("the end of %d requests was not counted", len(self._releases))
         await self._client.aclose()
 
-    def _note_end(self, tenant: str, request_id: str, request_refund: int = 0, token_refund: int = 0) -> None:
-        self._ends.append((tenant, request_id, request_refund, token_refund))
-        self._news.set()
+    def _queue_release(self, tenant: str, request_id: str, request_refund: int = 0, token_refund: int = 0) -> None:
+        self._releases.append((tenant, request_id, request_refund, token_refund))
+        self._changed.set()
 
     def _arguments(self, charge: ReserveRequest) -> list[Any]:
         most = -1 if charge.max_concurrent is None else charge.max_concurrent
@@ -124,65 +124,65 @@ class RedisRateLimiter:
         return round(self._lease * MICROSECONDS)
 
     def _start(self) -> None:
-        if self._telling is None:
-            self._telling = supervise("limits", self._tell)
+        if self._publisher is None:
+            self._publisher = supervise("limits", self._publish)
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         """Tells Redis what has ended and what is held as it comes, and three times a lease all that goes on."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         while True:
             due = renewed + self._lease / 3
-            await self._wait_for_news(due - loop.time())
+            await self._wait_for_changes(due - loop.time())
             try:
-                await self._tell_ends()  # first: what is held may be what has ended just before
-                await self._tell_begun()
+                await self._send_releases()  # first: what is held may be what has ended just before
+                await self._send_adopted()
                 if loop.time() >= due:
                     renewed = loop.time()
                     await self._renew_all()
             except _FAILURES as error:
-                self._lose(error)
-                await asyncio.sleep(_AWAY)
+                self._record_failure(error)
+                await asyncio.sleep(_RETRY_AFTER_FAILURE)
             except Exception:  # whatever went wrong with one of them, the others have to be renewed
                 log.exception("limits cannot be told to Redis")
-                await asyncio.sleep(_AWAY)
+                await asyncio.sleep(_RETRY_AFTER_FAILURE)
 
-    async def _wait_for_news(self, seconds: float) -> None:
+    async def _wait_for_changes(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await self._news.wait()
+                await self._changed.wait()
         except TimeoutError:
             pass
 
-    async def _tell_ends(self) -> None:
+    async def _send_releases(self) -> None:
         """Of what could not be told, the places are given back the next time. Tokens are not: given back twice, they
         would be too many.
         """
-        self._news.clear()
-        while self._ends:
-            ends = [self._ends.popleft() for _ in range(min(_AT_ONCE, len(self._ends)))]
+        self._changed.clear()
+        while self._releases:
+            ends = [self._releases.popleft() for _ in range(min(_BATCH_SIZE, len(self._releases)))]
             pipeline = self._client.pipeline(transaction=False)
             for tenant, request_id, *refunds in ends:
-                pipeline.eval(_END, 3, *_keys(tenant), request_id, *map(str, refunds))
+                pipeline.eval(_RELEASE, 3, *_keys(tenant), request_id, *map(str, refunds))
             try:
                 answers = await pipeline.execute(raise_on_error=False)
             except BaseException:
-                self._end_again(ends)
+                self._requeue_releases(ends)
                 raise
             failed = {end: error for end, error in zip(ends, answers, strict=True) if isinstance(error, Exception)}
             if failed:
-                self._end_again([end for end, error in failed.items() if "WRONGTYPE" not in str(error)])
+                self._requeue_releases([end for end, error in failed.items() if "WRONGTYPE" not in str(error)])
                 raise next(iter(failed.values()))
 
-    def _end_again(self, ends: Sequence[tuple[str, str, int, int]]) -> None:
+    def _requeue_releases(self, ends: Sequence[tuple[str, str, int, int]]) -> None:
         """Notes the ends of places once more, but of those that were taken again since."""
-        places = [end for end in ends if end[1] and end[1] not in self._held.get(end[0], ())]
-        for tenant, request_id, *_ in places[: _MOST_ENDS - len(self._ends)]:
-            self._note_end(tenant, request_id)
+        places = [end for end in ends if end[1] and end[1] not in self._running.get(end[0], ())]
+        for tenant, request_id, *_ in places[: _MAX_PENDING_RELEASES - len(self._releases)]:
+            self._queue_release(tenant, request_id)
 
-    async def _tell_begun(self) -> None:
+    async def _send_adopted(self) -> None:
         """What could not be told is renewed with the rest."""
-        begun, self._begun = self._begun, {}
+        begun, self._adopted = self._adopted, {}
         for tenant, request_id in begun:
             await self._renew(tenant, [request_id])
 
@@ -190,7 +190,7 @@ class RedisRateLimiter:
         """All that is held here, and whether Redis can be asked: perhaps nobody else does."""
         await self._client.ping()
         metrics.LIMITS_SHARED.set(1)
-        for tenant, request_ids in list(self._held.items()):
+        for tenant, request_ids in list(self._running.items()):
             for part in _parts(list(request_ids)):
                 await self._renew(tenant, part)
 
@@ -198,18 +198,18 @@ class RedisRateLimiter:
         await self._client.eval(_RENEW, 1, _keys(tenant)[2], str(self._lease_time), *request_ids)
 
     @property
-    def _is_away(self) -> bool:
-        return asyncio.get_running_loop().time() < self._away_until
+    def _is_unavailable(self) -> bool:
+        return asyncio.get_running_loop().time() < self._unavailable_until
 
-    def _lose(self, error: Exception) -> None:
+    def _record_failure(self, error: Exception) -> None:
         """One that failed counts by itself; all do where Redis is certainly not there, or several failed in a row."""
         self._failures += 1
         gone = isinstance(error, OSError | RedisConnectionError) and not isinstance(error, TimeoutError)
         if not gone and self._failures < _FAILURES_IN_A_ROW:
             return
-        if not self._is_away:
+        if not self._is_unavailable:
             log.warning("limits are counted by this router alone: %s", type(error).__name__)
-        self._away_until = asyncio.get_running_loop().time() + _AWAY
+        self._unavailable_until = asyncio.get_running_loop().time() + _RETRY_AFTER_FAILURE
         metrics.LIMITS_SHARED.set(0)
 
 
@@ -220,13 +220,13 @@ def _read(reply: object) -> list[int]:
     raise RedisError("this is no answer to what was asked")
 
 
-async def _answered(asking: Awaitable[T], seconds: float) -> T:
+async def _with_timeout(asking: Awaitable[T], seconds: float) -> T:
     """What Redis answers within so many seconds, not counting those in which this loop was held up: a timer that is
     late says nothing of Redis, whose answer may be in the socket. Raises ``TimeoutError``, and what ``asking`` raises.
     """
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(asking)
     due = loop.time() + seconds
-    last = due + _PATIENCE
+    last = due + _EXCHANGE_TIMEOUT
     try:
         while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
             held_up = loop.time() - due
@@ -241,7 +241,7 @@ async def _answered(asking: Awaitable[T], seconds: float) -> T:
 
 
 def _parts(entries: Sequence[str]) -> list[Sequence[str]]:
-    return [entries[begin : begin + _AT_ONCE] for begin in range(0, len(entries), _AT_ONCE)]
+    return [entries[begin : begin + _BATCH_SIZE] for begin in range(0, len(entries), _BATCH_SIZE)]
 
 
 def _keys(tenant: str) -> list[str]:
@@ -249,4 +249,4 @@ def _keys(tenant: str) -> list[str]:
     return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
 
 
-_END, _RENEW = lua_source(__package__, "end"), lua_source(__package__, "renew")
+_RELEASE, _RENEW = lua_source(__package__, "release"), lua_source(__package__, "renew")

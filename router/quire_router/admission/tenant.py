@@ -1,4 +1,4 @@
-"""What one tenant may use, and how it stands beside others. Plain data: knows no keys."""
+"""What one tenant may use, and how it stands beside others. Plain data."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

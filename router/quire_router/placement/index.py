@@ -2,7 +2,7 @@
 
 Each block's name leads to a bit mask of its holders, two bits for each engine: its device and its host pool. A prompt
 is matched against all engines at once by going along its blocks and keeping, with one AND a block, those that had all
-of them so far. Knows no protocol and no link.
+of them so far.
 """
 
 from collections.abc import Iterable, Iterator

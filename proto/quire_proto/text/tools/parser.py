@@ -1,4 +1,4 @@
-"""What parsers of tool calls have in common: text that is held back until it is known what it is. Knows no format."""
+"""What parsers of tool calls have in common: text that is held back until it is known what it is."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
