@@ -8,9 +8,10 @@ import pytest
 import torch
 from quire_engine.executor.torch.kv_cache import KVCache
 from quire_engine.executor.torch.sizing import CacheSizes
-from quire_engine.executor.torch.streams import CudaSwapStream, Wait
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.config import AttentionLayout
+
+from tests.support.swap_streams import SwapStreamWithout, Wait
 
 pytestmark = pytest.mark.gpu
 NEEDS_FLASHINFER = False
@@ -26,7 +27,7 @@ class Pool:
 
     def __init__(self, device: torch.device, left_out: Wait | None) -> None:
         pools = CacheSizes(BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
-        order = CudaSwapStream(device, left_out=left_out)
+        order = SwapStreamWithout(device, left_out)
         self.cache = KVCache(LAYOUT, 16, pools, torch.bfloat16, device, swap_stream=order)
         self._factor = torch.randn(4096, 4096, device=device)
         torch.cuda.synchronize()

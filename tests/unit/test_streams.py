@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from quire_engine.executor.base import CopyError
 from quire_engine.executor.torch.kv_cache import KVCache
 from quire_engine.executor.torch.sizing import CacheSizes
-from quire_engine.executor.torch.streams import CudaSwapStream, SyncSwapStream, Wait, make_swap_stream, record_event
+from quire_engine.executor.torch.streams import CudaSwapStream, SyncSwapStream, make_swap_stream, record_event
 from quire_engine.kv.copy import BlockCopy
 from quire_engine.models.config import AttentionLayout
 
 from tests.support.fake_streams import FakeDevice
+from tests.support.swap_streams import SwapStreamWithout, Wait
 
 LAYOUT = AttentionLayout(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1, scale=1.0)
 BLOCK_BYTES = 2 * 4
@@ -69,7 +70,7 @@ def outcome_on(seed: int, plan: list[Step], left_out: Wait | None = None) -> Out
     fake, read = FakeDevice(seed), []
     with pytest.MonkeyPatch.context() as patch, fake:
         fake.install(patch)
-        order = CudaSwapStream(CPU, left_out=left_out)
+        order = SwapStreamWithout(CPU, left_out)
         cache = KVCache(
             LAYOUT, 1, CacheSizes(DEVICE * BLOCK_BYTES, HOST * BLOCK_BYTES), torch.float32, CPU, swap_stream=order
         )

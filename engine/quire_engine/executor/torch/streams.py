@@ -6,7 +6,6 @@ On the CPU everything has happened when its call returns, so there is nothing to
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum, auto
 from typing import Protocol
 
 import torch
@@ -23,8 +22,8 @@ class StepEvent(Protocol):
 class SwapStream(Protocol):
     """Where block copies stand among the work that computes with blocks. Used by one thread.
 
-    Copies come after the last work that was said to be ``computed``, and before all work that is launched after
-    ``copying`` was left. Among each other they keep their order.
+    Copies run after all work that was launched before the last ``record_compute``, and before all work that is launched
+    after ``swap_region``. Among each other they keep their order.
     """
 
     def record_compute(self) -> None:
@@ -34,13 +33,6 @@ class SwapStream(Protocol):
     def swap_region(self) -> AbstractContextManager[None]:
         """The copies that are launched inside are ordered as above."""
         ...
-
-
-class Wait(Enum):
-    """The two waits that order copies on a stream of their own."""
-
-    COPIES_FOR_COMPUTE = auto()
-    COMPUTE_FOR_COPIES = auto()
 
 
 class SyncSwapStream:
@@ -59,14 +51,13 @@ class CudaSwapStream:
 
     They run beside what computes without blocks, which is the drawing of tokens, and beside the upload of the next
     batch. Copies in both directions wait for the last forward pass, as it reads what is copied out and may still write
-    what is copied over. ``left_out`` is for showing that a wait is needed: the engine leaves none out.
+    what is copied over.
     """
 
-    def __init__(self, device: torch.device, *, left_out: Wait | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._compute_done = torch.cuda.Event()
-        self._left_out = left_out
 
     def record_compute(self) -> None:
         """See ``SwapStream.record_compute``."""
@@ -76,14 +67,18 @@ class CudaSwapStream:
     def swap_region(self) -> Iterator[None]:
         """See ``SwapStream.swap_region``."""
         compute = torch.cuda.current_stream(self._device)
-        if self._left_out is not Wait.COPIES_FOR_COMPUTE:
-            self._stream.wait_event(self._compute_done)
+        self._wait_for_compute()
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:  # after a failure too: what was launched before it still reads and writes blocks
-            if self._left_out is not Wait.COMPUTE_FOR_COPIES:
-                compute.wait_stream(self._stream)
+            self._make_compute_wait(compute)
+
+    def _wait_for_compute(self) -> None:
+        self._stream.wait_event(self._compute_done)
+
+    def _make_compute_wait(self, compute: torch.cuda.Stream) -> None:
+        compute.wait_stream(self._stream)
 
 
 class _Passed:
