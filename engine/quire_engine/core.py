@@ -52,7 +52,7 @@ class GetSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Ends the loop when the step under way is done; what is running is left as it is."""
+    """Ends the loop when the step in flight is done; what is running is left as it is."""
 
 
 Command = AddRequest | AbortRequest | GetSnapshot | Shutdown

@@ -1,6 +1,4 @@
-"""One request, the sequences it generates, and what is counted on the way. Knows no blocks' meaning, no tensors, no
-text.
-"""
+"""One request, the sequences it generates, and what is counted on the way."""
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field, replace

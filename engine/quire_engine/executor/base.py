@@ -1,4 +1,4 @@
-"""The ``Executor`` protocol: carries out step plans. Knows no scheduler, no request and no text."""
+"""The ``Executor`` protocol: executes scheduler outputs."""
 
 from typing import Protocol
 
@@ -52,7 +52,7 @@ class Executor(Protocol):
 
 
 class AsyncModelOutput(Protocol):
-    """A plan that is under way. ``sample_tokens`` is called once, then ``get_output`` once.
+    """A plan that is in flight. ``sample_tokens`` is called once, then ``get_output`` once.
 
     A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
     computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
@@ -75,13 +75,13 @@ class AsyncModelOutput(Protocol):
 class AsyncExecutor(Executor, Protocol):
     """Computes a step while the next one is planned. Steps are carried out in the order of their launch: what one
     writes, the next one reads, and what one reads or writes, copies in either direction included, only later ones
-    overwrite. The scheduler relies on it: blocks are given to others while a step under way still uses them.
+    overwrite. The scheduler relies on it: blocks are given to others while a step in flight still uses them.
 
     With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
     have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but not
     its ``get_output``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
     What the plan holds is to be read in ``execute_model_async``, but for the token lists of its draws: block tables
-    change afterwards. ``execute_model`` may be called when nothing is under way.
+    change afterwards. ``execute_model`` may be called when nothing is in flight.
     """
 
     def execute_model_async(self, plan: SchedulerOutput) -> AsyncModelOutput:

@@ -1,4 +1,4 @@
-"""How long a step takes: a formula in place of a device. Knows plans, and neither scheduler nor clock."""
+"""How long a step takes: a formula in place of a device."""
 
 from dataclasses import dataclass, fields
 

@@ -1,1 +1,1 @@
-"""KV memory as bookkeeping: which block holds what, for whom. Knows neither tensors nor requests' meaning."""
+"""KV memory as bookkeeping: which block holds what, for whom."""

@@ -7,7 +7,7 @@ out before it computes, first those to the host, then those within the device, t
 order is right whatever was decided when, a host block that is to be read is held until the plan is complete
 (``take_pending_copies``): nothing can be written over it meanwhile. On the device nothing needs holding: only sequences
 that the plan has not reached yet give way, so no block that the plan writes is freed by it. Nor is anything held for a
-step that is under way while the next one is planned: it is carried out first, copies and all.
+step that is in flight while the next one is planned: it is carried out first, copies and all.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Beam search as arithmetic on candidates: which beams go on, which are finished, when it ends. Knows no blocks.
+"""Beam search as arithmetic on candidates: which beams go on, which are finished, when it ends.
 
 The rules are those of transformers' beam search, so that the same model gives the same beams: a step looks at the
 best ``width * max(2, 1 + stop tokens)`` continuations of all beams together. Those that end are hypotheses if they are

@@ -82,7 +82,7 @@ class BatchScheduler:
             self._preempt_recompute(sequence, PreemptionReason.LOST)
 
     def schedule(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
-        """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still under way."""
+        """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still in flight."""
         plan = SchedulerOutput(step)
         self.out_of_memory.clear()
         budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
@@ -195,7 +195,7 @@ class BatchScheduler:
             self._preempt_recompute(victim, reason)
 
     def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
-        # Its blocks are copied after the step under way, so with what that computes for it.
+        # Its blocks are copied after the step in flight, so with what that computes for it.
         victim.num_computed_tokens = victim.num_scheduled_tokens
         blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
         self._statistics.blocks_swapped_out += blocks

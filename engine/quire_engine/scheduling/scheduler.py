@@ -5,7 +5,7 @@ and the choices part: their tables share every block, and whoever writes first i
 copy of it. From then on they are sequences like all others, except for beams, which wait for each other at every token.
 
 One step may be planned ahead: while the one before it is under way. What ends, gives way or is aborted meanwhile gives
-its blocks back at once, although a step under way still writes into them. That is safe because
+its blocks back at once, although a step in flight still writes into them. That is safe because
 
 * steps are carried out in the order of their plans, copies first: whoever is given such a block later writes it later;
 * a block is named only when what fills it is committed, so nothing finds a block that is still written, and a chunk
@@ -102,7 +102,7 @@ class Scheduler:
                 self._abort_choice(group, index)
 
     def schedule(self) -> SchedulerOutput:
-        """What the next step does. Empty when nothing can be computed, which may be for want of what the step under way
+        """What the next step does. Empty when nothing can be computed, which may be for want of what the step in flight
         makes; an empty plan need not be committed.
         """
         assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
@@ -120,7 +120,7 @@ class Scheduler:
         return plan
 
     def split_for_retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
-        """One plan for each chunk of a step that failed, the oldest that is under way, to be run alone. Chunks whose
+        """One plan for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
         sequence no longer has its blocks are struck from ``plan``.
         """
         plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
