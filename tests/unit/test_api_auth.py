@@ -163,7 +163,7 @@ def test_what_is_stored_of_a_key_is_slow_to_guess_from_and_the_same_in_every_rou
     derived = hashlib.scrypt(KEY.encode(), salt=b"quire caller", n=2**14, r=8, p=1, dklen=22)
 
     for _ in range(2):
-        caller = StaticKeys([KEY]).caller(f"Bearer {KEY}")
+        caller = StaticKeys([KEY]).authenticate(f"Bearer {KEY}")
         assert (caller.tenant, caller.cache_salt) == (derived[:6].hex(), derived[6:])
 
 
@@ -178,13 +178,13 @@ async def test_a_thousand_keys_open_at_once_and_each_is_derived_once(monkeypatch
     names = [f"the-right-key-{number}" for number in range(1000)]
     keys = StaticKeys(names)
     assert derived == []
-    early = keys.caller(f"Bearer {names[700]}")
+    early = keys.authenticate(f"Bearer {names[700]}")
     assert derived == [names[700]]
     with pytest.raises(QuireError):
-        keys.caller("Bearer the-right-key-1000")
+        keys.authenticate("Bearer the-right-key-1000")
     await keys.prepare()
     assert sorted(derived) == sorted(names)
-    callers = [keys.caller(f"Bearer {name}") for name in names]
+    callers = [keys.authenticate(f"Bearer {name}") for name in names]
     assert callers[700] == early
     assert len({caller.tenant for caller in callers}) == len(names)
     assert len(derived) == len(names)
@@ -200,9 +200,9 @@ async def test_without_configured_keys_everyone_shares():
 def test_a_caller_is_known_by_the_key_alone():
     keys = StaticKeys([KEY])
 
-    assert keys.caller(f"Bearer {KEY}") != ANONYMOUS
+    assert keys.authenticate(f"Bearer {KEY}") != ANONYMOUS
     with pytest.raises(QuireError) as refusal:
-        keys.caller()
+        keys.authenticate()
     assert refusal.value.code == ErrorCode.UNAUTHENTICATED
 
 
@@ -217,7 +217,7 @@ async def unary(channel, method, metadata):
 @pytest.mark.parametrize("authorization", ["", KEY, f"Token {KEY}"])
 def test_who_sends_a_key_in_another_form_is_told_the_right_one(authorization):
     with pytest.raises(QuireError, match="Authorization: Bearer KEY"):
-        StaticKeys([KEY]).caller(authorization)
+        StaticKeys([KEY]).authenticate(authorization)
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", KEY),)])

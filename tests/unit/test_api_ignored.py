@@ -13,7 +13,7 @@ from quire_router.api.identity import ANONYMOUS
 from quire_router.api.reading import ParsedDelta, ToolCallDelta
 from quire_router.api.rest.said import message_object
 from quire_router.api.schemas import ChatRequest, CompletionRequest
-from quire_router.api.strict import in_header
+from quire_router.api.strict import as_header_value
 from quire_router.api.tools import CalledFunction, ToolCall
 from quire_router.api.validate import Validator
 
@@ -77,7 +77,7 @@ def prompt_with(*messages, template=SEES_ALL):
     text = text_with(template)
     validator = Validator({MODEL: text}, lambda _: Limits(2**20, text.vocab_size))
     body = json.dumps({"model": MODEL, "messages": messages, "tools": [tool()]}).encode()
-    request, ignored = validator.taken(ChatRequest.from_json(body), MODEL)
+    request, ignored = validator.drop_ignored(ChatRequest.from_json(body), MODEL)
     assert ignored == ()
     (generation,) = validator.generations(request, "id", ANONYMOUS)
     return text.decode(list(generation.prompt_token_ids))
@@ -204,7 +204,7 @@ NAMES = st.text(max_size=200) | st.text("\r\n:, é\x00\x7f", max_size=9)
 @settings(max_examples=300)
 @given(st.lists(NAMES, min_size=1, max_size=60))
 def test_names_of_clients_make_a_short_header_of_plain_letters(names):
-    value = in_header(names)
+    value = as_header_value(names)
 
     assert len(value) <= 16 * 66 + 8
     assert re.fullmatch(r"[A-Za-z0-9_.?\[\], +-]*", value)

@@ -111,7 +111,7 @@ def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
             if chunks.shown.anything:
                 await chunks.shown.read(delta)
             data = data or chunks.opening()
-            data += chunks.piece(delta)
+            data += chunks.encode(delta)
         return data
 
     data = asyncio.run(write())
@@ -152,8 +152,8 @@ def test_messages_before_a_cut_and_messages_from_its_last_id_on_are_all_messages
     for cut in range(len(whole) + 1):
         after = inner(whole[cut - 1]).event_id if cut else ""
         again = over_grpc(told, after)
-        assert [text_of(again, index) for index in range(told.admitted.choices)] == [
-            text_of(whole[cut:], index) for index in range(told.admitted.choices)
+        assert [text_of(again, index) for index in range(told.admitted.num_choices)] == [
+            text_of(whole[cut:], index) for index in range(told.admitted.num_choices)
         ]
         assert ends_of(again) == ends_of(whole[cut:])
         assert [inner(each).event_id for each in again] == [inner(each).event_id for each in whole[cut:]]
@@ -165,7 +165,7 @@ def test_an_answer_that_began_over_rest_goes_on_over_grpc(told, data):
     events = over_rest(told)
     cut = data.draw(st.integers(0, len(events) - 1))
     again = over_grpc(told, events[cut - 1][0] if cut else "")
-    for index in range(told.admitted.choices):
+    for index in range(told.admitted.num_choices):
         before = [
             choice.get("text") or choice.get("delta", {}).get("content") or ""
             for _, event in events[:cut]

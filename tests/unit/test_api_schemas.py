@@ -261,7 +261,7 @@ def parsed(fields):
 
 
 def validated(request):
-    request, _ = VALIDATOR.taken(request, MODEL)
+    request, _ = VALIDATOR.drop_ignored(request, MODEL)
     return VALIDATOR.generations(request, "id", ANONYMOUS)
 
 

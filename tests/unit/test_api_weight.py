@@ -31,7 +31,7 @@ TOO_MUCH = {
 def marks_of(value: object) -> dict[bytes, int]:
     """The marks that JSON needs for ``value``, without those in its texts."""
     children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
-    counts = dict.fromkeys(weight._MOST, 0)
+    counts = dict.fromkeys(weight._LIMITS, 0)
     for child in children:
         counts = {mark: count + marks_of(child)[mark] for mark, count in counts.items()}
     counts[b","] += max(0, len(children) - 1)
@@ -48,9 +48,9 @@ def test_a_body_is_refused_for_its_values_and_parts_and_never_for_its_texts(valu
     body, counts = json.dumps(value, ensure_ascii=ascii_only).encode(), marks_of(value)
     mark = data.draw(st.sampled_from(sorted(counts)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(weight._MOST, mark, (counts[mark], "marks"))
+        patch.setitem(weight._LIMITS, mark, (counts[mark], "marks"))
         check_complexity(body)
-        patch.setitem(weight._MOST, mark, (counts[mark] - 1, "marks"))
+        patch.setitem(weight._LIMITS, mark, (counts[mark] - 1, "marks"))
         with pytest.raises(QuireError, match="marks") as refusal:
             check_complexity(body)
     assert refusal.value.code is ErrorCode.INVALID

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from quire_router.api.rest.connection import HttpResponse
 from quire_router.api.rest.direct import DirectWriter, direct_writer
-from quire_router.api.rest.events import COMMENT, KeepAlive, SseStream
+from quire_router.api.rest.events import HEARTBEAT, KeepAlive, SseStream
 from quire_router.api.rest.server import HttpServer, listen
 from starlette.types import Receive, Scope, Send
 
@@ -179,7 +179,7 @@ async def test_the_way_opens_again_after_each_heartbeat() -> None:
 
     async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient() as client:
         body = (await client.get(f"http://127.0.0.1:{port}/")).content
-    assert body.count(COMMENT) > 1
+    assert body.count(HEARTBEAT) > 1
     assert opened[-1], "it opens again after each"
 
 

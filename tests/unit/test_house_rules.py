@@ -182,7 +182,7 @@ SHORT_TASKS = {
     "proto/quire_proto/supervise.py": {"SupervisedTask.__init__"},  # where all others begin
     "router/quire_router/admission/redis_meter.py": {"_answered"},  # one question, within its time
     "router/quire_router/api/rest/connection.py": {"cancel_on_disconnect"},  # a request's
-    "router/quire_router/api/rest/events.py": {"SseStream._look"},
+    "router/quire_router/api/rest/events.py": {"SseStream._check_idle"},
     "router/quire_router/api/together.py": {"_merged"},
     "router/quire_router/autoscale/relay.py": {"Relay._pass_on"},  # a connection's
     "router/quire_router/autoscale/tls_server.py": {"TlsServer._accept"},  # a handshake, within its time

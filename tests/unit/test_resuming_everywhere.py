@@ -119,7 +119,7 @@ async def over_rest(answer: Response) -> AsyncGenerator[Event]:
         async for delta in deltas:
             if chunks.shown.anything:
                 await chunks.shown.read(delta)
-            data = (b"" if opened else chunks.opening()) + chunks.piece(delta)
+            data = (b"" if opened else chunks.opening()) + chunks.encode(delta)
             opened = True
             assert data.endswith(DONE) is (delta.usage is not None)
             for event_id, event in events_of(data.removesuffix(DONE)):

@@ -165,8 +165,8 @@ def keys_of(folder, tenants, *flags, **others):
 
 def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_change(tmp_path):
     keys = keys_of(tmp_path, [entry(keys=[KEY, OTHER])])
-    one, other = (keys.caller(f"Bearer {key}") for key in (KEY, OTHER))
-    later = keys_of(tmp_path, [entry(keys=[OTHER])]).caller(f"Bearer {OTHER}")
+    one, other = (keys.authenticate(f"Bearer {key}") for key in (KEY, OTHER))
+    later = keys_of(tmp_path, [entry(keys=[OTHER])]).authenticate(f"Bearer {OTHER}")
 
     assert one == other
     assert (one.tenant, one.policy.id) == ("a", "a")
@@ -175,28 +175,31 @@ def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_chan
 
 
 def test_a_key_keeps_its_salt_when_it_moves_into_the_file(tmp_path):
-    before, after = StaticKeys([KEY]).caller(f"Bearer {KEY}"), keys_of(tmp_path, [entry()]).caller(f"Bearer {KEY}")
+    before, after = (
+        StaticKeys([KEY]).authenticate(f"Bearer {KEY}"),
+        keys_of(tmp_path, [entry()]).authenticate(f"Bearer {KEY}"),
+    )
     assert before.cache_salt == after.cache_salt
 
 
 def test_salts_do_not_follow_from_names(tmp_path):
-    one = keys_of(tmp_path, [entry(keys=[KEY])]).caller(f"Bearer {KEY}")
-    other = keys_of(tmp_path, [entry(keys=[OTHER])]).caller(f"Bearer {OTHER}")
+    one = keys_of(tmp_path, [entry(keys=[KEY])]).authenticate(f"Bearer {KEY}")
+    other = keys_of(tmp_path, [entry(keys=[OTHER])]).authenticate(f"Bearer {OTHER}")
     assert one.tenant == other.tenant
     assert one.cache_salt != other.cache_salt
 
 
 def test_a_key_that_is_also_a_flag_is_the_tenants(tmp_path):
     keys = keys_of(tmp_path, [entry()], KEY, OTHER, default={"requests_per_minute": 7})
-    assert keys.caller(f"Bearer {KEY}").tenant == "a"
-    plain = keys.caller(f"Bearer {OTHER}")
-    assert plain == StaticKeys([OTHER]).caller(f"Bearer {OTHER}")
+    assert keys.authenticate(f"Bearer {KEY}").tenant == "a"
+    plain = keys.authenticate(f"Bearer {OTHER}")
+    assert plain == StaticKeys([OTHER]).authenticate(f"Bearer {OTHER}")
     assert plain.policy.requests_per_minute == 7
 
 
 def test_a_file_closes_the_door_for_whoever_is_not_in_it(tmp_path):
     with pytest.raises(QuireError) as refusal:
-        keys_of(tmp_path, [entry()]).caller(f"Bearer {OTHER}")
+        keys_of(tmp_path, [entry()]).authenticate(f"Bearer {OTHER}")
     assert refusal.value.code == ErrorCode.UNAUTHENTICATED
 
 

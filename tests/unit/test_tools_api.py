@@ -183,7 +183,7 @@ def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
     limits = Limits(2**20, text.vocab_size)
     request = ChatRequest.from_json(json.dumps({**ASKED, **fields}).encode())
     validator = Validator({MODEL: text}, lambda _: limits)
-    request, _ = validator.taken(request, MODEL)
+    request, _ = validator.drop_ignored(request, MODEL)
     (generation,) = validator.generations(request, "id", ANONYMOUS)
     return generation, text.decode(list(generation.prompt_token_ids))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.admitted import PreparedRequest
-from quire_router.api.calling import naming_tools
+from quire_router.api.calling import naming_schema_at_fault
 from quire_router.api.earlier import RequestStore, StoredRequest, parse_cursor
 from quire_router.api.echo import with_prompt_echo
 from quire_router.api.identity import Identity
@@ -120,7 +120,7 @@ def _response(admitted: PreparedRequest, deltas: AsyncGenerator[Delta], mark: St
         deltas = OwnedDeltaStream(with_prompt_echo(deltas, admitted.generations, admitted.text, known), deltas.aclose)
     structured = admitted.first.params.structured
     if admitted.response_options.tools and structured is not None:
-        deltas = OwnedDeltaStream(naming_tools(deltas, structured.text), deltas.aclose)
+        deltas = OwnedDeltaStream(naming_schema_at_fault(deltas, structured.text), deltas.aclose)
     return Response(admitted, deltas, mark)
 
 

@@ -19,7 +19,7 @@ from quire_router.api.schemas import ChatRequest, GenerationBody, TemplatedBody,
 from quire_router.api.tools import Tool, too_large
 from quire_router.generation import Delta
 
-Request = TypeVar("Request", bound=TemplatedBody)
+TemplatedT = TypeVar("TemplatedT", bound=TemplatedBody)
 
 _REFUSED = re.compile(
     r"The grammar cannot be used, line (\d{1,6}): (?:failed to compile JSON schema: )?(.*)", re.DOTALL
@@ -80,7 +80,7 @@ def _check_guided(request: ChatRequest) -> None:
             raise invalid(param, f"{param} and {other} exclude each other.")
 
 
-async def naming_tools(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
+async def naming_schema_at_fault(deltas: AsyncGenerator[Delta], grammar: str) -> AsyncGenerator[Delta]:
     """The same pieces; where the engine refuses the ``grammar`` of ``structured_of``, the schema at fault is named.
     Closes ``deltas``.
     """
@@ -114,7 +114,7 @@ def detect_tool_format(text: ModelTokenizer) -> ToolFormat:
     raise invalid("tools", "This model's chat template knows no tools.")
 
 
-def for_template(request: Request, text: ModelTokenizer) -> tuple[Request, Sequence[str]]:
+def drop_unsupported_by_template(request: TemplatedT, text: ModelTokenizer) -> tuple[TemplatedT, Sequence[str]]:
     """The request without tools where the model's template knows none, and the names of the parameters that change
     nothing with this template. Raises ``QuireError`` for tools that must be called, and for variables of the template
     that requests may not set.

@@ -14,7 +14,7 @@ MAX_LABEL_CHARACTERS = 512
 MAX_METADATA, MAX_METADATA_KEY_CHARACTERS = 16, 64
 MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer prompt can come as text
 MAX_PROMPTS = 128
-_MOST = 2**64
+_MAX_ABS = 2**64
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
 
@@ -72,7 +72,7 @@ def _token_id(key: object) -> int:
 
 
 def _bias(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MAX_ABS < value < _MAX_ABS:
         raise invalid("logit_bias", "Each value in logit_bias must be a number.")
     return float(value)
 
@@ -133,7 +133,7 @@ BadWords = Annotated[
 EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]
 StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
 Number = float | None
-Integer = Annotated[int, Field(gt=-_MOST, lt=_MOST)] | None  # wide enough: the true ranges are quire_proto's
+Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS)] | None  # wide enough: the true ranges are quire_proto's
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
 Effort = Annotated[
     str,

@@ -27,10 +27,10 @@ from quire_router.api.identity import ANONYMOUS, Identity, StaticKeys
 from quire_router.api.running import BodyBudget, ConcurrencyLimit
 from quire_router.api.schemas import GenerationBody
 from quire_router.api.shape import ResponseOptions
-from quire_router.api.strict import in_header
+from quire_router.api.strict import as_header_value
 from quire_router.api.terms import NO_OPTIONS, RequestOptions, apply_options
 from quire_router.api.together import MultiPromptRunner
-from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenized, tokenized
+from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
 from quire_router.api.validate import Validator, unknown_model
 
 _TRACER = trace.get_tracer("quire.router")
@@ -128,7 +128,7 @@ class ApiService:
         """
 
         def validated(request: GenerationBody) -> PreparedRequest:
-            request, ignored = self._validator.taken(request, request.model)
+            request, ignored = self._validator.drop_ignored(request, request.model)
             generations = self._validator.generations(request, request_id, caller)
             ids = request.include_event_ids or bool(terms.key)
             text = self._validator.text(request.model)
@@ -201,9 +201,9 @@ class ApiService:
         """
 
         def written(request: TokenizeRequest) -> T:
-            request, ignored = self._validator.taken(request, request.model)
+            request, ignored = self._validator.drop_ignored(request, request.model)
             max_model_len = self._card(request.model).max_model_len
-            return write(tokenized(request, self._validator.text(request.model), max_model_len, ignored))
+            return write(tokenize(request, self._validator.text(request.model), max_model_len, ignored))
 
         with counting_rejections():
             await self._charge(caller)
@@ -215,8 +215,8 @@ class ApiService:
         """See ``detokenized`` and ``tokenize``; and the parameters that are ignored."""
 
         def text_of(request: DetokenizeRequest) -> tuple[str, Sequence[str]]:
-            request, ignored = self._validator.taken(request, request.model)
-            return detokenized(request, self._validator.text(request.model)), ignored
+            request, ignored = self._validator.drop_ignored(request, request.model)
+            return detokenize(request, self._validator.text(request.model)), ignored
 
         with counting_rejections():
             await self._charge(caller)
@@ -301,7 +301,7 @@ class ApiService:
 
 def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:
     """That parameters changed nothing, by the name of a header or of metadata."""
-    return {"quire-ignored-parameters": in_header(params)} if params else {}
+    return {"quire-ignored-parameters": as_header_value(params)} if params else {}
 
 
 def new_request_id() -> str:

@@ -87,7 +87,7 @@ class StaticKeys:
         for opened in set(self._opened.values()):
             await asyncio.to_thread(opened.caller)
 
-    def caller(self, *authorizations: str) -> Identity:
+    def authenticate(self, *authorizations: str) -> Identity:
         """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
 
         Looks for a hash of the key that only this process can compute: timing says something about that hash at most,

@@ -42,7 +42,7 @@ class ParsedDelta:
     finish_reason: str | None = None
 
     @property
-    def anything(self) -> bool:
+    def has_output(self) -> bool:
         """Whether there is anything to tell."""
         return bool(self.content or self.reasoning or self.calls or self.finish_reason)
 
@@ -66,12 +66,12 @@ class OutputParser:
         self._hides_thoughts = hides_thoughts
         self._calls = 0
 
-    def read(self, delta: Delta) -> ParsedDelta:
+    def parse(self, delta: Delta) -> ParsedDelta:
         """What the next piece says. To be called with every piece in order, also with those that are told already."""
         if delta.finish_reason is None:
-            return self._said(self._push(delta.text))
+            return self._to_delta(self._push(delta.text))
         pieces = [*self._push(delta.text), *self._finish()]
-        said = self._said(pieces, delta.finish_reason)
+        said = self._to_delta(pieces, delta.finish_reason)
         if self._calls and delta.finish_reason is FinishReason.STOP:
             return ParsedDelta(said.content, said.reasoning, said.calls, TOOL_CALLS)
         return said
@@ -95,7 +95,7 @@ class OutputParser:
             result += self._tools.push(piece.text) if isinstance(piece, Content) else [piece]
         return result
 
-    def _said(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
+    def _to_delta(self, pieces: Iterable[OutputPart], reason: FinishReason | None = None) -> ParsedDelta:
         content, reasoning, calls = "", "", list[ToolCallDelta]()
         for piece in pieces:
             if isinstance(piece, Content):

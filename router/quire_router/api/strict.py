@@ -75,7 +75,7 @@ def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
                 yield prefix + name, name in known
 
 
-def in_header(params: Sequence[str]) -> str:
+def as_header_value(params: Sequence[str]) -> str:
     """Names of parameters as the value of a header. Clients chose them, so they are few, short and of plain letters;
     ``+7`` stands for seven more.
     """
@@ -83,7 +83,7 @@ def in_header(params: Sequence[str]) -> str:
     return ", ".join([*names, f"+{len(params) - _MAX_NAMES}"] if len(params) > _MAX_NAMES else names)
 
 
-def unknown(param: str) -> QuireError:
+def unknown_parameter(param: str) -> QuireError:
     """The refusal of a parameter that is not known."""
     return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
 

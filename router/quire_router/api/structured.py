@@ -12,7 +12,7 @@ from quire_proto.errors import QuireError, invalid
 from quire_proto.structured import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
 
 from quire_router.api.fields import Parsed
-from quire_router.api.strict import StrictModel, Unsupported, unknown
+from quire_router.api.strict import StrictModel, Unsupported, unknown_parameter
 
 _OBJECT = TypeAdapter(dict[str, Any])
 
@@ -71,7 +71,7 @@ class StructuredOutputs(StrictModel):
     def _check(self) -> Self:
         for name, value in (self.model_extra or {}).items():
             if value is not None and name not in self.unsupported:
-                raise unknown(f"structured_outputs.{name}")
+                raise unknown_parameter(f"structured_outputs.{name}")
         return self
 
 

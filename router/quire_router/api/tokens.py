@@ -80,7 +80,7 @@ class TokenizeResult:
     ignored: Sequence[str] = ()
 
 
-def tokenized(
+def tokenize(
     request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
 ) -> TokenizeResult:
     """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
@@ -96,7 +96,7 @@ def tokenized(
     return TokenizeResult(tokens, strings, max_model_len, ignored)
 
 
-def detokenized(request: DetokenizeRequest, text: ModelTokenizer) -> str:
+def detokenize(request: DetokenizeRequest, text: ModelTokenizer) -> str:
     """The text of tokens, special ones and all. Raises ``QuireError`` for a token that the model does not have."""
     if request.tokens and max(request.tokens) >= text.vocab_size:
         raise invalid("tokens", f"tokens holds a token id outside of this model's vocabulary of {text.vocab_size}.")

@@ -15,16 +15,16 @@ from quire_proto.text.model_text import ModelTokenizer
 
 from quire_router.admission.reason import RefusalReason
 from quire_router.api.backend import ModelLimitsView
-from quire_router.api.calling import for_template, structured_of, template_options
+from quire_router.api.calling import drop_unsupported_by_template, structured_of, template_options
 from quire_router.api.conversation import as_template_sees_them
 from quire_router.api.identity import Identity
 from quire_router.api.sampling import check_ids, sampling_of
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody, TemplatedBody
 from quire_router.api.size import check_response_size
-from quire_router.api.strict import StrictModel, ignored_parameters, unknown
+from quire_router.api.strict import StrictModel, ignored_parameters, unknown_parameter
 from quire_router.generation import GenerationRequest, prompt_request_id
 
-Request = TypeVar("Request", bound=StrictModel)
+BodyT = TypeVar("BodyT", bound=StrictModel)
 
 COMPLETION_MAX_TOKENS = 16
 RETRY_UNREADY = 2.0  # seconds
@@ -49,18 +49,18 @@ class Validator:
         self._allow_priority = allow_priority
         self._refuse_unknown = refuse_unknown
 
-    def taken(self, request: Request, model: str) -> tuple[Request, tuple[str, ...]]:
+    def drop_ignored(self, request: BodyT, model: str) -> tuple[BodyT, tuple[str, ...]]:
         """What of a request its model can take, which is then validated, and the names of the parameters that are
         ignored, each once. Raises ``QuireError`` NOT_FOUND for the model, and INVALID for what may not be ignored.
         """
         ignored = []
         for param, is_known in ignored_parameters(request):
             if self._refuse_unknown and not is_known:
-                raise unknown(param)
+                raise unknown_parameter(param)
             ignored.append(param)
         text = self.text(model)
         if isinstance(request, TemplatedBody):
-            request, more = for_template(request, text)
+            request, more = drop_unsupported_by_template(request, text)
             ignored += more
         return request, tuple(dict.fromkeys(ignored))
 
@@ -69,7 +69,7 @@ class Validator:
         text = self.text(request.model)
         limits = self._limits(request.model)
         if limits is None:
-            raise unready(request.model)
+            raise model_not_ready(request.model)
         prompts, output_limit = _prompts(request, text, limits)
         first = GenerationRequest(
             request_id=request_id,
@@ -116,7 +116,7 @@ def unknown_model(model: str) -> QuireError:
     return QuireError(ErrorCode.NOT_FOUND, message, param="model", reason="model_not_found")
 
 
-def unready(model: str) -> QuireError:
+def model_not_ready(model: str) -> QuireError:
     """The refusal of a model that no engine has offered yet."""
     message = f"No engine is ready for the model {model!r}."
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_UNREADY, reason=RefusalReason.NONE_READY)

@@ -9,7 +9,7 @@ from quire_proto.errors import ErrorCode, QuireError
 
 MAX_VALUES = 300_000
 MAX_PARTS = 16_384  # a conversation as long as is allowed, each message with one part
-_MOST = {
+_LIMITS = {
     b",": (MAX_VALUES, "values"),
     b'"': (4 * MAX_PARTS, "quotation marks"),  # those of a name and of a value for each field
     b":": (MAX_PARTS, "fields"),
@@ -30,7 +30,7 @@ def check_complexity(body: bytes | bytearray) -> None:
 
 def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
     """What ``text`` has too much of, judged by its ``marks``."""
-    for mark, (most, name) in _MOST.items():
+    for mark, (most, name) in _LIMITS.items():
         if mark in marks and text.count(mark) > most:
             return f"{most} {name}"
     return None

@@ -39,7 +39,7 @@ class Admin:
         reply = HttpResponse(send, self._patience, new_request_id())
         try:
             page = self._pages.get(scope["path"]) if scope["method"] == "GET" else None
-            await reply.whole(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
+            await reply.send(*((404, b"{}", JSON_HEADERS) if page is None else await page()))
         except ClientDisconnectedError:
             return
         finally:

@@ -92,7 +92,7 @@ def usage_object(usage: Usage | None) -> dict[str, Any] | None:
     }
 
 
-def error_answer(error: HttpError | QuireError, request_id: str) -> tuple[int, bytes, list[Header]]:
+def error_response(error: HttpError | QuireError, request_id: str) -> tuple[int, bytes, list[Header]]:
     """Status, body and headers of a refusal."""
     if isinstance(error, HttpError):
         fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)

@@ -10,7 +10,7 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quire_router.api.frontend import ApiService, counting_rejections, new_request_id
-from quire_router.api.rest.answers import CHAT, COMPLETION, OpenAiFormat, error_answer, error_event
+from quire_router.api.rest.answers import CHAT, COMPLETION, OpenAiFormat, error_event, error_response
 from quire_router.api.rest.connection import BodyLimits, ClientDisconnectedError, Header, HttpResponse
 from quire_router.api.rest.direct import direct_writer
 from quire_router.api.rest.events import KEEPALIVE, KeepAlive
@@ -21,12 +21,12 @@ from quire_router.api.rest.protocol import MAX_HEAD_BYTES
 from quire_router.api.rest.refusals import HttpError, head_too_large, no_such_route, wrong_method
 from quire_router.api.rest.requests import RequestEndpoints
 from quire_router.api.rest.tokens import TokenizeEndpoints
-from quire_router.api.rest.writing import note_headers
+from quire_router.api.rest.writing import x_headers
 from quire_router.api.schemas import ChatRequest, CompletionRequest, GenerationBody
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
+PUBLIC_PATHS = frozenset({"/started", "/ready", "/health", "/live"})
 _NOT_FOR_CLIENTS = "this is the metrics port; the API is on the port of --http-port, 8000 by default"
 _LAST = ((b"connection", b"close"),)
 Handler = Callable[[HttpExchange], Awaitable[None]]
@@ -44,7 +44,7 @@ class RestApp:
         frontend: ApiService,
         routes: Sequence[Route],
         patience: float,
-        open_paths: Container[str] = OPEN_PATHS,
+        open_paths: Container[str] = PUBLIC_PATHS,
         elsewhere: str | None = None,
     ) -> None:
         self._frontend = frontend
@@ -63,7 +63,7 @@ class RestApp:
         except ClientDisconnectedError:
             log.debug("request %s: the client left", exchange.request_id)
             if reply.direct is not None:
-                reply.direct.cut()
+                reply.direct.abort()
         finally:
             reply.close()
 
@@ -94,9 +94,9 @@ class RestApp:
         if exchange.path in self._open_paths:
             return
         with counting_rejections():
-            exchange.caller = self._frontend.keys.caller(*exchange.authorizations)
-        exchange.reply.standing = lambda: (
-            *note_headers(self._frontend.rate_limit_headers(exchange.caller)),
+            exchange.caller = self._frontend.keys.authenticate(*exchange.credentials)
+        exchange.reply.extra_headers = lambda: (
+            *x_headers(self._frontend.rate_limit_headers(exchange.caller)),
             *self._parting(),
         )
 
@@ -139,7 +139,7 @@ def build_admin(frontend: ApiService, *, patience: float) -> RestApp:
     """What the metrics port serves, without a key: it is not for clients."""
     pages = StatusEndpoints(frontend)
     routes = [*_probes(pages, pages.health_in_detail), _route("/metrics", "GET", pages.metrics)]
-    return RestApp(frontend, routes, patience, open_paths=OPEN_PATHS | {"/metrics"}, elsewhere=_NOT_FOR_CLIENTS)
+    return RestApp(frontend, routes, patience, open_paths=PUBLIC_PATHS | {"/metrics"}, elsewhere=_NOT_FOR_CLIENTS)
 
 
 def _probes(pages: StatusEndpoints, health: Handler) -> list[Route]:
@@ -158,7 +158,7 @@ class _Asgi:
         self._handler = handler
 
     async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
-        await self._handler(HttpExchange.of(scope))
+        await self._handler(HttpExchange.from_scope(scope))
 
 
 def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
@@ -169,8 +169,8 @@ def _route(path: str, method: str | Sequence[str], handler: Handler) -> Route:
 async def _fail(exchange: HttpExchange, error: HttpError | QuireError) -> None:
     """Tells an error as an answer or, where the stream has begun, as its last event: it never just ends."""
     if not exchange.reply.started:
-        await exchange.reply.whole(*error_answer(error, exchange.request_id))
+        await exchange.reply.send(*error_response(error, exchange.request_id))
     elif not exchange.reply.ended and isinstance(error, QuireError):
-        resumable = (exchange.begun or exchange.lasting) and error.code in _PASSING
+        resumable = (exchange.has_output or exchange.resumable) and error.code in _PASSING
         ids = exchange.event_ids
         await exchange.reply.end(error_event(error, exchange.request_id, resumable=resumable, event_ids=ids))

@@ -72,21 +72,21 @@ class SseEncoder:
             return b""
         return b"".join(self._open(index) for index in range(self._choices) if not self._mark.begun(index))
 
-    def piece(self, delta: Delta) -> bytes:
+    def encode(self, delta: Delta) -> bytes:
         """What a piece adds to its choice: nothing, some text, its end. The usage ends the stream."""
         logprobs = self.shown.logprobs(delta) if self._shows else ()
         if self._readers is not None:
-            data = self._read(self._readers[delta.index].read(delta), delta, logprobs)
+            data = self._encode_parsed(self._readers[delta.index].parse(delta), delta, logprobs)
         else:
-            data = b"" if delta.replayed else self._told(delta, logprobs)
+            data = b"" if delta.replayed else self._encode_text(delta, logprobs)
         if data and self._usage_so_far:
             data = self._with_usage(data, delta.index)
         return data if delta.usage is None else data + self._closing(delta.usage)
 
-    def _told(self, delta: Delta, logprobs: LogprobLists) -> bytes:
+    def _encode_text(self, delta: Delta, logprobs: LogprobLists) -> bytes:
         line = self._take(delta) if self._counts else ""
         if delta.finish_reason is not None:
-            return self._last(line, delta, logprobs)
+            return self._encode_last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before theirs
             text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
             text += f',"logprobs":{self.shown.logprobs_object(logprobs)}{self._end}'
@@ -95,12 +95,12 @@ class SseEncoder:
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
         return b""
 
-    def _read(self, said: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
+    def _encode_parsed(self, said: ParsedDelta, delta: Delta, logprobs: LogprobLists) -> bytes:
         """A piece of a choice that may think or call tools. It is one event too, whatever it says."""
         if delta.replayed:
             return b""
         line = self._take(delta) if self._counts else ""
-        if not (said.anything or any(logprobs)):
+        if not (said.has_output or any(logprobs)):
             return b""
         piece = f"{line}{self._starts[delta.index]}{delta_json(said)}"
         if not any(logprobs) and said.finish_reason is None:
@@ -110,7 +110,7 @@ class SseEncoder:
         end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
         return f"{piece}{end}".encode("ascii")
 
-    def _last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
+    def _encode_last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
         """The last event of a choice, with what text there is left, and the ``line`` with its id."""
         shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
         if delta.text or shown != "null":

@@ -88,13 +88,13 @@ class HttpResponse:
     def __init__(self, send: Send, patience: float, request_id: str, direct: DirectWriter | None = None) -> None:
         self.request_id = request_id
         self.direct = direct  # for what can be written without waiting
-        self.standing: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
+        self.extra_headers: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
         self._send = send
         self._patience = WriteTimeout(patience)
         self.started = False
         self.ended = False
 
-    async def whole(self, status: int, body: bytes, headers: Iterable[Header] = JSON_HEADERS) -> None:
+    async def send(self, status: int, body: bytes, headers: Iterable[Header] = JSON_HEADERS) -> None:
         """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, (*headers, length))
@@ -106,7 +106,7 @@ class HttpResponse:
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Status and headers."""
         self.started = True
-        named = [*headers, *self.standing(), (b"x-request-id", self.request_id.encode("ascii"))]
+        named = [*headers, *self.extra_headers(), (b"x-request-id", self.request_id.encode("ascii"))]
         await self._write({"type": "http.response.start", "status": status, "headers": named})
 
     async def write(self, data: bytes) -> None:

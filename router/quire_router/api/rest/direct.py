@@ -26,7 +26,7 @@ class DirectWriter:
         self._transport = cycle.transport
 
     @property
-    def has_begun(self) -> bool:
+    def is_streaming(self) -> bool:
         """Whether the answer has begun in chunks, and has not ended."""
         return bool(self._cycle.chunked_encoding) and not self._cycle.response_complete
 
@@ -40,7 +40,7 @@ class DirectWriter:
         """Some of the body, not empty. Only once it has begun and while it is open."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """Lets go of a client that left or does not read, and of all that was written and not taken."""
         self._cycle.disconnected = True  # else the server takes the answer for one that was forgotten
         self._transport.abort()

@@ -9,12 +9,12 @@ from quire_router.api.rest.answers import RECONNECT
 from quire_router.api.rest.connection import SSE_HEADERS, ClientDisconnectedError, Header, HttpResponse
 from quire_router.api.rest.direct import DirectWriter
 
-WAITING: Final = b": waiting\n"
+HEARTBEAT_WITH_IDS: Final = b": waiting\n"
 """A comment between events with ids: one line, with no empty line behind it. That would end an event, and clients that
 repeat the last id (openai-python, httpx-sse) take it for one without data.
 """
 
-COMMENT: Final = b": keep-alive\n\n"
+HEARTBEAT: Final = b": keep-alive\n\n"
 """A comment between events without ids, with an empty line of its own: clients that split at empty lines would take it
 for a part of the event behind it.
 """
@@ -41,10 +41,10 @@ class SseStream:
     """
 
     __slots__ = (
-        "_beating",
         "_comment",
         "_direct",
         "_gone",
+        "_heartbeat_task",
         "_is_busy",
         "_last",
         "_loop",
@@ -59,14 +59,14 @@ class SseStream:
         self.headers: list[Header] = []
         self._reply = reply
         self._seconds = keepalive.with_ids if ids else keepalive.seconds
-        self._comment, self._opening = (WAITING, RECONNECT) if ids else (COMMENT, b"")
+        self._comment, self._opening = (HEARTBEAT_WITH_IDS, RECONNECT) if ids else (HEARTBEAT, b"")
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._is_busy = False  # something is being written, or nothing can be any more
         self._gone = False
         self._direct: DirectWriter | None = None
-        self._beating: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_at(self._last + self._seconds, self._look) if self._seconds else None
+        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_at(self._last + self._seconds, self._check_idle) if self._seconds else None
 
     async def __aenter__(self) -> Self:
         return self
@@ -75,10 +75,10 @@ class SseStream:
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
         self._stop_looking()
-        if self._beating is not None:
+        if self._heartbeat_task is not None:
             if kind is not None and not issubclass(kind, Exception):
-                self._beating.cancel()
-            await asyncio.wait([self._beating])
+                self._heartbeat_task.cancel()
+            await asyncio.wait([self._heartbeat_task])
 
     async def write(self, data: bytes) -> None:
         """Some events."""
@@ -104,8 +104,8 @@ class SseStream:
     async def _prepare(self) -> bytes:
         """Before anything is written: waits for a comment on its way, and begins the answer; gives what comes first."""
         self._last = self._loop.time()
-        if self._beating is not None and not self._beating.done():
-            await asyncio.wait([self._beating])
+        if self._heartbeat_task is not None and not self._heartbeat_task.done():
+            await asyncio.wait([self._heartbeat_task])
         if self._gone:
             raise ClientDisconnectedError
         self._is_busy = True
@@ -113,25 +113,25 @@ class SseStream:
 
     async def _start(self) -> bytes:
         await self._reply.start(200, (*SSE_HEADERS, *self.headers))
-        if self._reply.direct is not None and self._reply.direct.has_begun:
+        if self._reply.direct is not None and self._reply.direct.is_streaming:
             self._direct = self._reply.direct
         return self._opening
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         """Writes a comment if it is time, and looks again later."""
         now = self._loop.time()
         if now >= self._last + self._seconds:
             self._last = now
             if not self._is_busy:
                 self._is_busy = True
-                self._beating = self._loop.create_task(self._beat(), name="heartbeat")
-        self._timer = self._loop.call_at(self._last + self._seconds, self._look)
+                self._heartbeat_task = self._loop.create_task(self._heartbeat(), name="heartbeat")
+        self._timer = self._loop.call_at(self._last + self._seconds, self._check_idle)
 
     def _stop_looking(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
-    async def _beat(self) -> None:
+    async def _heartbeat(self) -> None:
         try:
             first = b"" if self._reply.started else await self._start()
             await self._reply.write(first + self._comment)

@@ -24,12 +24,12 @@ class HttpExchange:
     receive: Receive
     reply: HttpResponse
     caller: Identity = ANONYMOUS
-    begun: bool = False
-    lasting: bool = False
+    has_output: bool = False
+    resumable: bool = False
     event_ids: bool = False
 
     @classmethod
-    def of(cls, scope: Scope) -> "HttpExchange":
+    def from_scope(cls, scope: Scope) -> "HttpExchange":
         """The exchange that a route was called with."""
         exchange = scope[_STATE]
         assert isinstance(exchange, cls)
@@ -64,12 +64,12 @@ class HttpExchange:
         return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()]
 
     @property
-    def authorizations(self) -> list[str]:
+    def credentials(self) -> list[str]:
         """Every ``authorization``; where there is none, the keys in the headers of clients that send them bare."""
         return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
 
     @property
-    def body_bytes(self) -> int:
+    def content_length(self) -> int:
         """Size of the body as its sender states it; 0 where nothing is stated."""
         return int(self.headers.get("content-length", 0))
 

@@ -11,7 +11,7 @@ from quire_router.api.rest.connection import JSON_HEADERS, BodyLimits, cancel_on
 from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.exchange import LAST_EVENT_ID, HttpExchange
 from quire_router.api.rest.refusals import body_too_large, not_json
-from quire_router.api.rest.writing import note_headers, reply_whole, stream
+from quire_router.api.rest.writing import send_completion, stream, x_headers
 from quire_router.api.running import ReservedBody
 from quire_router.api.sampling import check_stream
 from quire_router.api.schemas import GenerationBody
@@ -42,7 +42,7 @@ class GenerateHandler:
         """Answers one request. Raises what the application turns into an error answer or a last event."""
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
-        if exchange.body_bytes > self._limits.max_bytes:
+        if exchange.content_length > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
         with counting_rejections():
             terms = options_from_headers(exchange.values)
@@ -52,7 +52,7 @@ class GenerateHandler:
         exchange.request_id = keyed_id or exchange.request_id
         with (
             self._frontend.request_scope(self._name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.body_bytes) as body,
+            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
             await cancel_on_disconnect(exchange.receive, self._answer(exchange, body, terms))
@@ -68,18 +68,18 @@ class GenerateHandler:
         answer = await self._frontend.answer(admitted, caller)
         if answer.replayed:
             body.release()  # no new request comes to the queue, and the answer to the one that did may take long
-        exchange.lasting = bool(admitted.first.digest)
+        exchange.resumable = bool(admitted.first.digest)
         notes = self._frontend.response_headers(admitted, replayed=answer.replayed)
         if admitted.first.stream:
             await stream(exchange, self._style, answer, notes, self._keepalive)
         else:
-            await reply_whole(exchange, self._style, answer, notes)
+            await send_completion(exchange, self._style, answer, notes)
 
     async def _start(self, exchange: HttpExchange, admitted: PreparedRequest) -> None:
         earlier, replayed = await self._frontend.start(admitted)
         location = (b"location", f"/v1/requests/{earlier.first.request_id}".encode("ascii"))
-        notes = note_headers(self._frontend.response_headers(admitted, replayed=replayed))
-        await exchange.reply.whole(202, to_json(request_object(earlier)), [*JSON_HEADERS, location, *notes])
+        notes = x_headers(self._frontend.response_headers(admitted, replayed=replayed))
+        await exchange.reply.send(202, to_json(request_object(earlier)), [*JSON_HEADERS, location, *notes])
 
     def _read(self, body: ReservedBody) -> GenerationBody:
         request = self._schema.from_json(body.detach())

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from quire_router.api.connection_shares import ConnectionShares, peer_key
 from quire_router.api.frontend import new_request_id
-from quire_router.api.rest.answers import error_answer
+from quire_router.api.rest.answers import error_response
 from quire_router.api.rest.direct import DIRECT, EXTENSION, DirectWriter
 from quire_router.api.rest.refusals import (
     HttpError,
@@ -143,11 +143,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.parser.feed_data(rest)
             except HttpParserUpgrade as offer:
                 rest = rest[offer.args[0] :]
-                self._decline()
+                self._ignore_upgrade()
             else:
                 return
 
-    def _decline(self) -> None:
+    def _ignore_upgrade(self) -> None:
         """Reads the head that is complete just now once more, without its offer of another protocol: it is as if the
         client had offered nothing, as RFC 9110 (7.8) allows. The parser would take such a request for the last one on
         its connection, and for one without a body; some clients offer HTTP/2 with their first request, whatever it is.
@@ -194,7 +194,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         if self.flow.read_paused and self._looking is None:
-            self._looking = self.loop.call_later(_LOOK, self._look)
+            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
         if len(self.pipeline) > MAX_PIPELINED:
             message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
@@ -235,7 +235,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
         if not (is_answered or (self._answering and self._unanswered[0].response_started)):
             request_id = new_request_id()
-            status, body, headers = error_answer(error, request_id)
+            status, body, headers = error_response(error, request_id)
             fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
             head = b"".join(b"%s: %s\r\n" % field for field in fields)
             self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (STATUS_LINE[status], head, len(body), body))
@@ -248,7 +248,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._ending.cancel()
         self._ending = self.loop.call_later(seconds, self.transport.abort)
 
-    def _look(self) -> None:
+    def _check_disconnect(self) -> None:
         """Lets go of a client that has left: while nothing is read, its end is not read either."""
         self._looking = None
         if not self.flow.read_paused or self.transport.is_closing():
@@ -258,7 +258,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if poll.poll(0):
             self.transport.abort()
         else:
-            self._looking = self.loop.call_later(_LOOK, self._look)
+            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
 
     def _wait(self, seconds: float) -> None:
         if self._timer is not None:

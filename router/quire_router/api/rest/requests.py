@@ -10,7 +10,7 @@ from quire_router.api.rest.answers import format_for, request_object, to_json
 from quire_router.api.rest.connection import cancel_on_disconnect
 from quire_router.api.rest.events import KeepAlive
 from quire_router.api.rest.exchange import LAST_EVENT_ID, HttpExchange
-from quire_router.api.rest.writing import collect, stream
+from quire_router.api.rest.writing import collect_completion, stream
 from quire_router.api.terms import options_from_headers
 
 _PATH = "/v1/requests/{id}"
@@ -36,13 +36,13 @@ class RequestEndpoints:
         """Ends what has not ended of the request, and tells how it was with it just before."""
         with self._frontend.request_scope(f"POST {_PATH}/cancel", exchange.request_id, exchange.headers):
             earlier = await self._frontend.cancel(_id(exchange), exchange.caller)
-            await exchange.reply.whole(200, to_json(request_object(earlier)))
+            await exchange.reply.send(200, to_json(request_object(earlier)))
 
     async def _delete(self, exchange: HttpExchange) -> None:
         """Forgets the request, and ends it for that; tells how it was with it just before."""
         with self._frontend.request_scope(f"DELETE {_PATH}", exchange.request_id, exchange.headers):
             earlier = await self._frontend.delete(_id(exchange), exchange.caller)
-            await exchange.reply.whole(200, to_json({**request_object(earlier), "deleted": True}))
+            await exchange.reply.send(200, to_json({**request_object(earlier), "deleted": True}))
 
     async def events(self, exchange: HttpExchange) -> None:
         """The answer as a stream, from where the reader stands; its events have ids."""
@@ -54,11 +54,11 @@ class RequestEndpoints:
         shown = to_json(request_object(earlier))
         if earlier.status is RequestStatus.COMPLETED:
             shown = shown[:-1] + b',"response":' + await self._whole(earlier, exchange) + b"}"
-        await exchange.reply.whole(200, shown)
+        await exchange.reply.send(200, shown)
 
     async def _whole(self, earlier: StoredRequest, exchange: HttpExchange) -> bytes:
         answer = await self._frontend.replay(earlier, exchange.caller)
-        body, _ = await collect(answer, format_for(earlier.first))
+        body, _ = await collect_completion(answer, format_for(earlier.first))
         return body
 
     async def _events(self, exchange: HttpExchange) -> None:
@@ -68,7 +68,7 @@ class RequestEndpoints:
             exchange.request_id = earlier.first.request_id
             answer = await self._frontend.resume(earlier, _after(exchange), exchange.caller, terms)
         first = earlier.first
-        exchange.lasting = first.stream or first.background or bool(first.digest)
+        exchange.resumable = first.stream or first.background or bool(first.digest)
         await stream(exchange, format_for(earlier.first), answer, {}, self._keepalive)
 
 

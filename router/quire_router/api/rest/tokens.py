@@ -8,7 +8,7 @@ from quire_router.api.rest.answers import to_json
 from quire_router.api.rest.connection import JSON_HEADERS, BodyLimits, read_body
 from quire_router.api.rest.exchange import HttpExchange
 from quire_router.api.rest.refusals import body_too_large, not_json
-from quire_router.api.rest.writing import note_headers
+from quire_router.api.rest.writing import x_headers
 from quire_router.api.running import ReservedBody
 from quire_router.api.tokens import DetokenizeRequest, TokenizeRequest, TokenizeResult
 
@@ -37,15 +37,15 @@ class TokenizeEndpoints:
     ) -> None:
         if exchange.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise not_json()
-        if exchange.body_bytes > self._limits.max_bytes:
+        if exchange.content_length > self._limits.max_bytes:
             raise body_too_large(self._limits.max_bytes)
         with (
             self._frontend.request_scope(name, exchange.request_id, exchange.headers),
-            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.body_bytes) as body,
+            self._frontend.bodies.reserve_incoming(exchange.caller.tenant, exchange.content_length) as body,
         ):
             await read_body(exchange.receive, self._limits, body)
             shown, ignored = await answer(body, exchange.caller)
-            await exchange.reply.whole(200, shown, [*JSON_HEADERS, *note_headers(ignored_parameters_header(ignored))])
+            await exchange.reply.send(200, shown, [*JSON_HEADERS, *x_headers(ignored_parameters_header(ignored))])
 
     async def _tokens(self, body: ReservedBody, caller: Identity) -> Shown:
         size = len(body)

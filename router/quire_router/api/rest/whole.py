@@ -42,7 +42,7 @@ class CompletionBuilder:
         if self._readers is None:
             choice.texts.append(delta.text)
         else:
-            choice.said.append(self._readers[delta.index].read(delta))
+            choice.said.append(self._readers[delta.index].parse(delta))
         if self.shown.anything:
             choice.logprobs.append(self.shown.logprobs(delta))
         if delta.finish_reason is not None:

@@ -26,11 +26,11 @@ async def stream(
     exchange.event_ids = answer.prepared.event_ids
     opening = SseStream(exchange.reply, keepalive, ids=exchange.event_ids)
     async with aclosing(answer.deltas) as deltas, opening as events:
-        events.headers += note_headers(notes)
+        events.headers += x_headers(notes)
         async for delta in deltas:
             if chunks.shown.anything:
                 await chunks.shown.read(delta)
-            data = chunks.piece(delta) if exchange.begun else _begin(exchange, events, chunks, delta)
+            data = chunks.encode(delta) if exchange.has_output else _begin(exchange, events, chunks, delta)
             if delta.usage is not None:
                 await events.end(data)
                 return
@@ -57,19 +57,19 @@ class _SseDeltaSink:
 
     def write(self, delta: Delta) -> None:
         """See ``shortcut.Writer``."""
-        data = self._chunks.piece(delta)
+        data = self._chunks.encode(delta)
         if data:
             self._events.write_now(data)
 
 
 def _begin(exchange: HttpExchange, events: SseStream, chunks: SseEncoder, delta: Delta) -> bytes:
     """The first piece, with what comes before it."""
-    exchange.begun = True
+    exchange.has_output = True
     events.headers += route_headers(delta)
-    return chunks.opening() + chunks.piece(delta)
+    return chunks.opening() + chunks.encode(delta)
 
 
-async def collect(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
+async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[Header]]:
     """The whole answer as JSON, and headers that belong to it. Raises as ``stream`` does."""
     whole, headers = CompletionBuilder(style, answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
@@ -83,10 +83,12 @@ async def collect(answer: Response, style: OpenAiFormat) -> tuple[bytes, list[He
     raise internal()
 
 
-async def reply_whole(exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str]) -> None:
+async def send_completion(
+    exchange: HttpExchange, style: OpenAiFormat, answer: Response, notes: Mapping[str, str]
+) -> None:
     """Sends an answer once it is complete. Raises as ``stream`` does."""
-    body, headers = await collect(answer, style)
-    await exchange.reply.whole(200, body, [*JSON_HEADERS, *note_headers(notes), *headers])
+    body, headers = await collect_completion(answer, style)
+    await exchange.reply.send(200, body, [*JSON_HEADERS, *x_headers(notes), *headers])
 
 
 def route_headers(delta: Delta) -> list[Header]:
@@ -94,6 +96,6 @@ def route_headers(delta: Delta) -> list[Header]:
     return [(b"x-quire-route", delta.route.encode("ascii", "replace"))] if delta.route else []
 
 
-def note_headers(notes: Mapping[str, str]) -> list[Header]:
+def x_headers(notes: Mapping[str, str]) -> list[Header]:
     """What an answer says of itself."""
     return [(b"x-" + name.encode("ascii"), value.encode("ascii")) for name, value in notes.items()]

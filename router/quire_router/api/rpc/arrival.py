@@ -14,7 +14,7 @@ from quire_router.api.rpc.authentication import Continue, Handler
 from quire_router.api.rpc.errors import abort
 from quire_router.api.rpc.types import Context
 
-Behaviour = Callable[[Message, Context], Awaitable[Any]]
+UnaryMethod = Callable[[Message, Context], Awaitable[Any]]
 
 
 class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
@@ -35,7 +35,7 @@ class MessageTimeoutInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._awaiting(handler.unary_stream), read, write)
         return grpc.stream_unary_rpc_method_handler(self._awaiting(handler.unary_unary), read, write)
 
-    def _awaiting(self, behave: Behaviour) -> Callable[[object, Context], Awaitable[Any]]:
+    def _awaiting(self, behave: UnaryMethod) -> Callable[[object, Context], Awaitable[Any]]:
         async def awaiting(_requests: object, context: Context) -> Any:
             try:
                 request = await self._message(context)

@@ -29,16 +29,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return handler
         try:
             with counting_rejections():
-                caller_of(self._keys, details.invocation_metadata)
+                authenticate(self._keys, details.invocation_metadata)
         except QuireError as error:
             return _refusing(handler, error)
         return handler
 
 
-def caller_of(keys: StaticKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
+def authenticate(keys: StaticKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Identity:
     """Who calls. Raises ``QuireError`` UNAUTHENTICATED."""
     values = [value for name, value in metadata or () if name == "authorization"]
-    return keys.caller(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))
+    return keys.authenticate(*(value.decode("latin-1") if isinstance(value, bytes) else value for value in values))
 
 
 def _refusing(handler: Handler, error: QuireError) -> Handler:

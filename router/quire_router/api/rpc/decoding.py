@@ -16,7 +16,7 @@ from quire_router.api.rpc.authentication import Continue, Handler
 from quire_router.api.rpc.errors import abort
 from quire_router.api.rpc.types import Context
 
-Behaviour = Callable[[Message, Context], Any]
+DecodedMethod = Callable[[Message, Context], Any]
 
 
 class DecodeErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -46,7 +46,7 @@ def _forgiving(read: Callable[[bytes], Message]) -> Callable[[bytes], Message | 
     return forgiving
 
 
-def _checking(behave: Behaviour) -> Callable[[Message | None, Context], Any]:
+def _checking(behave: DecodedMethod) -> Callable[[Message | None, Context], Any]:
     async def checking(request: Message | None, context: Context) -> Any:
         if request is not None:
             return await behave(request, context)

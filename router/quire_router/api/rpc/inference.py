@@ -14,7 +14,7 @@ from quire_router.api.answer import Response
 from quire_router.api.frontend import ApiService, counting_rejections, ignored_parameters_header, new_request_id
 from quire_router.api.patience import WriteTimeout
 from quire_router.api.rpc import messages, tools
-from quire_router.api.rpc.authentication import caller_of
+from quire_router.api.rpc.authentication import authenticate
 from quire_router.api.rpc.call import RpcCall
 from quire_router.api.rpc.errors import abort
 from quire_router.api.rpc.pieces import DeltaMessages, Respond
@@ -36,23 +36,23 @@ class InferenceService(InferenceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Continues a text or tokens."""
-        async with _told(context) as call:
+        async with _errors_as_status(context) as call:
             terms = call.terms(has_deadline=not request.background)
             read = partial(messages.completion_request, request)
             await self._answer("Generate", read, messages.generate_response, call, terms, size=request.ByteSize())
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Answers a conversation."""
-        async with _told(context) as call:
+        async with _errors_as_status(context) as call:
             terms = call.terms(has_deadline=not request.background)
             read = partial(messages.chat_request, request)
             await self._answer("Chat", read, messages.chat_response, call, terms, size=request.ByteSize())
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Goes on with the answer to an earlier request."""
-        async with _told(context) as call:
+        async with _errors_as_status(context) as call:
             terms = call.terms(has_deadline=True)
-            with self._exchange("Resume", call):
+            with self._request_scope("Resume", call):
                 with counting_rejections():
                     earlier = await self._frontend.find(request.request_id, call.caller)
                     call.request_id = earlier.first.request_id
@@ -64,24 +64,24 @@ class InferenceService(InferenceServicer):
     async def GetRequest(self, request: pb.GetRequestRequest, context: Context) -> pb.GetRequestResponse:  # noqa: N802
         """How far a request has come."""
         response = pb.GetRequestResponse()
-        async with _told(context) as call:
-            with self._exchange("GetRequest", call):
+        async with _errors_as_status(context) as call:
+            with self._request_scope("GetRequest", call):
                 response = messages.request_response(await self._frontend.status(request.request_id, call.caller))
         return response
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:  # noqa: N802
         """Ends what has not ended of a request of the same caller."""
-        async with _told(context) as call:
-            with self._exchange("Cancel", call):
+        async with _errors_as_status(context) as call:
+            with self._request_scope("Cancel", call):
                 await self._frontend.cancel(request.request_id, call.caller)
         return pb.CancelResponse()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:  # noqa: N802
         """The tokens of a text or of a conversation."""
         response = pb.TokenizeResponse()
-        async with _told(context) as call:
+        async with _errors_as_status(context) as call:
             with (
-                self._exchange("Tokenize", call),
+                self._request_scope("Tokenize", call),
                 self._frontend.bodies.reserve(call.caller.tenant, request.ByteSize()),
             ):
                 response, ignored = await self._frontend.tokenize(
@@ -96,9 +96,9 @@ class InferenceService(InferenceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:  # noqa: N802
         """The text of tokens."""
         response = pb.DetokenizeResponse()
-        async with _told(context) as call:
+        async with _errors_as_status(context) as call:
             with (
-                self._exchange("Detokenize", call),
+                self._request_scope("Detokenize", call),
                 self._frontend.bodies.reserve(call.caller.tenant, request.ByteSize()),
             ):
                 read = partial(tools.detokenize_request, request)
@@ -110,7 +110,7 @@ class InferenceService(InferenceServicer):
         self, _request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsResponse:
         """The configured models that the caller may use."""
-        caller = caller_of(self._frontend.keys, context.invocation_metadata())
+        caller = authenticate(self._frontend.keys, context.invocation_metadata())
         return pb.ListModelsResponse(models=map(messages.model, self._frontend.models(caller)))
 
     async def _answer(
@@ -124,7 +124,7 @@ class InferenceService(InferenceServicer):
         size: int,
     ) -> None:
         # The library keeps the message as long as its call.
-        with self._exchange(method, call, terms), self._frontend.bodies.reserve(call.caller.tenant, size):
+        with self._request_scope(method, call, terms), self._frontend.bodies.reserve(call.caller.tenant, size):
             admitted = await self._frontend.prepare(read, call.request_id, call.caller, terms, size=size)
             await call.begin(self._frontend.response_headers(admitted))
             if admitted.first.background:
@@ -142,9 +142,9 @@ class InferenceService(InferenceServicer):
             )
 
     @contextmanager
-    def _exchange(self, method: str, call: RpcCall, terms: RequestOptions = NO_OPTIONS) -> Iterator[None]:
+    def _request_scope(self, method: str, call: RpcCall, terms: RequestOptions = NO_OPTIONS) -> Iterator[None]:
         """One call from the door to its end."""
-        call.caller = caller_of(self._frontend.keys, call.context.invocation_metadata())
+        call.caller = authenticate(self._frontend.keys, call.context.invocation_metadata())
         call.request_id = terms.request_id(call.caller) or call.request_id
         with self._frontend.request_scope(f"{SERVICE}/{method}", call.request_id, call.headers):
             yield
@@ -171,7 +171,7 @@ async def _write(context: Context, response: Message, patience: WriteTimeout) ->
 
 
 @asynccontextmanager
-async def _told(context: Context) -> AsyncIterator[RpcCall]:
+async def _errors_as_status(context: Context) -> AsyncIterator[RpcCall]:
     """Turns whatever is raised inside into the status of the call."""
     call = RpcCall(context, new_request_id())
     try:

@@ -26,7 +26,7 @@ class DeltaMessages:
 
     def piece(self, delta: Delta) -> Message | None:
         """The message of a piece; None where it says nothing that the reader has not had."""
-        said = None if self._readers is None else self._readers[delta.index].read(delta)
+        said = None if self._readers is None else self._readers[delta.index].parse(delta)
         if delta.usage is not None and self._mark.usage:
             delta = replace(delta, usage=None)
         if delta.replayed:

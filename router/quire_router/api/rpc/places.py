@@ -15,7 +15,7 @@ from quire_router.api.rpc.errors import abort, client_may_leave
 from quire_router.api.rpc.types import Context
 from quire_router.api.running import BUSY_RETRY_AFTER
 
-Behaviour = Callable[[AsyncIterator[Any], Context], Any]
+StreamMethod = Callable[[AsyncIterator[Any], Context], Any]
 
 
 class CallLimitInterceptor(grpc.aio.ServerInterceptor):
@@ -38,7 +38,7 @@ class CallLimitInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._placed(method, handler.stream_stream), read, write)
         return grpc.stream_unary_rpc_method_handler(self._placed(method, handler.stream_unary), read, write)
 
-    def _placed(self, method: str, behave: Behaviour) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
+    def _placed(self, method: str, behave: StreamMethod) -> Callable[[AsyncIterator[Any], Context], Awaitable[Any]]:
         async def placed(requests: AsyncIterator[Any], context: Context) -> Any:
             try:
                 with self._enter(method), client_may_leave():
