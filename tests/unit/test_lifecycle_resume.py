@@ -436,7 +436,7 @@ class Behind:
     def follow(self, _request_id: str) -> "Behind":
         return self
 
-    async def look(self) -> RecordUpdate:
+    async def poll(self) -> RecordUpdate:
         return RecordUpdate([], None, "", NO_USAGE, leased=False)
 
 
