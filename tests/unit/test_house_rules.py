@@ -180,7 +180,7 @@ def test_nothing_unpickles_evaluates_or_trusts_remote_code(path: Path) -> None:
 
 SHORT_TASKS = {
     "proto/quire_proto/supervise.py": {"SupervisedTask.__init__"},  # where all others begin
-    "router/quire_router/admission/redis_meter.py": {"_answered"},  # one question, within its time
+    "router/quire_router/admission/redis_meter.py": {"_with_timeout"},  # one question, within its time
     "router/quire_router/api/rest/connection.py": {"cancel_on_disconnect"},  # a request's
     "router/quire_router/api/rest/events.py": {"SseStream._check_idle"},
     "router/quire_router/api/together.py": {"_merged"},

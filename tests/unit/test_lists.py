@@ -71,8 +71,8 @@ async def test_when_a_prompt_is_refused_the_others_end_as_if_they_had_never_been
             await place.journal.flush()
             assert await reasons(place) == [FinishReason.ABORT] * 2
             await limits._shared._client.delete(*(key for name in IDS for key in keys(name)))  # their ids come again
-            await until(lambda: not limits._shared._ends)
-            await limits._shared._tell_ends()
+            await until(lambda: not limits._shared._releases)
+            await limits._shared._send_releases()
             bills = [await limits.reserve("t", f"probe{number}", 4990) for number in range(2)]
             for bill in bills:
                 bill.cancel()
