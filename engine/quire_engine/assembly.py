@@ -1,4 +1,6 @@
-"""An engine's parts from its settings. Imports torch only when a model is loaded; knows no service."""
+"""Makes an engine's executor, scheduler and grammar compiler from its settings. Imports torch only when a model is
+loaded.
+"""
 
 import logging
 from collections.abc import Callable
@@ -23,9 +25,9 @@ OFFLINE_GRAMMAR_BYTES = 1 << 30
 def load_executor(
     config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
 ) -> "TorchExecutor":
-    """The model on its device, with its KV memory. ``on_lost`` is told, on another thread, why a model that several
-    processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it is set before torch
-    was imported, oneDNN's caches are limited too. Raises ``ModelError``.
+    """The model on its device, with its KV memory. ``on_lost`` is called, on another thread, with the reason why a
+    model that several processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it
+    is set before torch was imported, oneDNN's caches are limited too. Raises ``ModelError``.
     """
     if owns_process:
         from quire_engine.executor.torch import limit_onednn_caches

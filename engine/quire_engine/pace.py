@@ -1,4 +1,4 @@
-"""How long this engine's steps take, learned from those that it made. Knows no service.
+"""How long this engine's steps take, learned from those that it made.
 
 A step's seconds are fitted as a sum: each step costs something, and each prompt token that it computes, and each
 sequence that it draws a token for, so much more. Old steps count exponentially less.

@@ -15,9 +15,9 @@ _LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from,
 
 
 class OfflineRun:
-    """Runs ``submissions`` on ``core``, whose news must come to ``take``. Only so many of them wait there at a time
-    that what they need does not grow with their number. ``broken`` is set when a step did not come to its end: then
-    nothing can be run on the core any more.
+    """Runs ``submissions`` on ``core``, whose outputs must come to ``on_step``. Only so many of them wait there at a
+    time that what they need does not grow with their number. ``broken`` is set when a step did not come to its
+    end: then nothing can be run on the core any more.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gathers what the engine makes of one request, until it is a ``RequestOutput``. Knows no scheduler."""
+"""Gathers what the engine makes of one request, until it is a ``RequestOutput``."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""How a request's text is made, under the names that vLLM's users know. Knows no tokenizer and no engine."""
+"""How a request's text is made, under the names that vLLM's users know."""
 
 import json as json_text
 from collections.abc import Mapping, Sequence
@@ -100,7 +100,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, max_output: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
-        """What the engine is told: with ``seed`` where none is set, and ``room`` tokens where no number is.
+        """The engine's parameters: with ``seed`` where none is set, and ``room`` tokens where no number is.
         ``bad_words`` are this object's, in tokens. Raises ``QuireError`` INVALID.
         """
         limit = max_output if self.max_tokens is None else self.max_tokens

@@ -1,4 +1,4 @@
-"""The progress bar: prompts that are done, and tokens a second. Knows no engine."""
+"""The progress bar: prompts that are done, and tokens a second."""
 
 from time import perf_counter
 from types import TracebackType

@@ -1,4 +1,4 @@
-"""What callers pass, in one form: prompts, conversations, and one value for each. Knows no tokenizer."""
+"""What callers pass, in one form: prompts, conversations, and one value for each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) 
 
 
 def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
-    """``error``, told with the number of the prompt that it is about."""
+    """``error`` with the number of its prompt in the message."""
     if count == 1:
         return error
     return QuireError(error.code, f"Prompt {index}: {error.message}", param=error.param)

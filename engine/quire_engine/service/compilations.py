@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled. Runs on the event loop, knows no session and no core."""
+"""Requests whose grammars are being compiled. Runs on the event loop."""
 
 import asyncio
 import logging
@@ -31,8 +31,8 @@ class _Waiting:
 
 
 class PendingGrammars:
-    """Tells either ``ready``, with the grammar in the request and what was cancelled of its choices meanwhile, or
-    ``failed``, for each request that was not withdrawn.
+    """For each request that was not withdrawn, calls either ``ready``, with the grammar in the request and the choices
+    cancelled meanwhile, or ``failed``.
     """
 
     def __init__(self, ready: Ready, failed: Failed, withdrawn: Withdrawn) -> None:

@@ -1,4 +1,4 @@
-"""One router's session: what it submitted, and the batches that it has not acknowledged. Knows no gRPC stream."""
+"""One router's session: what it submitted, and the batches that it has not acknowledged."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""``VirtualClock``: time that passes only when somebody says so."""
+"""``VirtualClock``: time that passes only in ``sleep`` and ``advance_to``."""
 
 from math import ceil
 

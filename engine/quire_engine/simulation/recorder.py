@@ -1,4 +1,4 @@
-"""What happened in a simulation: the times of each request, and the state after each step. Judges nothing."""
+"""What happened in a simulation: the times of each request, and the state after each step."""
 
 from array import array
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Traces of requests: two public formats, read as arrivals. Knows files and token ids, and no engine.
+"""Traces of requests: two public formats, read as arrivals.
 
 Traces hold lengths instead of texts, so prompts are made up: from the row's number, or from the trace's own names of
 prefix blocks, so that prompts share exactly the prefixes that the traced ones shared.
