@@ -195,7 +195,7 @@ def test_the_budget_is_never_exceeded_but_by_a_body_that_is_alone(bodies, random
         if open_bodies and random.random() < 0.4:
             held, body, _, _ = open_bodies.pop(random.randrange(len(open_bodies)))
             if random.random() < 0.5:
-                body.admitted("r")
+                body.hold_until_queued("r")
                 budget.release_queued("r")
             held.close()
         assert budget.used == sum(size for *_, size in open_bodies)
