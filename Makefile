@@ -20,7 +20,7 @@ export TORCH_SIZE
 
 help:
 	@echo "make up [MODEL=/path/to/folder] [NAME=name] [ENGINES=2]   serve a model on this machine; Ctrl-C stops everything"
-	@echo "make test [ARGS=tests/unit/test_up.py]        every test, real processes included; or those that ARGS names"
+	@echo "make test [ARGS=tests/unit/house/test_up.py]        every test, real processes included; or those that ARGS names"
 	@echo "make soak                                     100,000 simulated requests, aborted at every moment (some minutes)"
 	@echo "make chaos [ARGS='--rounds 10']               routers, engines and Redis die under streams, again and again (some minutes)"
 	@echo "make lint                                     style, types, stale stubs"
@@ -74,6 +74,7 @@ lint: $(READY) proto-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
 
 bench: $(READY)
 	$(BIN)/quire-engine bench --shape 135m $(ARGS)

@@ -234,7 +234,7 @@ def commands(plan: Plan, run_dir: Path) -> list[tuple[str, list[str]]]:
     for index, (port, metrics_port) in enumerate(plan.engine_ports, 1):
         where = ["--port", str(port), "--metrics-port", str(metrics_port)]
         what = ["--model", str(plan.model), "--served-model-name", plan.name]
-        started.append((f"engine-{index}", [*python, "quire_engine.main", *what, *where, *quiet, *pool]))
+        started.append((f"engine-{index}", [*python, "quire_engine.cli", *what, *where, *quiet, *pool]))
     router = [*python, "quire_router.main", "--model", f"{plan.name}={plan.model}"]
     router += [*unless_set("ROUTER", "--log-level", "warning"), *unless_set("ROUTER", "--shutdown-timeout", "2")]
     router += ["--http-port", str(plan.http_port), "--grpc-port", str(plan.grpc_port)]

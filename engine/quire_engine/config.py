@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.settings import CliSettings
+from quire_proto.cli import CliSettings
 from quire_proto.tls import CaFile, CertificateFile, KeyFile, ServerTls, check_cert_key, server_tls
 
 Policy = Literal["fcfs", "sjf", "priority"]

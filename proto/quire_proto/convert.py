@@ -3,9 +3,8 @@
 from quire.v1 import types_pb2 as pb
 
 from quire_proto.errors import ErrorCode, QuireError, internal, invalid
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams
-from quire_proto.structured import Structured, StructuredKind, choice
+from quire_proto.sampling import EarlyStopping, FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.structured_output import Structured, StructuredKind, choice
 
 
 def sampling_to_proto(params: SamplingParams) -> pb.SamplingParams:

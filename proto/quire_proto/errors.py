@@ -78,3 +78,10 @@ def invalid(param: str, message: str) -> QuireError:
 def internal() -> QuireError:
     """A failure of ours, told without its inner reason; the log has that, under the request's id."""
     return QuireError(ErrorCode.INTERNAL, "The request failed because of an error inside the service.")
+
+
+# The error of a model folder whose text side cannot be used.
+
+
+class TokenizerLoadError(ValueError):
+    """One sentence that names the file and the problem. It stops the router at start; clients never see it."""

@@ -2,12 +2,13 @@
 API.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from quire_proto.errors import ErrorCode, QuireError, invalid
-from quire_proto.structured import Structured
+from quire_proto.structured_output import Structured
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
@@ -214,3 +215,30 @@ def _refuse_together(param: str, others: dict[str, bool]) -> None:
 
 def _out_of_range(param: str, value: float, allowed: str) -> QuireError:
     return invalid(param, f"{param} is {value} but must be {allowed}.")
+
+
+# Which of the outputs that were drawn are given: the one rule behind ``best_of``.
+
+
+def best_of(mean_logprobs: Sequence[float], n: int) -> list[int]:
+    """Indexes of the ``n`` outputs with the highest mean log-probability, best first; of equal ones, the earlier."""
+    return sorted(range(len(mean_logprobs)), key=lambda index: (-mean_logprobs[index], index))[:n]
+
+
+# Log-probabilities of tokens, as they pass between the rooms. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """At one position: the natural logarithm of the probability of the token that is there, and the most probable
+    tokens with theirs, best first. Probabilities are the model's own, of a float32 softmax over the whole vocabulary.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def mean_logprob(logprobs: Iterable[TokenLogprobs]) -> float:
+    """How probable an output is per token, which is what ``best_of`` goes by; -inf for an empty one."""
+    values = [each.logprob for each in logprobs]
+    return sum(values) / len(values) if values else float("-inf")

@@ -1,13 +1,16 @@
 """The router's settings: one class, filled from the command line and from ``QUIRE_ROUTER_…`` variables."""
 
+import logging
 import re
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
-from quire_proto.settings import CliSettings
+from quire_proto.cli import CliSettings
 from quire_proto.tls import (
     CaFile,
     CertificateFile,
@@ -20,12 +23,40 @@ from quire_proto.tls import (
     server_tls,
 )
 
-from quire_router.admission.key import check_key
-from quire_router.autoscale.labels import labels_of
-from quire_router.fleet.source import KubernetesService, parse_source
-from quire_router.kube_access import KubeAccess
-from quire_router.placement.settings import PolicyName
-from quire_router.redis_access import RedisAccess, read_password
+from quire_router.admission.tenants import check_key
+from quire_router.admission.tenants_file import TenantsFile, read_tenants
+from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.redis_client import RedisAccess, read_password
+from quire_router.discovery.base import KubernetesService, parse_source
+from quire_router.placement.query import PolicyName
+
+log = logging.getLogger(__name__)
+
+# Models by the label that selectors and triggers know them by. Does no I/O.
+
+
+_NOT_IN_A_LABEL = re.compile(r"[^A-Za-z0-9_.-]")
+_LONGEST = 63
+
+
+def label_of(model: str) -> str:
+    """The model's name as the value of a Kubernetes label, in which a ``/`` cannot be: ``_`` stands for it, and at most
+    63 characters are left, the last of which is a letter or a digit.
+    """
+    return _NOT_IN_A_LABEL.sub("_", model)[:_LONGEST].rstrip("_.-")
+
+
+def labels_of(models: Iterable[str]) -> dict[str, str]:
+    """The label of each model. Raises ``ValueError`` where two would have the same."""
+    labels: dict[str, str] = {}
+    for model in models:
+        label = label_of(model)
+        for other, taken in labels.items():
+            if taken == label:
+                raise ValueError(f"{other!r} and {model!r} would both be {label!r} as the label of a metric")
+        labels[model] = label
+    return labels
+
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -324,3 +355,51 @@ class Settings(CliSettings):
     def models(self) -> dict[str, Path]:
         """The folder of each model by its name."""
         return dict(split_model(entry) for entry in self.model)
+
+
+# Warnings of settings that may not be meant so, or that the machine does not allow. Nothing here stops a start.
+
+
+_MOST_DESCRIPTORS = 2**20  # more are not asked for, whatever the hard limit is
+_KEPT = 256  # descriptors for engines, Redis and files
+_OF_AN_AUTOSCALER = 768  # for one of its ports: a connection that is relayed needs three
+_FEWEST = 16  # connections of a port
+
+
+def warn_of(settings: Settings) -> None:
+    """Says what may not be meant, for all workers together. Raises ``TenantsFileError``."""
+    file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+    if not settings.api_key and settings.tenants is None:
+        log.warning("no API key is configured: everyone who can reach this port may use the service")
+    if not settings.engine:
+        log.warning("no --engine is given: requests are held for one, and then refused")
+    fitting = connections_within(settings)
+    if fitting < settings.max_connections:
+        message = "the limit of %d file descriptors leaves %d connections to each port, less than --max-connections %d"
+        log.warning(message, _descriptors(), fitting, settings.max_connections)
+    for tenant, model in file.unknown_models(settings.models):
+        log.warning("%s: %s may use %r, which is not served here", settings.tenants, tenant or "the default", model)
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process, and those that it starts, open as many files and connections as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # the warning says what is left
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_within(settings: Settings) -> int:
+    """``--max-connections``, or fewer where all ports together could not have as many with the file descriptors that
+    this process may open: what is above it is refused in words then, or takes the place of an idle connection.
+    """
+    autoscalers = sum(port is not None for port in (settings.scaling_port, settings.keda_port))
+    left = _descriptors() - _KEPT - _OF_AN_AUTOSCALER * autoscalers
+    ports = 3 if settings.workers == 1 else 2  # the metrics port of workers is their supervisor's
+    return min(settings.max_connections, max(_FEWEST, left // ports))
+
+
+def _descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

@@ -13,14 +13,14 @@ def main() -> None:
     subcommand ``simulate`` simulates a fleet instead.
     """
     if sys.argv[1:2] == ["simulate"]:
-        from quire_router.simulation.main import simulate
+        from quire_router.simulation.cli import simulate
 
         simulate(sys.argv[2:])
         return
     for number in SIGNALS:
         signal.signal(number, _leave)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes a line of its own for each engine that leaves
-    from quire_router.process import run
+    from quire_router.app import run
 
     run(sys.argv[1:])
 

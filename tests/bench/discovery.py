@@ -19,11 +19,11 @@ from statistics import median
 from time import perf_counter, process_time
 
 import uvloop
-from quire_router.fleet.fleet import EnginePool
-from quire_router.fleet.kubernetes import KubernetesDiscovery, WatchSettings
-from quire_router.fleet.settings import ConnectionSettings
-from quire_router.fleet.source import KubernetesService
-from quire_router.kube_access import KubeAccess
+from quire_router.clients.kube_access import KubeAccess
+from quire_router.discovery.base import KubernetesService
+from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.kube_api import Json, KubeApiServer, endpoint, kube_api, slice_of
 from tests.support.scripted_engine import ScriptedEngine

@@ -12,9 +12,8 @@ from time import perf_counter
 from typing import Any
 
 from quire_router.simulation.config import FleetSettings
+from quire_router.simulation.experiments import make_table, read_jobs, run_all
 from quire_router.simulation.report import Report, make_report
-from quire_router.simulation.runs import read_jobs, run_all
-from quire_router.simulation.table import make_table
 
 LOADS = [0.5, 0.7, 0.9, 1.0, 1.1]
 REPLICAS_BAR = 0.05

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from quire_engine.config import Policy
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.kv.table import BlockTable
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import ModelOutput
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput
 from quire_proto.sampling import SamplingParams
 
 WAITING = (100, 100_000)

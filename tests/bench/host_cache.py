@@ -9,10 +9,8 @@ machine.
 import random
 from collections.abc import Callable, Iterator
 
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.kv.table import BlockTable
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
 
 BLOCK, DEVICE, HOST = 16, 1000, 500
 REQUESTS = 3000

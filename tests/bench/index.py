@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 import psutil
-from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import BlockNamespace
-from quire_router.placement.tier import Tier
+from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
 
 MIB = 1 << 20
 STEP = 2_000

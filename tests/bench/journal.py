@@ -15,10 +15,10 @@ from uuid import uuid4
 
 import uvloop
 from quire_proto.sampling import FinishReason, SamplingParams
-from quire_router.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import RecordedDelta
 from quire_router.journal.memory import MemoryJournal
-from quire_router.journal.redis import RedisJournal
+from quire_router.journal.redis.redis_journal import RedisJournal
 
 from tests.support.redis_server import redis_server
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from time import thread_time
 
 from quire.v1 import engine_pb2
-from quire_router.fleet.ledger import LoadLedger
-from quire_router.fleet.share import LoadMessage, RouterLoad
-from quire_router.placement.table import EngineTable
+from quire_router.engines.load import LoadLedger
+from quire_router.engines.load_messages import LoadMessage, RouterLoad
+from quire_router.placement.engine_table import EngineTable
 
 ENGINES = 1_000
 ROUNDS = 20

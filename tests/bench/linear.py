@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from quire_engine.kernels.linear import pack_weight
+from quire_engine.kernels.packed_linear import pack_weight
 from torch.nn import functional as F
 
 SHAPES = ((3072, 576), (960, 576), (576, 1536), (576, 576), (49152, 576), (2048, 2048))

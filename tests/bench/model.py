@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quire_engine.bench.shapes import SHAPES
+from quire_engine.bench.workload import SHAPES
 
 MIB = 1 << 20
 SHAPE: dict[str, Any] = {**SHAPES["135m"], "max_position_embeddings": 2048}

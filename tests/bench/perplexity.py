@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from quire_engine.attention.base import AttentionBatch, AttentionShape
 from quire_engine.attention.cpu import CpuAttention
+from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig, Quantization
-from quire_engine.models.loading import load_model, read_model_config
-from quire_engine.models.options import LoadOptions
+from quire_engine.models.loader import load_model, read_model_config
 from quire_proto.sampling import SamplingParams
 from tokenizers import Tokenizer
 

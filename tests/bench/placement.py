@@ -14,13 +14,11 @@ from typing import get_args
 
 import numpy as np
 from quire_proto.sampling import SamplingParams
-from quire_router.generation import GenerationRequest
-from quire_router.placement.index import PrefixIndex
-from quire_router.placement.namespace import BlockNamespace
+from quire_router.core.generation import GenerationRequest
+from quire_router.placement.engine_table import EngineTable, StepTimes
 from quire_router.placement.placer import Placer
-from quire_router.placement.settings import PlacementSettings, PolicyName
-from quire_router.placement.table import EngineTable, StepTimes
-from quire_router.placement.tier import Tier
+from quire_router.placement.prefix_index import BlockNamespace, PrefixIndex, Tier
+from quire_router.placement.query import PlacementSettings, PolicyName
 
 NAMESPACE = BlockNamespace("bench", 16)
 PACE = (7e-3, 3e-5, 2e-4, 4e-5)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from quire_engine.sampling import Sampler
-from quire_engine.scheduling.plan import ModelOutput, SampleRequest
+from quire_engine.core.step import ModelOutput, SampleRequest
+from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
 
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5}

@@ -11,14 +11,14 @@ import statistics
 from typing import get_args
 
 from quire_engine.config import Policy
-from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.presets import PRESETS
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.simulation.config import PRESETS
+from quire_engine.simulation.simulated_executor import SimulatedExecutor
 from quire_proto.sampling import SamplingParams
 
 SIZES = ((64, 0), (64, 10_000), (256, 10_000))

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire_engine.config import Policy
-from quire_engine.simulation.config import SimulationConfig
-from quire_engine.simulation.presets import PRESETS
-from quire_engine.simulation.recorder import SimulationRecorder, StepSamples
-from quire_engine.simulation.report import SimulationReport, make_report
-from quire_engine.simulation.runner import Simulation
-from quire_engine.simulation.table import make_table
+from quire_engine.simulation.config import PRESETS, SimulationConfig
+from quire_engine.simulation.report import SimulationReport, make_report, make_table
+from quire_engine.simulation.simulator import Simulation, SimulationRecorder, StepSamples
 from quire_engine.simulation.trace import Arrival, read_trace
 
 WASTE_BAR = 0.04

@@ -17,16 +17,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.grammar import Grammar
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.structured.model import ModelGrammars
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, StepTrace
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import Grammar
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.structured_output.compiler import ModelGrammars
 from quire_proto.sampling import SamplingParams
-from quire_proto.structured import Structured, StructuredKind
+from quire_proto.structured_output import Structured, StructuredKind
 
 from tests.bench.model import MIB, SHAPE, make_model, make_prompts, measure
 from tests.support.executors import load_executor

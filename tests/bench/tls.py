@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from quire.v1 import engine_pb2
 from quire_proto.certificates import Certificates
 from quire_proto.tls import ClientTls, ServerTls
-from quire_router.fleet.link import EngineConnection
-from quire_router.fleet.settings import ConnectionSettings
+from quire_router.engines.connection import EngineConnection
+from quire_router.engines.settings import ConnectionSettings
 
 from tests.support.certificates import ENGINE_NAME, ROUTER_NAME, Authority
 from tests.support.scripted_engine import LENGTH, ScriptedEngine, output

@@ -7,7 +7,8 @@ import torch
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.flashinfer import FlashInferAttention
 from quire_engine.attention.reference import ReferenceAttention
-from quire_engine.kernels import cuda, fused
+from quire_engine.kernels import cuda_ops as cuda
+from quire_engine.kernels import ops as fused
 
 from tests.support.ragged_steps import RaggedStep, make_step
 

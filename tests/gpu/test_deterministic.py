@@ -8,9 +8,9 @@ import pytest
 import torch
 from quire_engine.attention.base import AttentionShape
 from quire_engine.attention.flashinfer import FlashInferAttention
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kernels import fused
-from quire_engine.kernels.invariant import batch_invariant_linear
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels import ops as fused
+from quire_engine.kernels.batch_invariant import batch_invariant_linear
 
 from tests.model.engine import load, run
 from tests.model.test_deterministic import NEEDLE, PARAMS, SCHEDULES, haystack

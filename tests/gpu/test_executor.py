@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+from quire_engine.errors import ModelError
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.batch import prepare_inputs
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.graphs import capture_sizes
-from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import LoadedModel, load_model_and_attention
-from quire_engine.executor.torch.sizing import CacheSizes
-from quire_engine.models.loading import read_model_config
-from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, ScheduledChunk
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.models.loader import read_model_config
+from quire_engine.worker.cuda_graph import capture_sizes
+from quire_engine.worker.input_batch import prepare_inputs
+from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from quire_engine.executor.torch.kv_cache import KVCache
-from quire_engine.executor.torch.sizing import CacheSizes
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.models.config import AttentionLayout
+from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.core.block_pool import BlockCopy
+from quire_engine.worker.kv_cache import KVCache
+from quire_engine.worker.memory import CacheSizes
 
 from tests.support.swap_streams import SwapStreamWithout, Wait
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from quire_engine.executor.torch.ranks.workers import RankError
+from quire_engine.executor.rank_processes import RankError
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import run

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire_engine.cli import OTHER_VARIABLES
 from quire_engine.config import EngineConfig
-from quire_engine.main import OTHER_VARIABLES
-from quire_proto.settings import CliSettings, read_settings, reject_unknown_env
+from quire_proto.cli import CliSettings, read_settings, reject_unknown_env
 from quire_router.config import Settings
 
 from tests.kube.helm import Release

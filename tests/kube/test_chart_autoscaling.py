@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from quire.keda.externalscaler_pb2 import GetMetricsRequest, ScaledObjectRef
 from quire_router.autoscale.keda import Scaler
-from quire_router.autoscale.labels import labels_of
-from quire_router.autoscale.load import METRIC
+from quire_router.autoscale.load_totals import METRIC
+from quire_router.config import labels_of
 
 from tests.kube.conftest import Examples
 from tests.kube.helm import Helm, Manifest, Release

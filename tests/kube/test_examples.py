@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from quire_router.api.rpc.server import MAX_METADATA_BYTES
+from quire_router.api.rpc.grpc_server import MAX_METADATA_BYTES
 
 from tests.kube.helm import Helm
 from tests.kube.validity import problems

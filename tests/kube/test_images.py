@@ -21,8 +21,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from quire_engine.config import EngineConfig
-from quire_engine.kernels import build, levels
-from quire_proto.settings import read_settings, reject_unknown_env
+from quire_engine.kernels import build
+from quire_engine.kernels import build as levels
+from quire_proto.cli import read_settings, reject_unknown_env
 from quire_proto.telemetry import Attribute
 from quire_router.config import Settings
 

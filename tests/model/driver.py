@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from quire_engine.executor.base import Executor
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.executor import Executor
+from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_proto.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.grammar import Grammar
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.rates import Rates
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.scheduling.statistics import SchedulerStats
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import FinishReason, SamplingParams
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import SchedulerStats
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import Grammar
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from transformers import AutoConfig
 
 from tests.support.executors import load_executor

@@ -4,17 +4,10 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.step import AsyncStep
-from quire_engine.scheduling.plan import (
-    PLACEHOLDER_TOKEN_ID,
-    ModelOutput,
-    SampleRequest,
-    ScheduledChunk,
-    SchedulerOutput,
-)
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.executor.torch_executor import AsyncStep, TorchExecutor
 from quire_proto.errors import ErrorCode
-from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE
 from tests.support.draws import ModuloGrammar, make_draw

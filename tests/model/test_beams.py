@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import EarlyStopping, SamplingParams
 from transformers import GenerationConfig
 

@@ -4,13 +4,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams, choice_seed
 
 from tests.model.engine import load, run

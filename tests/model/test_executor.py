@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.base import CopyError
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.executor import CopyError
+from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file

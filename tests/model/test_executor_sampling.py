@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.scheduling.plan import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.errors import ErrorCode
-from quire_proto.logprobs import TokenLogprobs
+from quire_proto.sampling import TokenLogprobs
 
 from tests.model.models import VOCAB_SIZE, SmallModels, oracle_model
 from tests.support.draws import ModuloGrammar, ModuloMatcher, make_draw

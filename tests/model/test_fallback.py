@@ -12,12 +12,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.models.errors import ModelError
-from quire_engine.models.fallback.attention import PAGED_ATTENTION, PROBE_ATTENTION, probed_positions, sliding_window_of
-from quire_engine.models.fallback.config import TransformersConfig
-from quire_engine.models.fallback.model import TransformersModel
-from quire_engine.models.loading import read_model_config
+from quire_engine.errors import ModelError
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.models.loader import read_model_config
+from quire_engine.models.transformers_backend import (
+    PAGED_ATTENTION,
+    PROBE_ATTENTION,
+    TransformersConfig,
+    TransformersModel,
+    probed_positions,
+    sliding_window_of,
+)
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 

@@ -23,7 +23,7 @@ def flashinfer(
 def test_output_is_transformers_own_under_random_chunks_blocks_and_swaps(
     small_models: SmallModels, name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire_engine.executor.torch.parts.make_attention", flashinfer)
+    monkeypatch.setattr("quire_engine.worker.model_runner.make_attention", flashinfer)
     with installed():
         executor = load_executor(
             small_models.folder(name), kv_cache_memory=POOL, swap_bytes=POOL, deterministic=deterministic

@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.grammar import Grammar
-from quire_engine.structured.definition import to_llguidance
-from quire_engine.structured.guidance import Guidance
+from quire_engine.core.step import Grammar
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.structured_output.llguidance import Guidance, to_llguidance
 from quire_proto.sampling import SamplingParams
-from quire_proto.structured import Structured, StructuredKind, choice
+from quire_proto.structured_output import Structured, StructuredKind, choice
 
 from tests.model.engine import load, run
 from tests.model.models import oracle_model

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch_executor import TorchExecutor
 
 from tests.model.driver import Driver, Sequence
 from tests.model.models import OUTPUT_TOKENS, SmallModels, oracle_model
@@ -49,8 +49,8 @@ def test_logits_are_close_to_transformers_own_for_every_token(small_models: Smal
 
 def _logits(executor: TorchExecutor, tokens: list[int]) -> torch.Tensor:
     """Logits of every prefix of ``tokens``, through the executor's own model and memory."""
-    from quire_engine.executor.torch.batch import prepare_inputs
-    from quire_engine.scheduling.plan import ScheduledChunk
+    from quire_engine.core.step import ScheduledChunk
+    from quire_engine.worker.input_batch import prepare_inputs
 
     blocks = list(range(1, executor.kv_cache_config.device_blocks))
     batch = prepare_inputs([ScheduledChunk(0, tokens, 0, blocks)], executor.kv_cache_config.block_size).model_input

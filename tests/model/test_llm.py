@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire_engine import LLM, SamplingParams, StructuredOutputsParams
 from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -4,11 +4,11 @@ import logging
 from pathlib import Path
 
 import pytest
-from quire_engine.executor.torch import gauge
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.memory import CpuMemory
-from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import SchedulerOutput
+from quire_engine.core.step import SchedulerOutput
+from quire_engine.errors import ModelError
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.worker import memory as gauge
+from quire_engine.worker.memory import CpuMemory
 
 from tests.model.engine import run
 from tests.model.models import SmallModels

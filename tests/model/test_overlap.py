@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.base import ExecutorError
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.sampling import SamplerOutput
-from quire_engine.scheduling.plan import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.executor import ExecutorError
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.sampling.sampler import SamplerOutput
 from quire_proto.errors import ErrorCode
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file

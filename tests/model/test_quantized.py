@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire_engine.checkpoint.weights import LoadOptions
 from quire_engine.config import ExecutorConfig
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kernels.library import library
-from quire_engine.models.errors import ModelError
-from quire_engine.models.loading import load_model, read_model_config
-from quire_engine.models.options import LoadOptions
+from quire_engine.errors import ModelError
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels.bindings import library
+from quire_engine.models.loader import load_model, read_model_config
 from quire_proto.sampling import SamplingParams
 from transformers import AutoTokenizer
 

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch_executor import TorchExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import load, run

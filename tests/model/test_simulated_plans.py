@@ -12,18 +12,17 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quire_engine.core import EngineCore
-from quire_engine.executor.base import Executor
-from quire_engine.executor.simulated import SimulatedExecutor
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
-from quire_engine.scheduling.rates import Rates
-from quire_engine.scheduling.scheduler import Scheduler
-from quire_engine.simulation.presets import PRESETS
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore
+from quire_engine.core.executor import Executor, Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.simulation.config import PRESETS
+from quire_engine.simulation.simulated_executor import SimulatedExecutor
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import BLOCK_SIZE, load

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from quire_engine.executor.torch import tapes
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.kernels.library import library
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.kernels.bindings import library
+from quire_engine.worker import cpu_graph as tapes
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Run, load, run

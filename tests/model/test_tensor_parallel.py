@@ -18,14 +18,16 @@ import pytest
 import torch
 from quire_engine import LLM
 from quire_engine import SamplingParams as LlmParams
-from quire_engine.executor.torch import parts
-from quire_engine.executor.torch.executor import TorchExecutor
-from quire_engine.executor.torch.ranks import leading_runner, process, serving
-from quire_engine.executor.torch.ranks.calls import batch_to_arrays
-from quire_engine.executor.torch.ranks.workers import RankError
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.models.errors import ModelError
-from quire_engine.scheduling.plan import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.core.block_pool import BlockCopy
+from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.errors import ModelError
+from quire_engine.executor import multiproc as leading_runner
+from quire_engine.executor import rank_processes as process
+from quire_engine.executor import rank_worker as serving
+from quire_engine.executor.rank_processes import RankError
+from quire_engine.executor.rpc import batch_to_arrays
+from quire_engine.executor.torch_executor import TorchExecutor
+from quire_engine.worker import model_runner as parts
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -193,7 +195,7 @@ def test_ranks_none_of_which_can_record_do_without_graphs(
 
 # The process of rank 1, which records with what is named.
 RECORDING_RANK = """
-from quire_engine.executor.torch.ranks.worker import main
+from quire_engine.executor.rank_main import main
 from tests.support import fake_graphs
 fake_graphs.record_on_the_cpu({recorder})
 main()
@@ -235,7 +237,7 @@ def test_a_step_that_no_rank_can_run_is_that_requests_error(threads: None, small
 
 
 def test_a_copy_that_no_rank_can_make_ends_the_engine_as_ever(threads: None, small_models: SmallModels) -> None:
-    from quire_engine.executor.base import CopyError
+    from quire_engine.core.executor import CopyError
 
     with closing(load(small_models.folder("llama3"), 2)) as shared, pytest.raises(CopyError):
         shared.execute_model(SchedulerOutput(0, blocks_to_copy=[BlockCopy(1, 1 << 20)]))

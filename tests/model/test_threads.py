@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.torch.threads import configure_threads, usable_cores
+from quire_engine.device.accelerator import configure_threads, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_a_decision_in_the_environment_counts_first(
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", decided)
-    monkeypatch.setattr("quire_engine.executor.torch.threads.usable_cores", lambda: 5)
+    monkeypatch.setattr("quire_engine.device.accelerator.usable_cores", lambda: 5)
     try:
         assert configure_threads() == torch.get_num_threads() == threads
     finally:

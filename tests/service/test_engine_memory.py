@@ -17,8 +17,8 @@ from tests.support.processes import MIB, Engine, Process
 CONFINED = """
 import sys
 from pathlib import Path
-from quire_engine.executor.torch import gauge
-from quire_engine.main import main
+from quire_engine.device.host import gauge
+from quire_engine.cli import main
 memory = gauge.CpuMemory(Path(sys.argv.pop(1)))
 gauge.memory_of = lambda device: memory
 main()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire_engine.executor.torch.threads import usable_cores
+from quire_engine.device.accelerator import usable_cores
 
 from tests.service.conftest import DEMO
 from tests.support.processes import Engine
@@ -175,9 +175,9 @@ main.main()
 """
 OFFLINE = """
 import torch
-from quire_engine.executor.torch.threads import usable_cores
+from quire_engine.device.accelerator import usable_cores
 torch.set_num_threads(3)
-import quire_engine.service.metrics
+import quire_engine.server.metrics
 from quire_engine import LLM
 with LLM(sys.argv[2], kv_cache_memory=8 << 20, swap_space=0):
     tell()

@@ -1,5 +1,5 @@
 """Routers that were told to stop say so to whoever looks, and take new requests until everybody had time to look. (Of
-engines: ``tests/unit/test_engine_leaving.py``.)
+engines: ``tests/unit/engine/server/test_drain.py``.)
 """
 
 import json

@@ -3,10 +3,9 @@
 from typing import Any
 
 from quire_router.simulation.config import FleetSettings
-from quire_router.simulation.fleet import FleetSimulation
-from quire_router.simulation.recorder import RunRecord
-from quire_router.simulation.report import Report, make_report
-from quire_router.simulation.runs import at_utilisation, read_jobs
+from quire_router.simulation.experiments import at_utilisation, read_jobs
+from quire_router.simulation.report import Report, RunRecord, make_report
+from quire_router.simulation.simulated_fleet import FleetSimulation
 from quire_router.simulation.workload import Job
 
 SMALL: dict[str, Any] = {

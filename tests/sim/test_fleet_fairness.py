@@ -5,9 +5,8 @@ from random import Random
 from typing import Any
 
 import pytest
-from quire_router.admission.fair import FairQueue
-from quire_router.simulation.flood import TenantReport, assign_tenants, tenant_report
-from quire_router.simulation.runs import at_utilisation, with_flood
+from quire_router.admission.fair_queue import FairQueue
+from quire_router.simulation.experiments import TenantReport, assign_tenants, at_utilisation, tenant_report, with_flood
 from quire_router.simulation.workload import Job
 
 from tests.sim.fleets import run, settings

@@ -3,12 +3,10 @@
 from typing import Any
 
 import pytest
-from quire_engine.executor.latency import LatencyModel
-from quire_engine.executor.mixing import splitmix
-from quire_router.fleet import cadence
-from quire_router.simulation.recorder import RequestTrace
-from quire_router.simulation.work import work
-from quire_router.simulation.workload import Job
+from quire_engine.simulation.simulated_executor import LatencyModel, splitmix
+from quire_router.core import retry as cadence
+from quire_router.simulation.report import RequestTrace
+from quire_router.simulation.workload import Job, work
 
 from tests.sim.fleets import IDEAL, run
 

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from quire_router.simulation.flood import tenant_report
-from quire_router.simulation.runs import at_utilisation, read_jobs, with_flood
+from quire_router.simulation.experiments import at_utilisation, read_jobs, tenant_report, with_flood
 
 from tests.sim.fleets import UNIQUE, report, run, settings
 

@@ -7,9 +7,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from quire_router.simulation.config import POLICIES
-from quire_router.simulation.fleet import FleetSimulation
-from quire_router.simulation.flood import add_flood
-from quire_router.simulation.runs import at_utilisation, read_jobs
+from quire_router.simulation.experiments import add_flood, at_utilisation, read_jobs
+from quire_router.simulation.simulated_fleet import FleetSimulation
 
 from tests.sim.fleets import AT_ONCE, UNIQUE, assert_sound, report, run, settings
 

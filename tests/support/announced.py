@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from quire_router.fleet.endpoint import Endpoint
+from quire_router.discovery.base import Endpoint
 
 
 class Announced:

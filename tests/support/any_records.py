@@ -6,13 +6,12 @@ from functools import partial
 from zlib import crc32
 
 from hypothesis import strategies as st
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import FinishReason, SamplingParams
-from quire_proto.structured import Structured, StructuredKind, choice
-from quire_router.generation import GenerationRequest, Usage
+from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
+from quire_proto.structured_output import Structured, StructuredKind, choice
+from quire_router.core.generation import GenerationRequest, Usage
 from quire_router.journal.base import RecordedDelta
 from quire_router.journal.codec import encode_request_fields
-from quire_router.journal.deliveries import TokenLog
+from quire_router.journal.token_log import TokenLog
 
 token_ids = st.integers(0, 2**31 - 1)
 grammars = st.one_of(

@@ -9,26 +9,22 @@ from typing import Any
 
 import grpc
 from quire_proto.errors import QuireError
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import FinishReason
+from quire_proto.sampling import FinishReason, TokenLogprobs
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.tenants_file import TenantsFile
-from quire_router.api.backend import Runner
-from quire_router.api.frontend import ApiService
-from quire_router.api.identity import StaticKeys
-from quire_router.api.rest.app import RestApp, build_admin, build_api
-from quire_router.api.rest.events import KeepAlive
-from quire_router.api.rest.protocol import ConnectionLimits
-from quire_router.api.rest.server import HttpServer, listen
-from quire_router.api.rpc.server import CallLimits, RpcServer
-from quire_router.api.running import ConcurrencyLimit
-from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
-from quire_router.held import OwnedDeltaStream
-from quire_router.journal.base import RecordedDelta, RequestRecord
-from quire_router.journal.failure import encode_error
-from quire_router.mark import StreamCursor
-from quire_router.siblings import PromptGroup
+from quire_router.api.auth import StaticKeys
+from quire_router.api.prepared_request import Runner
+from quire_router.api.request_limits import ConcurrencyLimit
+from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
+from quire_router.api.rest.rest_app import RestApp, build_admin, build_api
+from quire_router.api.rest.sse import KeepAlive
+from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
+from quire_router.api.service import ApiService
+from quire_router.core.cursor import StreamCursor
+from quire_router.core.delta_stream import OwnedDeltaStream
+from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, PromptGroup, Usage
+from quire_router.journal.base import RecordedDelta, RequestRecord, encode_error
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level
 

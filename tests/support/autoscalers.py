@@ -11,7 +11,7 @@ import grpc
 import httpx
 import trustme
 from quire_proto.tls import CertKeyFiles
-from quire_router.autoscale.load import unknown_load
+from quire_router.autoscale.load_totals import unknown_load
 
 NAMESPACE = "serving"
 RESOURCE = f"/apis/external.metrics.k8s.io/v1beta1/namespaces/{NAMESPACE}/quire_load"

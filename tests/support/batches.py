@@ -1,7 +1,7 @@
 """What an engine says in a step, heard at once."""
 
 from quire.v1 import engine_pb2
-from quire_router.fleet.session import Session
+from quire_router.engines.session import Session
 
 
 def take_all(session: Session, batch: engine_pb2.StepBatch) -> None:

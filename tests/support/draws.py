@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from quire_engine.grammar import GrammarError
-from quire_engine.sampling import noise
-from quire_engine.sampling.step import Sampler
-from quire_engine.scheduling.plan import ModelOutput, SampleRequest
+from quire_engine.core.step import GrammarError, ModelOutput, SampleRequest
+from quire_engine.sampling import metadata as noise
+from quire_engine.sampling.sampler import Sampler
 from quire_proto.sampling import SamplingParams
 
 

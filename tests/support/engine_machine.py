@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.events import BlockStored
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request, ResumedOutput
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import EngineCoreOutput
-from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
-from quire_engine.scheduling.rates import Rates
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.core.block_pool import BlockStored, KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.request import Request, ResumedOutput
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams, choice_seed
 

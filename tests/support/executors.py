@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from quire_engine.config import EngineArgs
-from quire_engine.executor.torch.executor import TorchExecutor
+from quire_engine.executor.torch_executor import TorchExecutor
 
 
 def load_executor(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.attention.reference import ReferenceAttention
-from quire_engine.executor.torch import parts
-from quire_engine.executor.torch.model_runner import ModelRunner
-from quire_engine.executor.torch.parts import LoadedModel
-from quire_engine.executor.torch.ranks import leading_runner, serving
-from quire_engine.executor.torch.sizing import CacheSizes
+from quire_engine.executor import multiproc as leading_runner
+from quire_engine.executor import rank_worker as serving
+from quire_engine.worker import model_runner as parts
+from quire_engine.worker.memory import CacheSizes
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

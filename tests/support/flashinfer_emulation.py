@@ -63,7 +63,7 @@ class Fence:
         if self._marked:
             STREAM.synchronize()
 
-    def mark(self) -> None:
+    def record(self) -> None:
         self._marked = True
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
-from quire_engine.grammar import Grammar, GrammarMatcher
-from quire_engine.structured.definition import to_llguidance
-from quire_engine.structured.guidance import CompiledGrammar, Guidance
-from quire_proto.structured import Structured
+from quire_engine.core.step import Grammar, GrammarMatcher
+from quire_engine.structured_output.llguidance import CompiledGrammar, Guidance, to_llguidance
+from quire_proto.structured_output import Structured
 from tokenizers import Tokenizer
 
 MODEL = Path(__file__).parents[2] / "demo/model"

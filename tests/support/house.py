@@ -9,17 +9,17 @@ from typing import Any
 from quire.v1 import engine_pb2
 from quire_proto.sampling import FinishReason
 from quire_router.admission.queue import AdmissionQueue, QueueSettings
-from quire_router.fleet.fleet import EnginePool
-from quire_router.fleet.settings import ConnectionSettings
-from quire_router.fleet.static import StaticDiscovery
-from quire_router.generation import Delta, GenerationRequest
+from quire_router.core.generation import Delta, GenerationRequest
+from quire_router.discovery.combined import StaticDiscovery
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.settings import ConnectionSettings
 from quire_router.journal.base import Journal
 from quire_router.journal.memory import MemoryJournal
-from quire_router.lifecycle import RequestRunner
-from quire_router.placement.namespace import HashesByNamespace
+from quire_router.placement.engine_table import EngineTable, Rows
+from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.placement.query import PlacementDecision
-from quire_router.placement.table import EngineTable, Rows
-from quire_router.routing import Dispatcher
+from quire_router.requests.dispatch import Dispatcher
+from quire_router.requests.runner import RequestRunner
 
 from tests.support.letters import TEXT, tokens
 from tests.support.scripted_engine import ScriptedEngine

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from quire_proto.sampling import FinishReason
-from quire_router.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import DeliveredChoice, Journal, Lease, RecordedDelta, RequestRecord
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from quire_engine.kernels.bindings import library
 from quire_engine.kernels.build import BuildError, shared_object
-from quire_engine.kernels.library import library
 
 SWITCH = "QUIRE_ENGINE_CPU_KERNELS"
 PATHS = [

@@ -1,6 +1,6 @@
 """A model whose tokens are single bytes, so that a test can read what it says."""
 
-from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

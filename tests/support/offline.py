@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.step import ModelOutput, SchedulerOutput
 from quire_engine.llm import LLM
 from quire_engine.llm import llm as llm_module
-from quire_engine.scheduling.plan import ModelOutput, SchedulerOutput
 
 from tests.support.model_folders import byte_level, write_model_folder
 from tests.support.paged_executor import PagedExecutor

@@ -11,15 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from quire_engine.executor.base import CopyError
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.scheduling.plan import (
-    PLACEHOLDER_TOKEN_ID,
-    BeamCandidates,
-    ModelOutput,
-    ScheduledChunk,
-    SchedulerOutput,
-)
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.executor import CopyError
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, BeamCandidates, ModelOutput, ScheduledChunk, SchedulerOutput
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 

@@ -8,13 +8,11 @@ prefix and the seed, so the right output of any request is known without running
 from collections.abc import Iterable
 from hashlib import blake2b
 
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.copy import BlockCopy
-from quire_engine.scheduling.beams import BeamSearch, Hypothesis
-from quire_engine.scheduling.plan import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
-from quire_engine.scheduling.rates import Rates
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import SamplingParams
+from quire_engine.core.beam_search import BeamSearch, Hypothesis
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.executor import Rates
+from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_proto.sampling import SamplingParams, TokenLogprobs
 
 VOCAB_SIZE = 50
 

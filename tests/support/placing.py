@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 from hypothesis import strategies as st
-from quire_router.placement.outlook import CandidateView
+from quire_router.placement.engine_table import EngineColumns, EngineTable, StepTimes
 from quire_router.placement.query import PlacementQuery, PrefixMatches
-from quire_router.placement.table import EngineColumns, EngineTable, StepTimes
+from quire_router.placement.scorers import CandidateView
 
 PACE = StepTimes(step_seconds=0.01, token_seconds=1e-4, sequence_seconds=1e-4, host_block_seconds=2e-4)
 Engine = Mapping[str, float]

@@ -80,7 +80,7 @@ class Engine(Process):
         self, model: Path, folder: Path, *flags: str, name: str = "quire-demo", port: int = 0, **environment: str
     ) -> None:
         self.port, self.metrics_port = port or free_port(), free_port()
-        command = [sys.executable, "-m", "quire_engine.main", "--model", str(model), "--served-model-name", name]
+        command = [sys.executable, "-m", "quire_engine.cli", "--model", str(model), "--served-model-name", name]
         command += ["--port", str(self.port), "--metrics-port", str(self.metrics_port), *flags]
         super().__init__(command, folder / f"engine-{self.metrics_port}.log", environment)
 

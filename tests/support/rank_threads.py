@@ -5,8 +5,8 @@ import socket
 from threading import Thread
 
 import pytest
-from quire_engine.executor.torch.ranks import workers
-from quire_engine.executor.torch.ranks.serving import RankWorker
+from quire_engine.executor import rank_processes as workers
+from quire_engine.executor.rank_worker import RankWorker
 
 
 class RankThread:

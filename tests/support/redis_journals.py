@@ -9,12 +9,12 @@ from zlib import crc32
 
 from prometheus_client import REGISTRY
 from quire_proto.sampling import SamplingParams
-from quire_router.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest
 from quire_router.journal.base import Lease, RequestRecord
-from quire_router.journal.keys import BACKGROUND, keys
-from quire_router.journal.redis import RedisJournal
-from quire_router.journal.settings import JournalSettings
-from quire_router.journal.store import RedisStore
+from quire_router.journal.codec import JournalSettings
+from quire_router.journal.redis.redis_connection import BACKGROUND, keys
+from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.journal.redis.store import RedisStore
 from redis.asyncio import Redis
 
 from tests.support.redis_server import RedisServer

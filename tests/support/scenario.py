@@ -3,17 +3,16 @@
 from dataclasses import dataclass, field
 from random import Random
 
-from quire_engine.core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
-from quire_engine.kv.capacity import KVCacheConfig
-from quire_engine.kv.memory import KVCacheManager
-from quire_engine.request import Request, ResumedOutput
-from quire_engine.scheduling.config import SchedulerConfig
-from quire_engine.scheduling.output import EngineCoreOutput
-from quire_engine.scheduling.rates import Rates
-from quire_engine.scheduling.scheduler import Scheduler
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.request import Request, ResumedOutput
+from quire_engine.core.scheduler import Scheduler
 from quire_proto.errors import ErrorCode
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
 

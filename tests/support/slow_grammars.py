@@ -3,10 +3,10 @@
 from collections import Counter
 from threading import Event, Lock
 
-from quire_engine.grammar import GrammarMatcher
-from quire_engine.structured.compiler import CompileOutcome, GrammarCompiler
+from quire_engine.core.step import GrammarMatcher
+from quire_engine.structured_output.compiler import CompileOutcome, GrammarCompiler
 from quire_proto.errors import invalid
-from quire_proto.structured import Structured, StructuredKind
+from quire_proto.structured_output import Structured, StructuredKind
 
 WAITING = 10.0
 

@@ -3,7 +3,7 @@
 from enum import Enum, auto
 
 import torch
-from quire_engine.executor.torch.streams import CudaSwapStream
+from quire_engine.worker.kv_cache import CudaSwapStream
 
 
 class Wait(Enum):

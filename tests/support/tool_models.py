@@ -1,7 +1,7 @@
 """Small chat templates of models that call tools and think, in the manner of those that are published."""
 
 from quire_proto.text.chat_template import ChatTemplate
-from quire_proto.text.model_text import ModelTokenizer
+from quire_proto.text.tokenizer import ModelTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from tests.support.model_folders import byte_level

@@ -12,15 +12,15 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
-from quire_engine.main import main
+from quire_engine.cli import main
 
 from tests.support.processes import Engine
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "quire_engine.main",
-        "quire_engine.executor.torch.executor",
+        "quire_engine.cli",
+        "quire_engine.executor.torch_executor",
         "transformers.models.llama.configuration_llama",
         "transformers.modeling_rope_utils",
     ]
@@ -77,7 +77,7 @@ class WarmEngine(Engine):
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None) -> Forked:  # type: ignore[override]
         assert stdout is None
-        return Forked(command[command.index("quire_engine.main") :], self.log, environment)
+        return Forked(command[command.index("quire_engine.cli") :], self.log, environment)
 
 
 def _run(arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBatch, AttentionShape
-from quire_engine.kernels.library import DTYPES, AttentionCall, AttentionPlan, library
+from quire_engine.kernels.bindings import DTYPES, AttentionCall, AttentionPlan, library
 
 _NO_WINDOW = 2**62
 _Int32 = npt.NDArray[np.int32]

@@ -7,9 +7,8 @@ from typing import Annotated, ClassVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from quire_engine.bench.lengths import Lengths
 from quire_engine.bench.measure import Figure
-from quire_engine.bench.shapes import SHAPES
+from quire_engine.bench.workload import SHAPES, Lengths
 from quire_engine.config import EngineConfig, Names
 
 PEERS = ("transformers", "vllm", "llama.cpp")

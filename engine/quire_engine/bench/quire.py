@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from quire_proto.sampling import SamplingParams
 
-from quire_engine.assembly import load_executor, make_scheduler
 from quire_engine.bench.config import BenchConfig
 from quire_engine.bench.measure import SystemFailedError
 from quire_engine.bench.workload import Workload
-from quire_engine.core import EngineCore, EngineCoreOutputs, StepTrace
-from quire_engine.models.errors import ModelError
-from quire_engine.request import Request
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, StepTrace
+from quire_engine.core.request import Request
+from quire_engine.errors import ModelError
+from quire_engine.factory import load_executor, make_scheduler
 
 if TYPE_CHECKING:
-    from quire_engine.executor.torch.executor import TorchExecutor
+    from quire_engine.executor.torch_executor import TorchExecutor
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from quire_engine.bench.workload import Workload
-from quire_engine.models.config import DecoderConfig
-from quire_engine.models.linear import make_linear
-from quire_engine.models.options import LoadOptions
+from quire_engine.checkpoint.config import DecoderConfig
+from quire_engine.checkpoint.weights import LoadOptions
+from quire_engine.layers.linear import make_linear
 
 PRODUCT_ROWS, PRODUCT_SIDES = 2048, (1024, 2048, 4096)
 READ_SIDES = (1024, 2048)

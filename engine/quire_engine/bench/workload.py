@@ -1,9 +1,46 @@
 """Requests as numbers: prompts, and how many tokens each is to be answered with."""
 
+import hashlib
+import json
+import os
 import random
+import shutil
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from quire_engine.bench.lengths import Lengths
+from quire_engine.checkpoint.config import one_line
+from quire_engine.errors import ModelError
+
+# A range of lengths in tokens, drawn from evenly.
+
+
+class Lengths(NamedTuple):
+    """From ``least`` to ``most``, both included."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, text: str) -> "Lengths":
+        """``128`` or ``100..1024``. Raises ``ValueError`` for what is neither."""
+        least, _, most = text.partition("..")
+        try:
+            lengths = cls(int(least), int(most or least))
+        except ValueError:
+            raise ValueError(f"{text!r} is neither a number nor a range such as 100..1024.") from None
+        if not 1 <= lengths.least <= lengths.most:
+            raise ValueError(f"{text!r} must begin at 1 or above, and not end below its beginning.")
+        return lengths
+
+    def draw(self, source: random.Random) -> int:
+        """One of them."""
+        return source.randint(self.least, self.most)
+
+    def __str__(self) -> str:
+        return str(self.least) if self.least == self.most else f"{self.least}..{self.most}"
+
 
 # Below, vocabularies keep their special tokens.
 FIRST_TOKEN = 3
@@ -28,3 +65,109 @@ def random_workload(count: int, inputs: Lengths, outputs: Lengths, vocab_size: i
     sizes = [(inputs.draw(source), outputs.draw(source)) for _ in range(count)]
     prompts = [[source.randrange(FIRST_TOKEN, vocab_size) for _ in range(size)] for size, _ in sizes]
     return Workload(prompts, [size for _, size in sizes])
+
+
+# Models with random weights, of a given shape: their speed is that of trained ones. Knows transformers only to have the
+# weights named and drawn as published models have them.
+
+
+# What published config.json files say.
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+    },
+    "llama3-1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    },
+}
+
+
+def model_of_shape(shape: str, seed: int) -> Path:
+    """The folder of a model of this shape in bfloat16, written once for each user. ``shape`` is a name of ``SHAPES``,
+    a ``config.json`` or the text of one. Raises ``ModelError``.
+    """
+    settings = SHAPES.get(shape) or _read(shape)
+    name = hashlib.sha256(json.dumps([settings, seed], sort_keys=True).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "shapes"
+    folder = cache / name
+    if not (folder / "config.json").is_file():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            _write(settings, seed, folder)
+        except OSError as error:
+            raise ModelError(f"The model of this shape cannot be written to {cache}: {error.strerror}.") from None
+    return folder
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        settings = json.loads(Path(text).read_text() if text.endswith(".json") else text)
+    except (OSError, ValueError):
+        settings = None
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ModelError(
+            f"The shape {text!r} is none of {', '.join(SHAPES)}, and neither a JSON object with a model_type nor a "
+            "file with one."
+        )
+    return settings
+
+
+def _write(settings: dict[str, Any], seed: int, folder: Path) -> None:
+    """Writes beside and renames, so that half a model is never found."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _parse(settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent))
+    try:
+        model.save_pretrained(beside)
+        beside.replace(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _parse(settings: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    kind = settings["model_type"]
+    values = {key: value for key, value in settings.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
+        raise ModelError(f"The shape is not a {kind}: {one_line(error)}.") from None

@@ -1,1 +1,1 @@
-"""What all rooms that compute with tensors know of a device that works beside the host."""
+"""The device that an engine computes on, and the host that it lies in: copies, threads, memory limits."""

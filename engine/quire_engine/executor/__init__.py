@@ -1,1 +1,1 @@
-"""What carries out a step plan: the ``Executor`` protocol in ``base``, and one module for each way to do it."""
+"""Executors with torch: in this process, or over the processes of several ranks."""

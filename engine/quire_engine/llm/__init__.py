@@ -5,7 +5,6 @@ same request with the same seed gives the same text. Torch is imported once a mo
 """
 
 from quire_engine.llm.llm import LLM
-from quire_engine.llm.outputs import CompletionOutput, Logprob, RequestOutput
-from quire_engine.llm.params import SamplingParams, StructuredOutputsParams
+from quire_engine.llm.types import CompletionOutput, Logprob, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

@@ -1,28 +1,236 @@
 """``LLM``: one model in this process. Loads it, checks what it is asked, and runs it in the caller's thread."""
 
 import logging
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random, SystemRandom
 from threading import Lock
-from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import Literal, Self, TypedDict, TypeVar, Unpack, cast
 
-from quire_proto.errors import ErrorCode, QuireError
-from quire_proto.text.model_text import ModelTokenizer
+from pydantic import ValidationError
+from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.text.tokenizer import ModelTokenizer
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from quire_engine.assembly import load_executor, make_grammar_compiler, make_scheduler
-from quire_engine.core import EngineCore, EngineCoreOutputs
-from quire_engine.llm.batch import OfflineRun
-from quire_engine.llm.interrupt import defer_sigint
-from quire_engine.llm.outputs import RequestOutput
-from quire_engine.llm.params import SamplingParams
-from quire_engine.llm.progress import Progress
-from quire_engine.llm.prompts import Message, Prompt, broadcast, read_conversations, read_prompts, with_prompt_index
-from quire_engine.llm.settings import LLMArgs, engine_config
-from quire_engine.llm.submission import InputProcessor, PreparedRequest
+from quire_engine.config import Batching, EngineConfig, Policy, Quantization
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.factory import load_executor, make_grammar_compiler, make_scheduler
+from quire_engine.llm.processor import (
+    InputProcessor,
+    Message,
+    OutputProcessor,
+    PreparedRequest,
+    Prompt,
+    broadcast,
+    read_conversations,
+    read_prompts,
+    with_prompt_index,
+)
+from quire_engine.llm.types import RequestOutput, SamplingParams
 
 log = logging.getLogger(__name__)
+
+# The progress bar: prompts that are done, and tokens a second.
+
+
+class Progress:
+    """Counts what a call has done so far, and shows it on standard error unless ``shown`` is False."""
+
+    def __init__(self, prompts: int, *, shown: bool) -> None:
+        self._bar = tqdm(
+            total=prompts, desc="Prompts", unit="prompt", miniters=0, dynamic_ncols=True, disable=not shown
+        )
+        self._started = perf_counter()
+        self._prompt_tokens = self._output_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def add(self, *, prompts: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Counts what one step has finished, read and made."""
+        self._prompt_tokens += prompt_tokens
+        self._output_tokens += output_tokens
+        seconds = max(perf_counter() - self._started, 1e-9)
+        rates = f"prompt {self._prompt_tokens / seconds:.0f} tok/s, output {self._output_tokens / seconds:.0f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update(prompts)
+
+
+# One call's requests on their way through the engine: fed, stepped and gathered in the caller's thread.
+
+
+_LOOKAHEAD = 4  # waiting requests for each that may run: enough to choose from, whatever the policy
+
+
+class OfflineRun:
+    """Runs ``submissions`` on ``core``, whose outputs must come to ``on_step``. Only so many of them wait there at a
+    time that what they need does not grow with their number. ``broken`` is set when a step did not come to its
+    end: then nothing can be run on the core any more.
+    """
+
+    def __init__(
+        self, submissions: Sequence[PreparedRequest], core: EngineCore, text: ModelTokenizer, progress: Progress
+    ) -> None:
+        self.broken = False
+        self._core = core
+        self._scheduler = core.scheduler
+        self._text = text
+        self._progress = progress
+        self._pending = deque(self._in_order(submissions))
+        self._live: dict[str, tuple[int, OutputProcessor]] = {}
+        self._to_abort: list[tuple[str, int]] = []
+        self._results: dict[int, RequestOutput] = {}
+        limits = self._scheduler.config
+        self._window = min(limits.max_waiting, _LOOKAHEAD * limits.max_num_seqs)
+
+    def run(self, between_steps: Callable[[], None]) -> list[RequestOutput]:
+        """The outputs, in the order of the submissions. If ``between_steps`` raises, what runs is aborted; in any case
+        the core is idle afterwards.
+        """
+        try:
+            while self._pending or self._live:
+                between_steps()
+                self._feed()
+                self._step()
+        finally:
+            if not self.broken:
+                self._abort_all()
+        return [self._results[index] for index in sorted(self._results)]
+
+    def on_step(self, step: EngineCoreOutputs) -> None:
+        """Receives the news of a step. What a stop string has ended is ended in the engine once the step is over."""
+        finished = prompt_tokens = output_tokens = 0
+        for output in step.outputs:
+            if output.request_id not in self._live:
+                continue  # its end is already told
+            index, collector = self._live[output.request_id]
+            if collector.add_output(output):
+                self._to_abort.append((output.request_id, output.index))
+            output_tokens += len(output.token_ids)
+            if collector.is_finished:
+                self._results[index] = collector.result()
+                del self._live[output.request_id]
+                finished += 1
+                prompt_tokens += len(collector.prepared.request.prompt_token_ids)
+        self._progress.add(prompts=finished, prompt_tokens=prompt_tokens, output_tokens=output_tokens)
+
+    def _feed(self) -> None:
+        while self._pending and len(self._scheduler.waiting) < self._window:
+            index, submission = self._pending.popleft()
+            self._scheduler.add_request(submission.request)
+            self._live[submission.request.request_id] = index, OutputProcessor(submission, self._text)
+
+    def _step(self) -> None:
+        self.broken = True
+        self._core.step()
+        self.broken = False
+        for request_id, index in self._to_abort:
+            self._scheduler.abort_request(request_id, (index,))
+        self._to_abort.clear()
+
+    def _abort_all(self) -> None:
+        for request_id in self._live:
+            self._scheduler.abort_request(request_id)
+        self._live.clear()
+        while self._scheduler.has_work:
+            self._step()
+
+    def _in_order(self, submissions: Sequence[PreparedRequest]) -> list[tuple[int, PreparedRequest]]:
+        """By the policy, as far as it can be known before all of them wait."""
+        numbered = list(enumerate(submissions))
+        if self._scheduler.config.scheduling_policy == "priority":
+            numbered.sort(key=lambda each: each[1].request.priority)
+        return numbered
+
+
+# Ctrl-C while an engine steps: heard between two steps, so that none is left half done.
+
+
+@contextmanager
+def defer_sigint() -> Iterator[Callable[[], None]]:
+    """Holds SIGINT back until the yielded function is called, or the context ends without an exception; then whoever
+    handled it before does. A second one is not held back: a step that hangs must not keep its caller. Outside of the
+    main thread, which alone is interrupted, nothing changes.
+    """
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield lambda: None
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(frame)
+        if len(held) > 1:
+            previous(number, frame)
+
+    def release() -> None:
+        if held:
+            previous(signal.SIGINT, held.pop())
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield release
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    release()
+
+
+# The engine's settings that mean something without a server. Their defaults and ranges are ``EngineConfig``'s.
+
+
+class LLMArgs(TypedDict, total=False):
+    """Keyword arguments of ``LLM``, named and meant as the engine's flags; ``quire-engine --help`` explains each."""
+
+    device: Literal["auto", "cpu", "cuda"]
+    dtype: Literal["auto", "float32", "bfloat16", "float16"]
+    quantization: Quantization | None
+    tensor_parallel_size: int
+    enforce_eager: bool
+    async_scheduling: bool | None
+    deterministic: bool
+    attention: Literal["auto", "cpu", "flashinfer", "reference"]
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_waiting: int
+    max_overtakes: int
+    max_swapped: int
+    scheduling_policy: Policy
+    batching: Batching
+    block_size: int
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float | None
+    swap_space: float
+    enable_prefix_caching: bool
+    enable_host_caching: bool
+
+
+def engine_config(model: str | Path, settings: LLMArgs) -> EngineConfig:
+    """The settings, checked; what is not given comes from ``QUIRE_ENGINE_…`` in the environment, or the defaults.
+    Raises ``QuireError`` INVALID with the first one at fault.
+    """
+    given = cast("dict[str, object]", settings)
+    for name in given:
+        if name not in LLMArgs.__annotations__:
+            raise invalid(name, f"LLM has no setting named {name}.")
+    try:
+        return EngineConfig.model_validate({"model": Path(model), **given})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = str(problem["loc"][0]) if problem["loc"] else "settings"
+        raise invalid(name, f"{name}: {problem['msg']}.") from None
+
 
 T = TypeVar("T")
 

@@ -1,3 +1,1 @@
-"""Models: their configuration, their weights, and the code that runs them. Knows tokens and tensors, never
-requests.
-"""
+"""The models: the Llama family with layers of our own, every other decoder through transformers."""

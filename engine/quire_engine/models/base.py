@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from quire_engine.attention.base import AttentionBackend
-from quire_engine.models.config import AttentionLayout
+from quire_engine.checkpoint.config import AttentionLayout
 
 
 class LayerInputs(NamedTuple):

@@ -10,12 +10,11 @@ import torch
 from torch.nn import functional as F
 
 from quire_engine.attention.base import AttentionBackend
-from quire_engine.kernels.fused import HeadNorms, norm_rotate, rotate
+from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
+from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
+from quire_engine.layers.mlp import GatedMLP, MoE, RMSNorm, Weights
+from quire_engine.layers.rotary import RotaryEmbedding
 from quire_engine.models.base import LayerInputs
-from quire_engine.models.config import AttentionLayout, DecoderConfig
-from quire_engine.models.layers import GatedMLP, RMSNorm, Weights
-from quire_engine.models.moe import MoE
-from quire_engine.models.rope import RotaryEmbedding
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 

@@ -1,159 +1,389 @@
-"""Draws one token a row: the Gumbel-max trick with stateless noise.
+"""Draws the tokens of one step from its logits.
 
-argmax(score + Gumbel noise) is a draw from softmax(score) (Gumbel 1954; Maddison et al. 2014). Here
+Draws are sorted into groups that are made alike, so that a draw pays for what it asks for and nothing else: a greedy
+one is an argmax of the model's own logits, only rows that a logits processor changes are copied, and only rows that ask
+for log-probabilities are normalised.
 
-    score = (logit - highest logit of the row) / temperature, of the tokens that top-k, top-p and min-p keep,
-
-and the noise is that of ``noise``: a function of seed, position and token id. Greedy is the same argmax
-without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
-parameters alone, whatever else is in the batch.
-
-Filters look at the 1,024 highest scores first, and noise is then made for those only. A row that keeps more is sorted
-whole, unless its threshold is known already, and gets noise for all tokens. Which rows these are is known on the device
-only. Where the host must not wait for it, every row gets noise for all tokens, and those that have a top-p without
-a top-k, or a top-k above 1,024, are sorted whole: more work, but the same draws.
+On a GPU the step's forward pass may still run when its tokens are drawn, so nothing is read from the device on the way:
+whatever can go wrong becomes a flag that is read with the tokens. On the CPU there is nothing to wait for, and results
+are read in between where that saves work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
+from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.sampling import TokenLogprobs
 
-from quire_engine.device.transfers import upload_arrays
-from quire_engine.kernels import scan
-from quire_engine.sampling.argmax import lowest_argmax
-from quire_engine.sampling.cells import TokenArray
-from quire_engine.sampling.filters import TopCandidates, sampling_threshold
-from quire_engine.sampling.noise import gumbel_noise
-from quire_engine.sampling.rows import BoolArray, DeviceSamplingMetadata, SamplingMetadata
+from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk
+from quire_engine.device.accelerator import HostCopy, upload_arrays
+from quire_engine.sampling.grammar_bitmask import (
+    NO_GRAMMARS,
+    BitmaskFiller,
+    GrammarBitmask,
+    PendingBitmask,
+    grammar_param,
+)
+from quire_engine.sampling.logits_processors import SamplingStateCache, SequenceSamplingState, apply_logits_processors
+from quire_engine.sampling.metadata import SamplingMetadata, TokenArray
+from quire_engine.sampling.sample_ops import (
+    compute_logprobs,
+    finite_rows,
+    lowest_argmax,
+    max_rows_at_once,
+    sample,
+    stable_topk,
+    to_token_logprobs,
+    token_logprobs,
+)
 
-TOP_WIDTH = 1024
-# Noise is made for so many tokens at a time. A dozen passes over them stay in a processor's cache; on other devices a
-# pass costs a launch, and the number only bounds their memory.
-NOISE_TOKENS, DEVICE_NOISE_TOKENS = 1 << 16, 1 << 22
-# Dividing by less would overflow even for neighbouring float32 logits; such a row is greedy up to exact ties.
-MIN_TEMPERATURE = 1e-30
-
-_SampleFunction = Callable[[torch.Tensor, SamplingMetadata, bool], torch.Tensor]
+# The draws of a step, grouped by how they are made.
 
 
-def sample(logits: torch.Tensor, rows: SamplingMetadata, *, allow_sync: bool = True) -> torch.Tensor:
-    """Token ids [B] int64, on the device of ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
-    of them -inf; a row that is otherwise gets any valid id. ``logits`` are overwritten. Nothing is read from the
-    device without ``allow_sync``, which makes no difference to the ids.
+@dataclass(frozen=True, slots=True)
+class DrawGroup:
+    """Draws that are made alike: the state of each one's sequence, its index among the step's draws, and its row of the
+    logits.
     """
-    methods = _sampling_methods(rows, logits.shape[1])
-    if len(methods) == 1:
-        return methods[0][0](logits, rows, allow_sync)
-    token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    indices = upload_arrays([selected for _, selected in methods], logits.device)
-    for (method, selected), index in zip(methods, indices, strict=True):
-        token_ids.index_copy_(0, index, method(logits.index_select(0, index), rows.select(selected), allow_sync))
-    return token_ids
+
+    states: list[SequenceSamplingState] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def add(self, state: SequenceSamplingState, index: int, row: int) -> None:
+        """Adds one draw."""
+        self.states.append(state)
+        self.indices.append(index)
+        self.rows.append(row)
+
+    def without(self, sequence_ids: Container[int]) -> "DrawGroup":
+        """The draws of all other sequences."""
+        group = DrawGroup()
+        for state, index, row in zip(self.states, self.indices, self.rows, strict=True):
+            if state.sequence_id not in sequence_ids:
+                group.add(state, index, row)
+        return group
+
+    def select(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of each draw, [D, V]; ``logits`` itself, not copied, if they are all of its rows in order."""
+        return select_rows(logits, self.rows)
+
+    def select_copy(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy of the logits of each draw, float32 [D, V]."""
+        taken = self.select(logits)
+        return taken.to(torch.float32, copy=taken is logits)
+
+    def sampling_metadata(self) -> SamplingMetadata:
+        """The sampling parameters of each draw."""
+        draws = [state.draw for state in self.states]
+        seeds, positions = [draw.seed for draw in draws], [len(draw.token_ids) for draw in draws]
+        return SamplingMetadata.from_params([draw.params for draw in draws], seeds, positions)
 
 
-def finite_rows(logits: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
-    """Which rows hold only finite numbers, [B] bool. Without the compiled kernel: a sum that is finite proves it, at a
-    fraction of the cost, but must be read.
+@dataclass(frozen=True, slots=True)
+class DrawGroups:
+    """The draws of a step. Those of ``with_logprobs`` are in one of the other groups too."""
+
+    greedy: DrawGroup = field(default_factory=DrawGroup)
+    random: DrawGroup = field(default_factory=DrawGroup)
+    processed: DrawGroup = field(default_factory=DrawGroup)
+    beams: DrawGroup = field(default_factory=DrawGroup)
+    with_logprobs: DrawGroup = field(default_factory=DrawGroup)
+
+    def add(self, state: SequenceSamplingState, index: int, row: int) -> None:
+        """Adds one draw."""
+        self._group_of(state).add(state, index, row)
+        if state.wants_logprobs and not state.is_beam:
+            self.with_logprobs.add(state, index, row)
+
+    def without(self, failed: Collection[int]) -> "DrawGroups":
+        """The groups without the sequences ``failed``, whose grammars have failed."""
+        if not failed:
+            return self
+        return replace(self, processed=self.processed.without(failed), beams=self.beams.without(failed))
+
+    def _group_of(self, state: SequenceSamplingState) -> DrawGroup:
+        if state.is_beam:
+            return self.beams
+        if state.needs_processors:
+            return self.processed
+        return self.greedy if state.greedy else self.random
+
+
+def select_rows(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """``rows`` of ``values`` [R, ...]; ``values`` itself, not copied, if they are all of its rows in order."""
+    if len(rows) == len(values) and all(row == index for index, row in enumerate(rows)):
+        return values
+    return values.index_select(0, upload_arrays((index_array(rows),), values.device)[0])
+
+
+def index_array(indices: Sequence[int]) -> TokenArray:
+    """Indices as int64, to be uploaded."""
+    return np.array(indices, dtype=np.int64)
+
+
+# The tokens that a step has drawn, while they are copied to the host, and the result that is made of them there.
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """What is copied to the host; None for what no draw asks for.
+
+    ``finite`` [R] bool: which rows of the logits are finite. ``allowed`` [D] bool: for which draws of the group
+    ``processed`` any token is allowed. ``candidates``: log-probabilities and token ids of the group ``beams``, both [D,
+    C], and for which of them any token is allowed, [D] bool. ``logprobs``: of the group ``with_logprobs``, as
+    ``compute_logprobs`` returns them.
     """
-    if not allow_sync:
-        return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
-    known = scan.finite_rows(logits)
-    if known is not None:
-        return known
-    finite = logits.sum(-1).isfinite()
-    return finite if bool(finite.all()) else logits.isfinite().all(-1)
+
+    token_ids: HostCopy
+    finite: HostCopy
+    allowed: HostCopy | None
+    candidates: HostCopy | None
+    logprobs: HostCopy | None
 
 
-def _sampling_methods(rows: SamplingMetadata, vocab_size: int) -> list[tuple[_SampleFunction, TokenArray]]:
-    """The functions that sample rows, and the indices of the rows that each one is for."""
-    greedy, filtered = rows.is_greedy(), rows.is_filtered(vocab_size)
-    has_threshold = rows.has_threshold_within(TOP_WIDTH, vocab_size)
-    methods: list[tuple[_SampleFunction, BoolArray]] = [
-        (_sample_greedy, greedy),
-        (_sample_unfiltered, ~greedy & ~filtered),
-        (_sample_filtered, ~greedy & filtered & has_threshold),
-        (_sample_filtered, ~greedy & filtered & ~has_threshold),
-    ]
-    return [(method, np.flatnonzero(mask)) for method, mask in methods if mask.any()]
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """The draws of a step. ``token_ids`` [D] int64 are on the device of the logits, in the order of the draws, for the
+    next step to read; a draw that fails or that is a beam's has token 0.
+    """
+
+    token_ids: torch.Tensor
+    _states: Sequence[SequenceSamplingState]
+    _rows: Sequence[int]
+    _groups: DrawGroups
+    _grammar_errors: Mapping[int, QuireError]
+    _copies: HostCopies
+
+    def fetch_into(self, result: ModelOutput) -> None:
+        """Waits until the draws are made, and writes into ``result`` what came of each: a token, with its
+        log-probabilities where they are asked for, candidates, or an error. A draw that has an error there already is
+        left out.
+        """
+        self._fetch_errors(result)
+        (token_ids,) = self._copies.token_ids.wait()
+        for state, token_id in zip(self._states, token_ids.tolist(), strict=True):
+            if not state.is_beam and state.sequence_id not in result.errors:
+                result.token_ids[state.sequence_id] = token_id
+        if self._copies.logprobs is not None:
+            self._fetch_logprobs(self._copies.logprobs, result)
+        if self._copies.candidates is not None:
+            self._fetch_candidates(self._copies.candidates, result)
+
+    def _fetch_errors(self, result: ModelOutput) -> None:
+        """Writes what went wrong, for each draw the first error."""
+        finite = self._copies.finite.wait()[0].tolist()
+        for state, row in zip(self._states, self._rows, strict=True):
+            if not finite[row]:
+                result.errors.setdefault(state.sequence_id, non_finite_error())
+            elif state.sequence_id in self._grammar_errors:
+                result.errors.setdefault(state.sequence_id, self._grammar_errors[state.sequence_id])
+        groups = (self._groups.processed, self._copies.allowed), (self._groups.beams, self._copies.candidates)
+        for group, copy in groups:
+            if copy is not None:
+                for state, is_allowed in zip(group.states, copy.wait()[-1].tolist(), strict=True):
+                    if not is_allowed:
+                        result.errors.setdefault(state.sequence_id, _no_token_allowed_error(state.draw))
+
+    def _fetch_logprobs(self, copy: HostCopy, result: ModelOutput) -> None:
+        group = self._groups.with_logprobs
+        logprobs_of = to_token_logprobs(copy.wait(), num_top_logprobs(group))
+        for state, logprobs in zip(group.states, logprobs_of, strict=True):
+            if state.sequence_id in result.token_ids:
+                result.logprobs[state.sequence_id] = logprobs
+
+    def _fetch_candidates(self, copy: HostCopy, result: ModelOutput) -> None:
+        values, ids = (part.tolist() for part in copy.wait()[:2])
+        for state, token_ids, logprobs in zip(self._groups.beams.states, ids, values, strict=True):
+            if state.sequence_id not in result.errors:
+                count = min(state.draw.num_candidates, sum(logprob > -torch.inf for logprob in logprobs))
+                result.candidates[state.sequence_id] = BeamCandidates(token_ids[:count], logprobs[:count])
 
 
-def _sample_greedy(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
-    del rows
-    return lowest_argmax(logits, allow_sync=allow_sync)
+def num_top_logprobs(group: DrawGroup) -> list[int]:
+    """How many of the most probable tokens each draw wants with its own."""
+    return [state.draw.params.logprobs or 0 for state in group.states]
 
 
-def _sample_unfiltered(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
-    metadata = rows.to(logits.device)
-    return _sample_from_all(_scale(logits, metadata), metadata.keys, allow_sync)
+def non_finite_error() -> QuireError:
+    """The error of a sequence whose logits are not finite."""
+    return QuireError(ErrorCode.INTERNAL, "The model computed numbers that are not finite for this request.")
 
 
-def _sample_filtered(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
-    metadata, vocab_size = rows.to(logits.device), logits.shape[1]
-    scores, width = _scale(logits, metadata), _top_width(rows, vocab_size)
-    if allow_sync:
-        return _sample_from_top(scores, TopCandidates.from_scores(scores, width), metadata, rows.has_top_p)
-    top = TopCandidates.from_scores(scores, width if rows.has_threshold_within(width, vocab_size).all() else vocab_size)
-    lowest, _ = _threshold(scores, top, metadata, rows.has_top_p)
-    return _sample_from_all(scores.masked_fill_(scores < lowest, -torch.inf), metadata.keys, allow_sync)
+def _no_token_allowed_error(draw: SampleRequest) -> QuireError:
+    param = grammar_param(draw) if draw.grammar else "bad_words" if draw.params.bad_words else "min_tokens"
+    return invalid(param, f"The output cannot go on: {param} and what it is combined with allow no token any more.")
 
 
-def _sample_from_top(
-    scores: torch.Tensor, top: TopCandidates, metadata: DeviceSamplingMetadata, has_top_p: bool
-) -> torch.Tensor:
-    """Samples from the highest scores alone, except rows that may keep others too; which ones these are is read."""
-    lowest, known = _threshold(scores, top, metadata, has_top_p)
-    token_ids = _sample_from_candidates(top, lowest, metadata.keys)
-    # Where the threshold is the last score of ``top``, ties with it may lie outside; -inf is not drawn anyway.
-    last = top.scores[:, -1]
-    wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
-    if len(wide) and top.scores.shape[1] < scores.shape[1]:
-        scores, metadata, lowest = scores[wide], metadata.select(wide), lowest[wide]
-        if not bool(known.all()):
-            lowest, _ = _threshold(scores, TopCandidates.from_scores(scores, scores.shape[1]), metadata, has_top_p)
-        token_ids[wide] = _sample_from_all(
-            scores.masked_fill(scores < lowest, -torch.inf), metadata.keys, allow_sync=True
+@dataclass(frozen=True, slots=True)
+class SamplerInput:
+    """The draws of a step whose logits are being computed, and the grammar bitmask that is being filled meanwhile; None
+    where no draw has a grammar.
+    """
+
+    states: list[SequenceSamplingState]
+    bitmask: PendingBitmask | None
+
+
+class Sampler:
+    """Makes the draws of one step after the other, and caches what their sequences need for the next. Used by one
+    thread. ``allow_sync``: whether a draw may wait for the device where that saves it work; by default only on the CPU.
+    It makes no difference to what is drawn.
+    """
+
+    def __init__(self, vocab_size: int, *, allow_sync: bool | None = None) -> None:
+        self._states = SamplingStateCache(vocab_size)
+        self._filler = BitmaskFiller(vocab_size)
+        self._allow_sync = allow_sync
+
+    def remove_finished(self, sequence_ids: Iterable[int]) -> None:
+        """Drops what is cached for sequences that have finished."""
+        self._states.remove(sequence_ids)
+
+    def prepare(self, draws: Sequence[SampleRequest]) -> SamplerInput:
+        """Looks up the state of each draw's sequence, and starts to fill the bitmask of those that have a grammar. The
+        token lists of these must hold every token before the one to be drawn.
+        """
+        states = [self._states.get(draw) for draw in draws]
+        grammars = [state.grammar_state for state in states if state.grammar_state is not None]
+        return SamplerInput(states, self._filler.start(grammars) if grammars else None)
+
+    def sample(self, prepared: SamplerInput, logits: torch.Tensor, rows: Sequence[int]) -> SamplerOutput:
+        """Makes each draw from its row of ``logits`` [R, V], any float dtype: ``rows[i]`` is the row of draw i.
+
+        Everything is enqueued on the device of ``logits``, which is not waited for; the bitmask, which the host fills,
+        is. From then on ``logits`` may be overwritten by what is enqueued later.
+        """
+        allow_sync = logits.device.type == "cpu" if self._allow_sync is None else self._allow_sync
+        token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+        sampling, groups = _SamplingPass(logits, token_ids, allow_sync), _group_draws(prepared.states, rows)
+        sampling.sample_unprocessed(groups)  # while the bitmask is being filled
+        bitmask = NO_GRAMMARS if prepared.bitmask is None else prepared.bitmask.wait()
+        groups = groups.without(bitmask.errors)
+        copies = sampling.sample_rest(groups, bitmask, rows)
+        return SamplerOutput(token_ids, prepared.states, rows, groups, bitmask.errors, copies)
+
+    def close(self) -> None:
+        """Ends the thread that fills bitmasks."""
+        self._filler.close()
+
+
+def _group_draws(states: Sequence[SequenceSamplingState], rows: Sequence[int]) -> DrawGroups:
+    groups = DrawGroups()
+    for index, (state, row) in enumerate(zip(states, rows, strict=True)):
+        groups.add(state, index, row)
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class _SamplingPass:
+    """One step's ``logits`` [R, V], and the ``token_ids`` [D] int64 that are written from them."""
+
+    logits: torch.Tensor
+    token_ids: torch.Tensor
+    allow_sync: bool
+
+    def sample_unprocessed(self, groups: DrawGroups) -> None:
+        """Makes the draws from the model's own logits."""
+        if groups.greedy:
+            scores = groups.greedy.select(self.logits)
+            self._write_tokens(groups.greedy, lowest_argmax(scores, allow_sync=self.allow_sync))
+        if groups.random:
+            self._write_tokens(groups.random, self._sample(groups.random, groups.random.select_copy(self.logits)))
+
+    def sample_rest(self, groups: DrawGroups, bitmask: GrammarBitmask, rows: Sequence[int]) -> HostCopies:
+        """Makes the other draws, and starts to copy to the host what it will read. Only what there is, is copied."""
+        finite = finite_rows(self.logits, allow_sync=self.allow_sync)
+        allowed = self._sample_processed(groups.processed, bitmask) if groups.processed else None
+        candidates = self._beam_candidates(groups.beams, bitmask) if groups.beams else None
+        self.token_ids.mul_(select_rows(finite, rows))
+        return HostCopies(
+            token_ids=HostCopy([self.token_ids]),
+            finite=HostCopy([finite]),
+            allowed=None if allowed is None else HostCopy([allowed]),
+            candidates=None if candidates is None else HostCopy(candidates),
+            logprobs=HostCopy(self._logprobs(groups.with_logprobs)) if groups.with_logprobs else None,
         )
-    return token_ids
+
+    def _write_tokens(self, group: DrawGroup, token_ids: torch.Tensor) -> None:
+        if len(group) == len(self.token_ids):
+            self.token_ids.copy_(token_ids)
+        else:
+            (indices,) = upload_arrays((index_array(group.indices),), self.token_ids.device)
+            self.token_ids.index_copy_(0, indices, token_ids)
+
+    def _sample(self, group: DrawGroup, scores: torch.Tensor) -> torch.Tensor:
+        return sample(scores, group.sampling_metadata(), allow_sync=self.allow_sync)
+
+    def _sample_processed(self, group: DrawGroup, bitmask: GrammarBitmask) -> torch.Tensor:
+        """Makes the draws that have logits processors. Returns for which of them any token is allowed, [D] bool."""
+        scores = group.select_copy(self.logits)
+        apply_logits_processors(scores, group.states, bitmask)
+        allowed = scores.amax(-1) > -torch.inf
+        self._write_tokens(group, self._sample(group, scores).mul_(allowed))
+        return allowed
+
+    def _beam_candidates(self, group: DrawGroup, bitmask: GrammarBitmask) -> list[torch.Tensor]:
+        """The best candidates of each draw: log-probabilities and token ids, both [D, C], and for which draws any token
+        is allowed, [D] bool. Normalised first and processed then, as in transformers' beam search.
+        """
+        scores = group.select(self.logits).float().log_softmax(-1)
+        apply_logits_processors(scores, group.states, bitmask)
+        count = max(state.draw.num_candidates for state in group.states)
+        allowed = scores.amax(-1) > -torch.inf
+        return [*stable_topk(scores, count, allow_sync=self.allow_sync), allowed]
+
+    def _logprobs(self, group: DrawGroup) -> list[torch.Tensor]:
+        token_ids = select_rows(self.token_ids, group.indices)
+        num_top = max(num_top_logprobs(group))
+        return compute_logprobs(group.select(self.logits), token_ids, num_top, allow_sync=self.allow_sync)
 
 
-def _scale(logits: torch.Tensor, metadata: DeviceSamplingMetadata) -> torch.Tensor:
-    """Scores, 0 for the highest of each row; ``logits`` are overwritten."""
-    temperature = metadata.temperature.clamp(min=MIN_TEMPERATURE)
-    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+# Log-probabilities of the tokens of prompts, computed for a bounded number of rows of logits at a time.
 
 
-def _threshold(
-    scores: torch.Tensor, top: TopCandidates, metadata: DeviceSamplingMetadata, has_top_p: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return sampling_threshold(scores, top, metadata.top_k, metadata.top_p, metadata.log_min_p, has_top_p=has_top_p)
+def compute_prompt_logprobs(
+    chunks: Sequence[ScheduledChunk],
+    rows: torch.Tensor,
+    vocab_size: int,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    result: ModelOutput,
+) -> None:
+    """Writes ``result.prompt_logprobs`` of ``chunks``, all of which have targets. ``rows`` [N] int64 are the batch rows
+    of the tokens that the targets follow, chunk after chunk, and ``logits_of`` computes the logits [R, V] of some
+    of them. If logits of a chunk are not finite, its sequence and those to be drawn from it get an error. Waits for
+    the device after each part of the rows, so that only one part's logits are in memory.
+    """
+    targets = [target for chunk in chunks for target in chunk.prompt_logprob_targets]
+    num_top = [chunk.num_prompt_logprobs for chunk in chunks for _ in chunk.prompt_logprob_targets]
+    size, logprobs = max_rows_at_once(vocab_size), []
+    for start in range(0, len(targets), size):
+        part = slice(start, start + size)
+        logprobs += _logprobs_if_finite(logits_of(rows[part]), targets[part], num_top[part])
+    remaining = iter(logprobs)
+    for chunk in chunks:
+        _write_result(chunk, list(islice(remaining, len(chunk.prompt_logprob_targets))), result)
 
 
-def _sample_from_all(scores: torch.Tensor, keys: torch.Tensor, allow_sync: bool) -> torch.Tensor:
-    """Token ids [R] drawn from every token with a score above -inf."""
-    width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // len(keys))
-    best = torch.full((len(keys),), -torch.inf, device=scores.device)
-    token_ids = torch.zeros(len(keys), dtype=torch.int64, device=scores.device)
-    for start, part in zip(range(0, scores.shape[1], width), scores.split(width, dim=1), strict=True):
-        ids = torch.arange(start, start + part.shape[1], dtype=torch.int32, device=scores.device)
-        noisy = gumbel_noise(keys, ids).add_(part)
-        index = lowest_argmax(noisy, allow_sync=allow_sync)
-        highest = noisy.gather(1, index[:, None]).squeeze(1)
-        better = highest > best
-        best = torch.where(better, highest, best)
-        token_ids = torch.where(better, index + start, token_ids)
-    return token_ids
+def _logprobs_if_finite(
+    logits: torch.Tensor, targets: Sequence[int], num_top: Sequence[int]
+) -> list[TokenLogprobs | None]:
+    """The log-probabilities of each row; None where its logits are not finite."""
+    finite = finite_rows(logits).tolist()
+    made = token_logprobs(logits, targets, num_top)
+    return [one if good else None for one, good in zip(made, finite, strict=True)]
 
 
-def _sample_from_candidates(top: TopCandidates, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    noisy = gumbel_noise(keys, top.token_ids.int()).add_(top.scores).masked_fill_(top.scores < lowest, -torch.inf)
-    # Losers rather than winners, so that a row of NaN, which compares as neither, has a winner too.
-    losers = noisy < noisy.amax(-1, keepdim=True)
-    return top.token_ids.masked_fill(losers, torch.iinfo(torch.int64).max).amin(-1)
-
-
-def _top_width(rows: SamplingMetadata, vocab_size: int) -> int:
-    """Well above the largest top-k, as all ties with the last token are kept too; wider where no top-k is small."""
-    bounded = (rows.top_k > 0) & (rows.top_k < TOP_WIDTH)
-    width = 2 * int(rows.top_k.max()) + 64 if bool(bounded.all()) else TOP_WIDTH
-    return min(width, TOP_WIDTH, vocab_size)
+def _write_result(chunk: ScheduledChunk, made: Sequence[TokenLogprobs | None], result: ModelOutput) -> None:
+    logprobs = [one for one in made if one is not None]
+    if len(logprobs) == len(made):
+        result.prompt_logprobs[chunk.sequence_id] = logprobs
+        return
+    ids = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
+    result.errors.update((sequence_id, non_finite_error()) for sequence_id in ids)

@@ -15,7 +15,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
-from quire_engine.executor.mixing import uniform
+from quire_engine.simulation.simulated_executor import uniform
 
 MOONCAKE_BLOCK = 512
 MOONCAKE_BUCKET = 3.0

@@ -1,3 +1,1 @@
-"""Text to tokens and back: tokenizers, chat templates, the incremental detokeniser, stop strings. Does no I/O after
-loading.
-"""
+"""Text in and out: tokenizers, chat templates, detokenising, stop strings, reasoning and tool calls."""

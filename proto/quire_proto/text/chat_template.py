@@ -17,11 +17,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from quire_proto.errors import QuireError, invalid
-from quire_proto.text.errors import TokenizerLoadError
+from quire_proto.errors import QuireError, TokenizerLoadError, invalid
 from quire_proto.text.reasoning import THINK_END
 from quire_proto.text.sandbox import Sandbox, SandboxLimitError, bounded, checked, compared, size_of
-from quire_proto.text.tools.formats import ToolFormat, detect_tool_format
+from quire_proto.text.tool_formats import ToolFormat, detect_tool_format
 
 _RENDER_ERRORS = (
     TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError, MemoryError,

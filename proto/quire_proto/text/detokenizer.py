@@ -96,3 +96,158 @@ def _context(decode: Decode, prompt: Sequence[int]) -> list[int]:
         if text and not text.startswith(REPLACEMENT):
             return context
     return list(prompt[len(prompt) - longest :])
+
+
+# Stop strings: finds the first one in text that arrives in pieces.
+
+
+class StopMatcher:
+    """Watches one output for ``stops`` (none of them empty).
+
+    The output ends at the first character that completes a stop string, so that the result does not depend on how the
+    text is cut into pieces; of several that end there, the longest counts. With ``include`` that stop string is part
+    of the text, and nothing is held back; otherwise what may still become a stop string is: at most
+    ``max(len(stop)) - 1`` characters.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._searches = [_Search(stop) for stop in stops]
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed, which ``found`` is then."""
+        return self.found is not None
+
+    def push(self, text: str) -> str:
+        """The text that is certain to be the output's; after a match, what was left of it."""
+        if self.stopped or not self._searches:
+            return "" if self.stopped else text
+        held = len(self._held)
+        text = self._held + text
+        for index in range(held, len(text)):
+            self.found = self._advance(text[index])
+            if self.found is not None:
+                self._held = ""
+                return text[: index + 1 - self._withheld(len(self.found))]
+        keep = len(text) - self._withheld(max(search.matched for search in self._searches))
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """What was held back: it did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _withheld(self, matched: int) -> int:
+        """How much of the text's end is not given out when it ends with so much of a stop string."""
+        return 0 if self._include else matched
+
+    def _advance(self, character: str) -> str | None:
+        """The longest stop string that ``character`` completes."""
+        completed = [search.stop for search in self._searches if search.advance(character)]
+        return max(completed, key=len, default=None)
+
+
+class _Search:
+    """Knuth, Morris and Pratt's search for one string: ``matched`` is how much of it the text so far ends with."""
+
+    __slots__ = ("_borders", "matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self._borders = _borders(stop)
+        self.matched = 0
+
+    def advance(self, character: str) -> bool:
+        """Whether ``character`` completes the string."""
+        matched, stop = self.matched, self.stop
+        while matched and stop[matched] != character:
+            matched = self._borders[matched - 1]
+        if stop[matched] == character:
+            matched += 1
+        self.matched = matched
+        return matched == len(stop)
+
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of ``stop``, the length of the longest shorter beginning that it ends with."""
+    borders, matched = [0], 0
+    for character in stop[1:]:
+        while matched and stop[matched] != character:
+            matched = borders[matched - 1]
+        if stop[matched] == character:
+            matched += 1
+        borders.append(matched)
+    return borders
+
+
+# The text of one output as far as it is certain: detokenised, and cut at the first stop string.
+
+
+class OutputTextStream:
+    """Takes an output's tokens as they come and gives its text.
+
+    ``decode`` is the tokenizer's, ``alone`` what it makes of single tokens (see ``Detokenizer``), ``visible`` tells
+    which token ids have text at all, ``prompt`` is what the output continues, and ``matcher`` finds where it stops.
+    """
+
+    __slots__ = ("_detokenizer", "_matcher", "_pushed", "_visible")
+
+    def __init__(
+        self,
+        decode: Decode,
+        alone: StandaloneText,
+        visible: Callable[[int], bool],
+        prompt: Sequence[int],
+        matcher: StopMatcher | None,
+    ) -> None:
+        self._visible = visible
+        self._detokenizer = Detokenizer(decode, _last_visible(prompt, visible), alone)
+        self._matcher = matcher
+        self._pushed = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was completed. All of the output's text has been returned."""
+        return self._matcher is not None and self._matcher.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was completed."""
+        return None if self._matcher is None else self._matcher.found
+
+    @property
+    def stop_token_count(self) -> int:
+        """How many tokens belong to the output: after a stop, those up to the one that completed the stop string."""
+        return self._pushed
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that is certain now: never a part of a character, nor of what may become a stop string. Empty
+        after a stop.
+        """
+        if len(token_ids) == 1:
+            return self._push(token_ids[0])
+        return "".join(map(self._push, token_ids))
+
+    def finish(self) -> str:
+        """What was held back. Not called after a stop."""
+        rest = self._detokenizer.finish()
+        return rest if self._matcher is None else self._matcher.push(rest) + self._matcher.finish()
+
+    def _push(self, token_id: int) -> str:
+        matcher = self._matcher
+        if matcher is not None and matcher.stopped:
+            return ""
+        self._pushed += 1
+        text = self._detokenizer.push(token_id) if self._visible(token_id) else ""
+        return text if matcher is None else matcher.push(text)
+
+
+_READ_BACK = 64  # prompt tokens that are looked at for those with text
+
+
+def _last_visible(prompt: Sequence[int], visible: Callable[[int], bool]) -> list[int]:
+    return [token_id for token_id in prompt[-_READ_BACK:] if visible(token_id)]

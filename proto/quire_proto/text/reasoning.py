@@ -1,15 +1,18 @@
 """Thoughts that a model marks with ``<think>`` and ``</think>`` before it answers, told apart from the answer."""
 
-from quire_proto.text.held import (
+from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
     SPACE,
+    Content,
     MarkerMatch,
     MarkerSearch,
+    OutputPart,
+    Reasoning,
     StreamReader,
     TextBuffer,
     TrailingSpace,
+    merge_adjacent,
 )
-from quire_proto.text.pieces import Content, OutputPart, Reasoning, merge_adjacent
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 

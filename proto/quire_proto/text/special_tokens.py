@@ -16,8 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from quire_proto.errors import invalid
-from quire_proto.text.errors import TokenizerLoadError
+from quire_proto.errors import TokenizerLoadError, invalid
 from quire_proto.text.reasoning import THINK_BEGIN, THINK_END
 
 Conversation = Sequence[Mapping[str, Any]]

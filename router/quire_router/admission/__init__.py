@@ -1,1 +1,1 @@
-"""Who may ask, for how much, and whose turn it is. Does no I/O but for limits that all routers share."""
+"""Tenants, rate limits and the fair queue. Does no I/O but for limits that all routers share."""

@@ -1,6 +1,7 @@
 """The limits of all tenants: what they may use, counted for the whole fleet where routers share a meter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic_ns
@@ -8,9 +9,22 @@ from typing import Protocol, Self
 
 from quire_proto.errors import QuireError, internal
 
-from quire_router.admission.meter import RateLimitStatus, TenantUsage
-from quire_router.admission.refusals import counting_refusals
-from quire_router.admission.tenant import Tenants
+from quire_router.admission.rate_limit import RateLimitStatus, TenantUsage
+from quire_router.admission.tenants import Tenants
+from quire_router.core import metrics
+
+# Counting what admission refuses.
+
+
+@contextmanager
+def counting_refusals() -> Iterator[None]:
+    """Counts an error that leaves the block by its reason."""
+    try:
+        yield
+    except QuireError as error:
+        if error.reason is not None:
+            metrics.ADMISSION_REFUSALS.labels(error.reason).inc()
+        raise
 
 
 @dataclass(frozen=True, slots=True)

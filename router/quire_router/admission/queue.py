@@ -9,13 +9,11 @@ from typing import Protocol
 
 from quire_proto.errors import ErrorCode, QuireError
 
-from quire_router import metrics
-from quire_router.admission.fair import FairQueue, QueueBounds, queue_full_error
-from quire_router.admission.reason import RefusalReason
-from quire_router.admission.refusals import counting_refusals
-from quire_router.admission.stopping import shutting_down_error
-from quire_router.admission.tenant import Tenants
-from quire_router.admission.turn import QueuedRequest
+from quire_router.admission.fair_queue import FairQueue, QueueBounds, QueuedRequest, queue_full_error
+from quire_router.admission.limits import counting_refusals
+from quire_router.admission.tenants import Tenants
+from quire_router.core import metrics
+from quire_router.core.errors import RefusalReason, shutting_down_error
 
 RETRY_READY = 2.0  # seconds
 RETRY_CAPACITY = 5.0

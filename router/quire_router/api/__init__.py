@@ -1,1 +1,1 @@
-"""What clients see: OpenAI-style REST, ``quire.v1.Inference`` over gRPC, and one validator for both."""
+"""What clients see: one service under OpenAI-style REST and ``quire.v1.Inference`` over gRPC, with one validator."""

@@ -1,1 +1,1 @@
-"""What an autoscaler is told: one number for each model, in the ways in which it may be asked for."""
+"""Queue depth for autoscalers: ``external.metrics.k8s.io`` for an HPA, and KEDA's external scaler."""

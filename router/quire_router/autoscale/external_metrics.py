@@ -5,33 +5,280 @@ its front proxy. Everyone else gets no further than health. Always answers in JS
 have something else.
 """
 
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from http import HTTPStatus
+from typing import Any, Final
 from urllib.parse import parse_qsl
 
 from quire_proto.errors import ErrorCode, QuireError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire_router.autoscale.documents import (
-    GROUP,
-    GROUP_VERSION,
-    LABEL,
-    api_group,
-    api_groups,
-    api_resources,
-    failure,
-    metric_values,
-    to_json,
-)
-from quire_router.autoscale.front_proxy import FrontProxy
-from quire_router.autoscale.load import METRIC, Load
-from quire_router.autoscale.peer import peer_of
-from quire_router.autoscale.selector import Selector, SelectorError
+from quire_router.autoscale.load_totals import METRIC, Load
+from quire_router.autoscale.proxy_auth import FrontProxy, peer_of
 
 log = logging.getLogger(__name__)
+
+# What ``external.metrics.k8s.io/v1beta1`` answers, in the order in which the Kubernetes API writes it. Does no I/O.
+
+
+GROUP: Final = "external.metrics.k8s.io"
+VERSION: Final = "v1beta1"
+GROUP_VERSION: Final = f"{GROUP}/{VERSION}"
+LABEL: Final = "model"
+"""By which the values of the metric are told apart."""
+
+_NAMES: Final = {"groupVersion": GROUP_VERSION, "version": VERSION}
+_GROUP: Final = {"name": GROUP, "versions": [_NAMES], "preferredVersion": _NAMES}
+_SUFFIXES: Final = ("", "k", "M", "G")
+_REASONS: Final = {
+    HTTPStatus.BAD_REQUEST: "BadRequest",
+    HTTPStatus.UNAUTHORIZED: "Unauthorized",
+    HTTPStatus.FORBIDDEN: "Forbidden",
+    HTTPStatus.NOT_FOUND: "NotFound",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowed",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailable",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalError",
+}
+
+
+def to_json(document: object) -> bytes:
+    """Compact JSON in ASCII, and the end of a line, as the Kubernetes API writes it."""
+    return json.dumps(document, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def api_groups() -> dict[str, Any]:
+    """Which groups there are."""
+    return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_GROUP]}
+
+
+def api_group() -> dict[str, Any]:
+    """Which versions of the group there are."""
+    return {"kind": "APIGroup", "apiVersion": "v1", **_GROUP}
+
+
+def api_resources() -> dict[str, Any]:
+    """Which metrics there are."""
+    resource = {
+        "name": METRIC,
+        "singularName": "",
+        "namespaced": True,
+        "kind": "ExternalMetricValueList",
+        "verbs": ["get"],
+    }
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": GROUP_VERSION, "resources": [resource]}
+
+
+def metric_values(load: Iterable[tuple[Mapping[str, str], int]], now: datetime) -> dict[str, Any]:
+    """The metric's values: their labels, and how many requests each is."""
+    timestamp = now.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    items = [
+        {
+            "metricName": METRIC,
+            "metricLabels": dict(labels),
+            "timestamp": timestamp,
+            "window": 0,
+            "value": quantity(requests),
+        }
+        for labels, requests in load
+    ]
+    return {"kind": "ExternalMetricValueList", "apiVersion": GROUP_VERSION, "metadata": {}, "items": items}
+
+
+def quantity(number: int) -> str:
+    """A count as a canonical Kubernetes quantity: thousands that nothing is left of are told by a suffix."""
+    power = 0
+    while number and number % 1000 == 0 and power + 1 < len(_SUFFIXES):
+        number, power = number // 1000, power + 1
+    return f"{number}{_SUFFIXES[power]}"
+
+
+def failure(status: HTTPStatus, message: str) -> dict[str, Any]:
+    """Why there is no answer."""
+    return {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "metadata": {},
+        "status": "Failure",
+        "message": message,
+        "reason": _REASONS[status],
+        "code": int(status),
+    }
+
+
+# Label selectors as the Kubernetes API writes them in ``labelSelector``, such as ``model in (a, b), !spare``. Does no
+# I/O.
+
+
+MAX_SELECTOR = 4096  # characters
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
+_PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+_MAX_PREFIX = 253
+_TOKEN = re.compile(r"\s*(==|!=|[=!<>(),]|[^\s=!<>(),]+)")
+_SIGNS = ("=", "==", "!=", "<", ">", "!", "(", ")", ",")
+
+
+class SelectorError(ValueError):
+    """What was given is no selector. The text is one sentence without its full stop."""
+
+
+class Operator(Enum):
+    """What a requirement says of a label."""
+
+    EXISTS = "exists"
+    DOES_NOT_EXIST = "!"
+    IN = "in"
+    NOT_IN = "notin"
+    GREATER = ">"
+    LESS = "<"
+
+
+_SET_OPERATORS = {"in": Operator.IN, "notin": Operator.NOT_IN}
+_SIGN_OPERATORS = {
+    "=": Operator.IN,
+    "==": Operator.IN,
+    "!=": Operator.NOT_IN,
+    ">": Operator.GREATER,
+    "<": Operator.LESS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One condition on the label ``key``."""
+
+    key: str
+    operator: Operator
+    values: frozenset[str] = frozenset()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """A label that is not there is in no set, and is no number."""
+        value = labels.get(self.key)
+        if self.operator is Operator.EXISTS:
+            return value is not None
+        if self.operator is Operator.DOES_NOT_EXIST:
+            return value is None
+        if self.operator is Operator.IN:
+            return value in self.values
+        if self.operator is Operator.NOT_IN:
+            return value not in self.values
+        return value is not None and self._compares(value)
+
+    def _compares(self, value: str) -> bool:
+        number, (bound,) = _integer(value), map(_integer, self.values)
+        if number is None or bound is None:
+            return False
+        return number > bound if self.operator is Operator.GREATER else number < bound
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Every one of its requirements has to be met; without any, everything is selected."""
+
+    requirements: tuple[Requirement, ...] = ()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether something with these labels is selected."""
+        return all(requirement.matches(labels) for requirement in self.requirements)
+
+    @classmethod
+    def parse(cls, text: str) -> "Selector":
+        """Raises ``SelectorError``."""
+        if len(text) > MAX_SELECTOR:
+            raise SelectorError(f"a selector has at most {MAX_SELECTOR} characters")
+        if not text.strip():
+            return cls()
+        return cls(tuple(_Parser(text).requirements()))
+
+
+def is_label_value(value: str) -> bool:
+    """Whether a label may have this value."""
+    return not value or _NAME.fullmatch(value) is not None
+
+
+class _Parser:
+    """Reads requirements off a text, token by token."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = _TOKEN.findall(text)
+        self._place = 0
+
+    def requirements(self) -> list[Requirement]:
+        found = [self._requirement()]
+        while self._take() == ",":
+            found.append(self._requirement())
+        self._place -= 1
+        self._expect("")
+        return found
+
+    def _requirement(self) -> Requirement:
+        if self._peek() == "!":
+            self._take()
+            return Requirement(self._key(), Operator.DOES_NOT_EXIST)
+        key = self._key()
+        if self._peek() in (",", ""):
+            return Requirement(key, Operator.EXISTS)
+        return self._comparison(key, self._take())
+
+    def _comparison(self, key: str, word: str) -> Requirement:
+        if word in _SET_OPERATORS:
+            return Requirement(key, _SET_OPERATORS[word], self._set())
+        if word not in _SIGN_OPERATORS:
+            raise SelectorError(f"{word!r} is no operator")
+        operator, value = _SIGN_OPERATORS[word], self._value()
+        if operator in (Operator.GREATER, Operator.LESS) and _integer(value) is None:
+            raise SelectorError(f"{value!r} is no integer")
+        return Requirement(key, operator, frozenset([value]))
+
+    def _set(self) -> frozenset[str]:
+        self._expect("(")
+        values = [self._value()]
+        while (sign := self._take()) == ",":
+            values.append(self._value())
+        if sign != ")":
+            raise SelectorError("a set of values ends with ')'")
+        return frozenset(values)
+
+    def _value(self) -> str:
+        """A value, which may be left out."""
+        if self._peek() in ("", ",", ")"):
+            return ""
+        value = self._take()
+        if value in _SIGNS or not is_label_value(value):
+            raise SelectorError(f"{value!r} cannot be the value of a label")
+        return value
+
+    def _key(self) -> str:
+        key = self._take()
+        prefix, slash, name = key.rpartition("/")
+        if not _NAME.fullmatch(name) or (slash and not (len(prefix) <= _MAX_PREFIX and _PREFIX.fullmatch(prefix))):
+            raise SelectorError(f"{key!r} cannot be the name of a label")
+        return key
+
+    def _expect(self, sign: str) -> None:
+        found = self._take()
+        if found != sign:
+            raise SelectorError(f"{found!r} stands where {sign!r} should" if sign else f"{found!r} is one too many")
+
+    def _peek(self) -> str:
+        """The next token; empty where there is none."""
+        return self._tokens[self._place] if self._place < len(self._tokens) else ""
+
+    def _take(self) -> str:
+        token = self._peek()
+        self._place += 1
+        return token
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
 
 _HEALTH = ("/healthz", "/livez", "/readyz")
 _DISCOVERY = {

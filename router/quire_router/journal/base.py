@@ -1,13 +1,14 @@
 """The ``Journal`` protocol: the fleet's memory of requests. Knows nothing of engines or clients."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from quire_proto.logprobs import TokenLogprobs
-from quire_proto.sampling import FinishReason
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason, TokenLogprobs
 
-from quire_router.generation import NO_USAGE, Delta, GenerationRequest, Usage
+from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +206,62 @@ class Journal(Protocol):
     async def close(self) -> None:
         """Writes what is pending, within a bounded time, and lets go of connections."""
         ...
+
+
+# How large one request may be that a journal keeps, and how many records it names at once.
+
+
+MAX_LOG_VALUES = 16_777_216  # values of one request's row: 64 MiB
+MAX_SHAPE_CHARACTERS = 65_536  # characters
+MAX_PARTS = 1_024
+MAX_ORPHANS = 16
+TOKENS_PER_NUMBER = 14  # tokens' worth of a number in a tuple, with its part of the tuple
+
+
+def fits_limits(generation: GenerationRequest) -> bool:
+    """Whether the request is small enough to be kept."""
+    return len(generation.shape) <= MAX_SHAPE_CHARACTERS and len(generation.parts) <= MAX_PARTS
+
+
+def request_size(generation: GenerationRequest) -> int:
+    """What keeping a request takes, in tokens of 4 bytes, as far as a client can multiply it."""
+    params = generation.params
+    characters = len(generation.shape) + sum(map(len, generation.stop)) + sum(map(len, generation.parts))
+    if params.structured is not None:
+        characters += len(params.structured.text)
+    numbers = 2 * len(params.logit_bias) + sum(map(len, params.bad_words)) + len(params.stop_token_ids)
+    return len(generation.prompt_token_ids) + characters // 4 + TOKENS_PER_NUMBER * numbers
+
+
+# How the error that a request ended with is written in its record.
+
+
+def encode_error(error: QuireError) -> str:
+    """The error's code, its message and, after them, what else a client is told of it."""
+    more = {"param": error.param, "retry_after": error.retry_after, "reason": error.reason}
+    known = {name: value for name, value in more.items() if value is not None}
+    return f"{error.code.name}: {error.message}" + (f"\n{json.dumps(known)}" if known else "")
+
+
+def decode_error(text: str) -> QuireError:
+    """The error again; an inner one where the text is not known to be an error."""
+    code, separator, rest = text.partition(": ")
+    if not separator or code not in ErrorCode.__members__:
+        return internal()
+    message, mark, more = rest.rpartition("\n")
+    if not mark or not more.startswith("{"):
+        message, more = rest, "{}"
+    try:
+        return QuireError(ErrorCode[code], message, **_details(more))
+    except (TypeError, ValueError, RecursionError):
+        return internal()
+
+
+def _details(text: str) -> dict[str, Any]:
+    """Raises ``ValueError`` for what is not written by ``encode_error``."""
+    known: dict[str, Any] = json.loads(text)
+    wait = known.get("retry_after", 0.0)
+    texts = (known.get("param", ""), known.get("reason", ""))
+    if not isinstance(wait, int | float) or not 0 <= wait < 1e9 or not all(isinstance(each, str) for each in texts):
+        raise ValueError("these are no details of an error")
+    return known

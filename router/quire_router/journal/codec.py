@@ -2,18 +2,118 @@
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import fields as fields_of
+from math import isfinite
 from sys import byteorder
 from time import time
+from typing import Any
 from zlib import crc32
 
 from quire_proto.errors import QuireError
 from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.structured_output import Structured, StructuredKind
 
-from quire_router.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import RecordUpdate, RequestRecord
-from quire_router.journal.request import decode_params, decode_request
+
+# A request as its record has it in JSON, read again field by field: whatever is in it has the type that it had.
+
+
+def decode_request(fields: dict[str, Any], prompt: "array[int]") -> GenerationRequest:
+    """The request. Raises ``ValueError``, ``TypeError``, ``KeyError``, ``AttributeError`` or ``QuireError`` for what is
+    none.
+    """
+    if min(prompt, default=0) < 0:
+        raise ValueError("the prompt is not made of tokens")
+    plain = {name: read(fields.pop(name)) for name, read in _FIELD_DECODERS.items() if name in fields}
+    return GenerationRequest(
+        prompt_token_ids=prompt,
+        params=decode_params(fields.pop("params")),
+        stop=tuple(map(_as_str, fields.pop("stop"))),
+        parts=tuple(map(_as_str, fields.pop("parts", ()))),
+        cache_salt=bytes.fromhex(fields.pop("cache_salt")),
+        **plain,
+        **fields,
+    )
+
+
+def decode_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """The request's parameters. Raises as ``decode_request``."""
+    read = {name: _decode_param(name, value) for name, value in fields.items() if name != "structured"}
+    structured = fields.get("structured")
+    if structured is not None:
+        structured = Structured(StructuredKind(structured["kind"]), _as_str(structured["text"]))
+    return SamplingParams(**read, structured=structured)
+
+
+def _decode_param(name: str, value: Any) -> Any:
+    """A parameter that has the type of its default; the ranges are the parameters' own to check."""
+    default = _PARAM_DEFAULTS[name]
+    if isinstance(default, tuple):
+        return tuple(map(_as_int_or_tuple, value))
+    if name == "early_stopping":
+        return value if value == "never" else _as_bool(value)
+    if isinstance(default, bool):
+        return _as_bool(value)
+    if default is None:
+        return None if value is None else _as_int(value)
+    return _as_int(value) if isinstance(default, int) else _as_float(value)
+
+
+def _as_int_or_tuple(value: Any) -> Any:
+    """A number, or several of them; JSON knows no tuples, and parameters know no lists."""
+    return tuple(map(_as_float, value)) if isinstance(value, list) else _as_int(value)
+
+
+def _as_str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("this is no text")
+    return value
+
+
+def _as_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("this is neither true nor false")
+    return value
+
+
+def _as_int(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError("this is no whole number")
+    return value
+
+
+def _as_float(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise TypeError("this is no number")
+    return value
+
+
+def _as_optional_float(value: Any) -> float | None:
+    return None if value is None else _as_float(value)
+
+
+_PARAM_DEFAULTS = {each.name: each.default for each in fields_of(SamplingParams)}
+_FIELD_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "request_id": _as_str,
+    "model": _as_str,
+    "include_stop": _as_bool,
+    "skip_special_tokens": _as_bool,
+    "echo": _as_bool,
+    "priority": _as_int,
+    "operation": _as_str,
+    "tenant": _as_str,
+    "stream": _as_bool,
+    "created": _as_float,
+    "shape": _as_str,
+    "digest": _as_str,
+    "background": _as_bool,
+    "session": _as_str,
+    "deadline": _as_optional_float,
+}
+
 
 TOKEN_BYTES = 4
 MAX_EPOCH_DIGITS = 15
@@ -207,3 +307,61 @@ def decode_num_choices(request: bytes) -> int:
         return decode_params(json.loads(request)["params"]).n
     except _DECODE_ERRORS as error:
         raise CorruptRecordError(f"the record is damaged ({type(error).__name__})") from error
+
+
+# The times that a journal in Redis keeps to.
+
+
+MIN_RETENTION = 10  # seconds: routers that follow a record, or wake up and still take it for theirs, see its end
+MIN_RUNNING_TTL = 60  # seconds in which a client may come back to what a router that died was at
+
+
+@dataclass(frozen=True, slots=True)
+class JournalSettings:
+    """Times in seconds. Raises ``ValueError`` for a lease that is longer than any may be.
+
+    A router holds a ``lease`` on each record it writes and renews it four times as often, so that a slow beat does not
+    lose it. A record is forgotten ``retention`` after it was finished or, if it is no background request, released, or
+    ``running_ttl`` after its last write. A ``pause`` between two flushes lets tokens gather, and the more streams run,
+    the longer: half a millisecond or so for each. A router that dies costs at most that many seconds of tokens, which
+    are generated again. For ``settle`` after Redis was away, routers may still have to write what they hold.
+    """
+
+    lease: float = 4.0
+    settle: float = 4.0
+    retention: float = 3600.0
+    running_ttl: float = 86_400.0
+    pause: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.lease_ms > MAX_LEASE:
+            raise ValueError(f"a lease of more than {MAX_LEASE} ms is longer than the scripts take for one")
+
+    @property
+    def lease_ms(self) -> int:
+        """As Redis takes it."""
+        return int(self.lease * 1000)
+
+    @property
+    def retention_s(self) -> int:
+        """As Redis takes it, of requests that say nothing else."""
+        return max(1, round(self.retention))
+
+    def retention_of(self, generation: GenerationRequest) -> int:
+        """Seconds for which the record of this request is kept after its end, or after it was released."""
+        if generation.retention is None:
+            return self.retention_s
+        return max(MIN_RETENTION, round(generation.retention))
+
+    def running_ttl_of(self, generation: GenerationRequest) -> int:
+        """Seconds for which its record is kept after its last write. One that is to go soon after its end is not kept
+        for long where its router dies either, unless another one is going to end it.
+        """
+        if generation.retention is None or generation.background:
+            return self.running_ttl_s
+        return min(self.running_ttl_s, max(MIN_RUNNING_TTL, self.retention_of(generation)))
+
+    @property
+    def running_ttl_s(self) -> int:
+        """As Redis takes it."""
+        return max(1, round(self.running_ttl))

@@ -7,10 +7,11 @@ from time import monotonic
 
 from quire_proto.sampling import FinishReason
 
-from quire_router import metrics
-from quire_router.admission.lazy_heap import LazyHeap
-from quire_router.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.admission.fair_queue import LazyHeap
+from quire_router.core import metrics
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
 from quire_router.journal.base import (
+    MAX_ORPHANS,
     REFUSED_EPOCH,
     AnyDelta,
     Lease,
@@ -18,13 +19,13 @@ from quire_router.journal.base import (
     RecordedDelta,
     RecordUpdate,
     RequestRecord,
+    fits_limits,
     partial_update,
+    request_size,
 )
-from quire_router.journal.bounds import MAX_ORPHANS, fits_limits, request_size
-from quire_router.journal.deliveries import TokenLog, TokenLogReader
-from quire_router.journal.pending import RequestEnd
-from quire_router.journal.reading import read_chunk, read_log
-from quire_router.journal.settings import MIN_RETENTION
+from quire_router.journal.codec import MIN_RETENTION
+from quire_router.journal.token_log import TokenLog, TokenLogReader, read_chunk, read_log
+from quire_router.journal.write_buffer import RequestEnd
 
 
 @dataclass(slots=True)

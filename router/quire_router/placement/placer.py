@@ -2,23 +2,139 @@
 policy choose, and remembers what follows from the choice. Does no I/O.
 """
 
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from zlib import crc32
 
 import numpy as np
 
-from quire_router.generation import GenerationRequest
-from quire_router.placement.expected import MAX_PROMPT_BLOCKS
-from quire_router.placement.explanation import explain
-from quire_router.placement.groups import NamespaceGroups
-from quire_router.placement.index import PrefixIndex
-from quire_router.placement.named import make_policy
-from quire_router.placement.namespace import BlockHashes, BlockNamespace, HashesByNamespace
-from quire_router.placement.query import PlacementDecision, PlacementQuery, PrefixMatches
-from quire_router.placement.sessions import SessionEngines
-from quire_router.placement.settings import PlacementSettings
-from quire_router.placement.table import Column, EngineTable, Rows
+from quire_router.core.generation import GenerationRequest
+from quire_router.placement.engine_table import ArrayCache, Column, EngineTable, Rows
+from quire_router.placement.policies import make_policy
+from quire_router.placement.prefix_index import (
+    MAX_PROMPT_BLOCKS,
+    BlockHashes,
+    BlockNamespace,
+    HashesByNamespace,
+    PrefixIndex,
+)
+from quire_router.placement.query import PlacementDecision, PlacementQuery, PlacementSettings, PrefixMatches
+from quire_router.placement.scorers import CandidateView, make_scorers
+
+# Which engine ran the last request of each session. Bounded: the sessions that were quiet longest are forgotten.
+
+
+SessionKey = tuple[str, str]
+"""A tenant and its name for the session: one tenant cannot speak of another's."""
+
+
+class SessionEngines:
+    """Remembers the engines of the ``limit`` sessions that were seen last."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._engines: OrderedDict[SessionKey, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def record(self, key: SessionKey, engine_id: str) -> None:
+        """The session's last request went there."""
+        self._engines[key] = engine_id
+        self._engines.move_to_end(key)
+        if len(self._engines) > self._limit:
+            self._engines.popitem(last=False)
+
+    def get(self, key: SessionKey) -> str | None:
+        """Where its last request went, as far as is known."""
+        return self._engines.get(key)
+
+
+# ``NamespaceGroups``: rows by the names that their engines have for blocks. Of a fleet's rows there is usually one
+# group.
+
+
+RowGroups = list[tuple[BlockNamespace, Rows]]
+
+
+class NamespaceGroups:
+    """Remembers the groups of arrays that cannot be written to: a fleet hands out the same one until it changes, and
+    asking each of a thousand engines takes longer than choosing one.
+    """
+
+    def __init__(self, namespace_of: Callable[[int], BlockNamespace]) -> None:
+        self._namespace_of = namespace_of
+        self._known: ArrayCache[RowGroups] = ArrayCache()
+
+    def get(self, rows: Rows) -> RowGroups:
+        """Each namespace with its rows."""
+        return self._known.get(rows) or self._known.put(rows, self._group(rows))
+
+    def _group(self, rows: Rows) -> RowGroups:
+        each = list(map(self._namespace_of, rows.tolist()))
+        if each.count(each[0]) == len(each):
+            return [(each[0], rows)]
+        return [(one, rows[[namespace == one for namespace in each]]) for one in dict.fromkeys(each)]
+
+
+# A decision explained to people: what each scorer made of the best engines, for a span and for a header.
+
+
+MAX_EXPLAINED_ENGINES = 4
+"""Engines that an explanation tells of."""
+
+MAX_ROUTE_HEADER_BYTES = 1024
+"""Bytes of ``x-quire-route``."""
+
+ScoreBreakdown = list[tuple[str, dict[str, float]]]
+
+
+def explain(query: PlacementQuery, table: EngineTable, settings: PlacementSettings, chosen: int) -> ScoreBreakdown:
+    """The terms of ``cost`` for the engines that it finds best, cheapest first, and for the ``chosen`` one; in seconds,
+    to a tenth of a millisecond. Another policy's choice is explained by the same terms: what it cost.
+    """
+    outlook = CandidateView(query, table)
+    columns = {name: outlook.score(scorer) for name, scorer in make_scorers(settings).items()}
+    total = np.sum(list(columns.values()), axis=0)
+    best = np.argsort(total, kind="stable")
+    shown = [place for place in best if query.rows[place] == chosen] + [
+        place for place in best[:MAX_EXPLAINED_ENGINES] if query.rows[place] != chosen
+    ]
+    shown = sorted(shown[:MAX_EXPLAINED_ENGINES], key=lambda place: float(total[place]))
+    return [
+        (str(table.ids[query.rows[place]]), {name: round(float(column[place]), 4) for name, column in columns.items()})
+        for place in shown
+    ]
+
+
+def route_attributes(decision: PlacementDecision) -> dict[str, str]:
+    """Attributes of the route span beyond those of every decision: one for each engine that is explained."""
+    return {
+        f"quire.route.{rank}": f"{engine_id} {json.dumps(terms)}"
+        for rank, (engine_id, terms) in enumerate(decision.scores, 1)
+    }
+
+
+def route_header(decision: PlacementDecision) -> str:
+    """``x-quire-route``: printable ASCII, at most ``MAX_ROUTE_HEADER_BYTES`` bytes; engines that do not fit are left
+    out.
+    """
+    header = f"{_ascii(decision.engine_id)}; policy={decision.policy}; cached={decision.cached_tokens}"
+    header = header[:MAX_ROUTE_HEADER_BYTES]
+    for engine_id, terms in decision.scores:
+        told = " ".join(f"{name}={seconds:g}" for name, seconds in terms.items() if seconds)
+        entry = f", {_ascii(engine_id)}: {told or '0'}"
+        if len(header) + len(entry) > MAX_ROUTE_HEADER_BYTES:
+            break
+        header += entry
+    return header
+
+
+def _ascii(text: str) -> str:
+    return "".join(letter if " " <= letter <= "~" else "?" for letter in text)
+
 
 QUEUE_AVERAGING_REQUESTS = 64
 """Requests over which the queue that they find is averaged."""

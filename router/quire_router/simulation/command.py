@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from quire_engine.simulation.trace import TraceError
-from quire_proto.settings import read_settings
+from quire_proto.cli import read_settings
 
 from quire_router.simulation.config import FleetSettings
-from quire_router.simulation.flood import TenantReport, tenant_report
-from quire_router.simulation.plots import draw_plots
-from quire_router.simulation.report import Report, make_report
-from quire_router.simulation.runs import Records, read_jobs, run_all, with_flood
-from quire_router.simulation.table import make_table, make_tenant_table
+from quire_router.simulation.experiments import (
+    Records,
+    TenantReport,
+    make_table,
+    make_tenant_table,
+    read_jobs,
+    run_all,
+    tenant_report,
+    with_flood,
+)
+from quire_router.simulation.report import Report, draw_plots, make_report
 from quire_router.simulation.workload import Job
 
 Reports = Mapping[float, Mapping[str, Report]]

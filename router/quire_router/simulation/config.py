@@ -9,16 +9,16 @@ from typing import Annotated, ClassVar, get_args
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 from quire_engine.config import Names
-from quire_engine.simulation.clock import NANOSECONDS
 from quire_engine.simulation.config import SimulatedEngineConfig
+from quire_engine.simulation.simulator import NANOSECONDS
 
 from quire_router.admission.queue import QueueSettings
-from quire_router.fleet.ledger import ROOM_SECONDS
-from quire_router.fleet.peers import LoadSharingSettings
-from quire_router.placement.settings import PlacementSettings, PolicyName
-from quire_router.simulation.fleet import FleetShape
-from quire_router.simulation.replica import Delays
-from quire_router.simulation.shared_prefix import SharedPrefix
+from quire_router.engines.load import ROOM_SECONDS
+from quire_router.engines.load_sharing import LoadSharingSettings
+from quire_router.placement.query import PlacementSettings, PolicyName
+from quire_router.simulation.simulated_fleet import FleetShape
+from quire_router.simulation.simulated_router import Delays
+from quire_router.simulation.workload import SharedPrefix
 
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 

@@ -3,11 +3,48 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from quire_engine.simulation.clock import NANOSECONDS
+import numpy as np
 from quire_engine.simulation.report import Percentiles
+from quire_engine.simulation.simulator import NANOSECONDS
 
-from quire_router.simulation.recorder import RequestTrace, RunRecord
+# What happened to each request of a simulation. Judges nothing. Times are in nanoseconds since the start.
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """One request: when it came (to which router), when it was sent to an engine (to which), its first and last token,
+    and its end; None for what never came. ``cached_tokens`` of its prompt the engine had. ``error`` is the code of a
+    typed end.
+    """
+
+    arrived: int
+    tenant: str
+    num_prompt: int
+    router: int
+    engine: int | None = None
+    placed: int | None = None
+    first_token: int | None = None
+    last_token: int | None = None
+    ended: int | None = None
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """All requests in the order of their arrival; for how long each engine stepped; when all was over; how often
+    sequences gave way; and how many blocks were never given back, of which there must be none.
+    """
+
+    traces: list[RequestTrace]
+    busy: list[int]
+    end: int
+    preemptions: int
+    lost_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +109,49 @@ def _seconds(begin: int | None, end: int | None) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
+
+
+# A simulation as pictures: TTFT over the load, and how it is distributed.
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_plots(path: Path, records: Mapping[float, Mapping[str, RunRecord]]) -> None:
+    """Writes one picture in the format that the file's name says: the mean TTFT of each policy over the utilisation,
+    and below it, for each utilisation, its distribution. Raises ``ImportError`` without matplotlib, which is in the
+    extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4 * (1 + len(records))), layout="constrained")
+    over_load, *distributions = figure.subplots(1 + len(records), 1)
+    _draw_means(over_load, records)
+    for axes, (load, row) in zip(distributions, records.items(), strict=True):
+        for name, record in row.items():
+            values = _values(record)
+            axes.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=name, linewidth=1)
+        _label(axes, f"TTFT at utilisation {load:g}, s", "part of requests")
+        axes.set_xscale("log")
+    figure.savefig(path)
+
+
+def _draw_means(axes: "Axes", records: Mapping[float, Mapping[str, RunRecord]]) -> None:
+    loads = sorted(records)
+    for name in records[loads[0]]:
+        means = [float(np.mean(_values(records[load][name]) or [0.0])) for load in loads]
+        axes.plot(loads, means, label=name, marker="o", linewidth=1)
+    _label(axes, "utilisation", "mean TTFT, s")
+    axes.set_yscale("log")
+
+
+def _values(record: RunRecord) -> list[float]:
+    return sorted(ttft(trace) for trace in record.traces if trace.first_token is not None)
+
+
+def _label(axes: "Axes", horizontal: str, vertical: str) -> None:
+    axes.set_xlabel(horizontal)
+    axes.set_ylabel(vertical)
+    axes.grid(alpha=0.3)
+    axes.legend()

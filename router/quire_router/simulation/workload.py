@@ -3,10 +3,10 @@
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import log1p
 from pathlib import Path
 
-from quire_engine.executor.mixing import uniform
-from quire_engine.executor.simulated import VOCAB_SIZE
+from quire_engine.simulation.simulated_executor import VOCAB_SIZE, LatencyModel, uniform
 from quire_engine.simulation.trace import read_trace
 
 
@@ -56,3 +56,68 @@ def stretched_to(jobs: Sequence[Job], seconds: float) -> list[Job]:
 def order(count: int, seed: int) -> list[int]:
     """The numbers below ``count`` in an order that looks random."""
     return sorted(range(count), key=lambda index: uniform(seed, index))
+
+
+# A generated workload: groups of prompts that begin alike, as SGLang's ``generated-shared-prefix`` has them.
+
+
+_GAPS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """So many groups of so many prompts: each begins with the system prompt of its group, and its question is its own.
+    Lengths are in tokens.
+    """
+
+    num_groups: int
+    prompts_per_group: int
+    system_prompt_len: int
+    question_len: int
+    output_len: int
+
+
+def generate(shape: SharedPrefix, seed: int) -> list[Job]:
+    """All prompts, in an order and at times of a Poisson process of one a second that ``seed`` decides."""
+    jobs: list[Job] = []
+    time = 0.0
+    for index in order(shape.num_groups * shape.prompts_per_group, seed):
+        system = (index % shape.num_groups, shape.system_prompt_len)
+        question = (shape.num_groups + index, shape.question_len)
+        jobs.append(Job(time, tuple(part for part in (system, question) if part[1]), shape.output_len))
+        time -= log1p(-uniform(seed, _GAPS, index))
+    return jobs
+
+
+# How much work a workload is: the seconds that one engine needs for it when nothing is cached and every step is full.
+#
+# This is what utilisation means here: at 1, requests bring as many seconds of such work as the engines have.
+
+
+def work(job: Job, latency: LatencyModel, tokens_per_step: int) -> float:
+    """Seconds of one engine for one job: each of its tokens takes its part of a full step, sees all tokens before it,
+    and is drawn if it is one of the output. What a step takes less than full costs is not counted, so that no engine
+    is faster than this without a cache.
+    """
+    prompt, output = job.num_prompt, job.num_output
+    computed = prompt + output - 1  # the last token is drawn and never computed
+    linear = computed * (1 / latency.tokens_per_second + latency.overhead_seconds / tokens_per_step)
+    seen = (output - 1) * (prompt + output / 2)
+    decode = seen * max(latency.context_seconds, latency.pair_seconds)
+    return linear + _prefill(prompt, latency, tokens_per_step) + decode + output * latency.draw_seconds
+
+
+def _prefill(prompt: int, latency: LatencyModel, tokens_per_step: int) -> float:
+    """The attention of a prompt that is computed in chunks of whole steps."""
+    seconds, start = 0.0, 0
+    while start < prompt:
+        end = min(start + tokens_per_step, prompt)
+        pairs = (end - start) * (start + end + 1) / 2
+        seconds += max(end * latency.context_seconds, pairs * latency.pair_seconds)
+        start = end
+    return seconds
+
+
+def span(jobs: Sequence[Job], utilisation: float, engines: int, latency: LatencyModel, tokens_per_step: int) -> float:
+    """Seconds within which the jobs have to arrive, for ``utilisation`` of so many engines."""
+    return sum(work(job, latency, tokens_per_step) for job in jobs) / (utilisation * engines)

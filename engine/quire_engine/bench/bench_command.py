@@ -1,0 +1,355 @@
+"""``quire-engine bench``: reads the settings, runs the systems, prints what they showed."""
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire_proto.cli import read_settings
+
+from quire_engine.bench.config import PEERS, VARIANTS, BenchConfig
+from quire_engine.bench.measure import (
+    LOWER_IS_BETTER,
+    UNITS,
+    Figure,
+    PeerProcess,
+    Plan,
+    Readings,
+    System,
+    SystemFailedError,
+    has_module,
+    own_python,
+    ratio,
+    run_apart,
+    run_in_turn,
+)
+from quire_engine.bench.quire import DecodeSteps
+from quire_engine.bench.workload import SHAPES, Lengths, Workload, model_of_shape, random_workload
+from quire_engine.errors import ModelError, quit_with
+
+# What a benchmark showed, as a table for people and as plain data.
+
+
+OURS = "quire"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchReport:
+    """``title`` says what ran on what. ``readings`` are those of all systems, ours first. ``best`` is what the roofline
+    allows in the units of each figure, where that is known, and ``settings`` how to run it again.
+    """
+
+    title: str
+    readings: Mapping[str, Readings]
+    best: Mapping[Figure, float]
+    steps: DecodeSteps | None
+    settings: Mapping[str, Any]
+
+    def ratios(self) -> dict[str, dict[Figure, float]]:
+        """How many times better our median is than each peer's."""
+        ours = self.readings[OURS]
+        found: dict[str, dict[Figure, float]] = {}
+        for name, readings in self.readings.items():
+            for figure in UNITS:
+                mine, other = ours.median(figure), readings.median(figure)
+                if name != OURS and mine and other:
+                    found.setdefault(name, {})[figure] = ratio(mine, other, figure)
+        return found
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "title": self.title,
+            "settings": dict(self.settings),
+            "units": dict(UNITS),
+            "systems": {
+                name: {
+                    "medians": {figure: readings.median(figure) for figure in readings.values},
+                    "rounds": readings.values,
+                    "failure": readings.failure,
+                }
+                for name, readings in self.readings.items()
+            },
+            "ratios": self.ratios(),
+            "roofline": dict(self.best),
+            "decode_steps_ms": None if self.steps is None else asdict(self.steps),
+        }
+
+    def as_table(self) -> str:
+        """A block for each figure, a line for each system."""
+        lines = [self.title]
+        for figure, unit in UNITS.items():
+            if self.readings[OURS].median(figure) is not None:
+                lines += ["", f"{figure}, {unit}{' (less is better)' if figure in LOWER_IS_BETTER else ''}"]
+                lines += self._lines(figure)
+        lines += [f"{name}: {each.failure}" for name, each in self.readings.items() if each.failure]
+        if self.steps is not None:
+            steps = self.steps
+            lines += [
+                "",
+                f"decode step of the whole batch: {steps.step:.2f} ms, of which forward {steps.forward:.2f}, "
+                f"sampling {steps.sample:.2f}, scheduling and bookkeeping {steps.bookkeeping:.2f}",
+            ]
+        return "\n".join(lines)
+
+    def _lines(self, figure: Figure) -> list[str]:
+        ratios, width = self.ratios(), max(map(len, (*self.readings, "roofline")))
+        lines = []
+        for name, readings in self.readings.items():
+            median = readings.median(figure)
+            if median is not None:
+                times = ratios.get(name, {}).get(figure)
+                beside = f"quire: {times:.2f} times as good" if times else ""
+                shown = f"({_number(min(readings.values[figure]))} to {_number(max(readings.values[figure]))})"
+                lines.append(f"  {name:<{width}}  {_number(median):>10}  {shown:<22}  {beside}".rstrip())
+        ours, best = self.readings[OURS].median(figure), self.best.get(figure)
+        if ours and best:
+            part = ratio(ours, best, figure)
+            # Above it, the machine was faster at another time than when its limits were measured.
+            beside = f"quire: {part:.0%} of it" if part < 1 else "exceeded, so no limit: the machine is not steady"
+            lines.append(f"  {'roofline':<{width}}  {_number(best):>10}  {'':<22}  {beside}")
+        return lines
+
+
+def _number(value: float) -> str:
+    """With three digits behind the point below 10, and none above 100."""
+    digits = 3 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"
+
+
+# Which peers there are, and how they are started. Knows where they may be installed, not how they run.
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The module that a peer is, the script that runs it, and where ``make peers`` puts its environment."""
+
+    module: str
+    script: str
+    beside: Path | None = None
+
+
+INSTALLED = {
+    "transformers": Peer("transformers", "run_transformers.py"),
+    "vllm": Peer("vllm", "run_vllm.py", Path(".peers/vllm/bin/python")),
+    "llama.cpp": Peer("llama_cpp", "run_llama_cpp.py", Path(".peers/llama/bin/python")),
+}
+
+
+def find_peers(config: BenchConfig, settings: Callable[[], Mapping[str, object]]) -> dict[str, Callable[[], System]]:
+    """How to start each peer that is wanted. Of those that were not asked for by name, only what is installed. ``told``
+    is what they are told, known once the first is started. Raises ``SystemFailedError`` for one that was asked for and
+    is not there.
+    """
+    if "none" in config.against:
+        return {}
+    found: dict[str, Callable[[], System]] = {}
+    for name in PEERS:
+        python = _python(config, name) if name in config.against or "auto" in config.against else None
+        if python is not None:
+            found[name] = partial(_start, python, INSTALLED[name].script, settings)
+        elif name in config.against:
+            raise SystemFailedError(f"{name} is not installed; docs/bench.md says how.")
+    return found
+
+
+def _python(config: BenchConfig, name: str) -> Path | None:
+    """The first interpreter in whose environment a peer is."""
+    given = {"vllm": config.vllm_python, "llama.cpp": config.llama_python}.get(name)
+    beside = INSTALLED[name].beside
+    candidates = [given] if given else [own_python(), *([beside] if beside else [])]
+    return next((python for python in candidates if has_module(python, INSTALLED[name].module)), None)
+
+
+def _start(python: Path, script: str, settings: Callable[[], Mapping[str, object]]) -> System:
+    return PeerProcess(python, script, settings(), os.environ)
+
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire_engine.bench.quire import Quire
+    from quire_engine.bench.roofline import Ceilings, Costs, Machine
+
+
+def bench(arguments: Sequence[str]) -> None:
+    """The subcommand. Exits with 2 for wrong settings, 1 with one sentence where our own engine cannot run."""
+    config = read_settings(BenchConfig, arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        report = _measure(_with_defaults(config))
+    except (ModelError, SystemFailedError) as error:
+        quit_with(1, str(error))
+    if report.readings[OURS].failure:
+        quit_with(1, str(report.readings[OURS].failure))
+    sys.stdout.write(f"{report.as_table()}\n")
+    if config.json_path is not None:
+        try:
+            config.json_path.write_text(json.dumps(report.as_data(), indent=2) + "\n")
+        except OSError as error:
+            quit_with(1, f"The figures cannot be written: {error}.")
+
+
+def _with_defaults(config: BenchConfig) -> BenchConfig:
+    """With a folder in place of a shape, and limits that the workloads need."""
+    changes: dict[str, object] = {"enable_prefix_caching": False, "scheduling_policy": "fcfs"}
+    if config.shape is not None:
+        changes["model"] = model_of_shape(config.shape, config.seed)
+    if "max_num_seqs" not in config.model_fields_set:
+        changes["max_num_seqs"] = min(config.num_prompts, 256)
+    if "swap_space" not in config.model_fields_set:
+        changes["swap_space"] = 0.0
+    return config.model_copy(update=changes)
+
+
+def _limit_to_model(config: BenchConfig, most: int) -> BenchConfig:
+    """With a model length that the workloads need, of at most ``most`` tokens. Raises ``ModelError``."""
+    limit = min(most, config.max_model_len or most)
+    if "prefill_len" not in config.model_fields_set:
+        config = config.model_copy(update={"prefill_len": min(config.prefill_len, limit - 1)})
+    if config.longest > limit:
+        raise ModelError(
+            f"The longest request has {config.longest} tokens, and the model takes {limit}: lower --prefill-len, or "
+            "the input and output lengths."
+        )
+    return config.model_copy(update={"max_model_len": config.max_model_len or config.longest})
+
+
+def _measure(config: BenchConfig) -> BenchReport:
+    from quire_engine.device.host import limit_onednn_caches
+
+    limit_onednn_caches()
+    from quire_engine.device.accelerator import configure_threads, resolve_device
+    from quire_engine.models.loader import read_model_config
+
+    threads, device = configure_threads(), resolve_device(config.device)
+    model = read_model_config(config.model)
+    config = _limit_to_model(config, model.max_length)
+    plan = _plan(config, model.vocab_size)
+    engine: list[Quire] = []
+    systems: dict[str, Callable[[], System]] = {OURS: partial(_start_quire, config, engine)}
+    for name in config.also:
+        systems[f"{OURS} {name}"] = partial(_start_quire, config.model_copy(update=dict(VARIANTS[name])), [])
+    systems |= find_peers(config, lambda: _peer_settings(config, engine, device, threads))
+    in_turn = device.type == "cpu" if config.in_turn is None else config.in_turn
+    limits = Limits(config, engine, device)
+    readings = (run_in_turn if in_turn else run_apart)(systems, plan, _print_progress, limits.measure)
+    dtype = engine[0].executor.dtype_name if engine else config.dtype
+    return BenchReport(
+        title=_title(config, threads, device, dtype),
+        readings=readings,
+        best=limits.best(plan),
+        steps=engine[0].decode_steps(config.num_prompts) if engine else None,
+        settings=config.model_dump(mode="json"),
+    )
+
+
+def _start_quire(config: BenchConfig, engine: "list[Quire]") -> System:
+    from quire_engine.bench.quire import Quire
+
+    engine.append(Quire(config))
+    return engine[0]
+
+
+def _plan(config: BenchConfig, vocab: int) -> Plan:
+    """Prompts are new in each round, and equal for all systems."""
+
+    def random(count: int, sizes: Lengths, answers: Lengths, number: int) -> Workload:
+        return random_workload(count, sizes, answers, vocab, config.seed + number)
+
+    inputs, outputs = Lengths.of(config.input_len), Lengths.of(config.output_len)
+    one, latency = Lengths(1, 1), Lengths(config.latency_input_len, config.latency_input_len)
+    stream = Lengths(config.latency_output_len, config.latency_output_len)
+    workloads: dict[Figure, Callable[[int], Workload]] = {
+        "throughput": partial(random, config.num_prompts, inputs, outputs),
+        "latency": partial(random, 1, latency, stream),
+        "prefill": partial(random, 1, Lengths(config.prefill_len, config.prefill_len), one),
+    }
+    return Plan({figure: make for figure, make in workloads.items() if figure in config.measure}, config.rounds)
+
+
+def _peer_settings(
+    config: BenchConfig, engine: "list[Quire]", device: "torch.device", threads: int
+) -> dict[str, object]:
+    """What a peer is told: the same model, limits and threads as our engine."""
+    return {
+        "model": str(config.model.resolve()),
+        "device": device.type,
+        "dtype": engine[0].executor.dtype_name if engine else "bfloat16",
+        "threads": threads,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+
+
+class Limits:
+    """What the roofline allows, for models whose costs are known: with code of their own, in one process and without
+    quantization. Nothing before our ``engine`` is there.
+    """
+
+    def __init__(self, config: BenchConfig, engine: "list[Quire]", device: "torch.device") -> None:
+        self._config = config
+        self._engine = engine
+        self._device = device
+        self._found: tuple[Costs, Machine] | None = None
+
+    def measure(self) -> None:
+        """Measures what the machine does at best once more."""
+        if self._found is None and self._engine:
+            self._found = self._find()
+        if self._found is not None:
+            self._found[1].measure()
+
+    def best(self, plan: Plan) -> dict[Figure, float]:
+        """The best that each figure of the plan can be."""
+        if self._found is None:
+            return {}
+        costs, machine = self._found
+        return {figure: _best(figure, make(0), costs, machine.ceilings) for figure, make in plan.workloads.items()}
+
+    def _find(self) -> "tuple[Costs, Machine] | None":
+        import torch
+
+        from quire_engine.bench.roofline import Costs, Machine
+        from quire_engine.checkpoint.config import DecoderConfig
+        from quire_engine.models.loader import read_model_config
+
+        model = read_model_config(self._config.model)
+        config = self._config
+        if not isinstance(model, DecoderConfig) or config.quantization is not None or config.tensor_parallel_size > 1:
+            return None
+        dtype: torch.dtype = getattr(torch, self._engine[0].executor.dtype_name)
+        costs = Costs.of(model, dtype.itemsize)
+        return costs, Machine(dtype, self._device, costs.width * (costs.layers + costs.head))
+
+
+def _best(figure: Figure, workload: Workload, costs: "Costs", ceilings: "Ceilings") -> float:
+    from quire_engine.bench.measure import first_tokens
+    from quire_engine.bench.roofline import least_seconds
+
+    seconds = least_seconds(workload, costs, ceilings)
+    if figure == "latency":
+        rest = seconds - least_seconds(first_tokens(workload), costs, ceilings)
+        return 1e3 * rest / (workload.output_tokens - 1)
+    return (workload.output_tokens if figure == "throughput" else sum(map(len, workload.prompts))) / seconds
+
+
+def _title(config: BenchConfig, threads: int, device: "torch.device", dtype: str) -> str:
+    import torch
+
+    where = f"{threads} threads" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    shape = config.shape if config.shape in SHAPES else config.shape and "a shape"
+    what = f"{shape or config.model.resolve().name}, {config.quantization or dtype}, {where}"
+    throughput = f"{config.num_prompts} requests of {config.input_len} tokens in and {config.output_len} out"
+    stream = f"one stream of {config.latency_input_len} in and {config.latency_output_len} out"
+    return f"{what}: {throughput}; {stream}; a prompt of {config.prefill_len}; medians of {config.rounds} rounds"
+
+
+def _print_progress(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

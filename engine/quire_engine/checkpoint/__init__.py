@@ -1,0 +1,1 @@
+"""A model's folder: ``config.json`` as configuration, safetensors as tensors."""

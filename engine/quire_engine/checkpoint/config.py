@@ -1,0 +1,408 @@
+"""The configuration of the models that have own code: the Llama family, and mixture of experts on top of it. Knows no
+weights and no device.
+
+The folder's ``config.json`` is read through transformers' own configuration classes, so that defaults and both
+spellings of the rope parameters mean what they mean there.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quire_engine.errors import ModelError
+
+# What a model folder says about any model: its configuration, its end tokens, its identity. Knows no architecture and
+# no weights.
+#
+# No code from a folder is ever run.
+
+
+MAX_HEADER_BYTES = 100_000_000
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The object in ``config.json``. Raises ``ModelError`` where there is none, or where it asks for code or for
+    quantized weights.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("auto_map"):
+        raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{path} has quantization_config, and quantized weights are not supported.")
+    return raw
+
+
+def architecture_of(path: Path, raw: dict[str, Any]) -> str:
+    """The name of the model's class. Raises ``ModelError`` where there is none."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name is None:
+        raise ModelError(f"{path} names no architecture.")
+    if not isinstance(name, str):
+        raise ModelError(f"{path} names the architecture {name!r}, which is not a name.")
+    return name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``ModelError`` where there is none, or where it holds NaN or Infinity."""
+    if not path.parent.is_dir():
+        raise ModelError(f"The model folder {path.parent} does not exist.")
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
+    except FileNotFoundError:
+        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not valid JSON.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return value
+
+
+def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
+    """``raw`` as an object of transformers' ``config_class``, with the defaults that it has there."""
+    values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    try:
+        return config_class.from_dict(values)
+    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
+        raise ModelError(f"{path} is not a {config_class.__name__}: {one_line(error)}.") from None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` on one line, without a full stop."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def is_positive_int(value: object) -> bool:
+    """Whether ``value`` is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def rope_max_length(length: int, rope: dict[str, Any]) -> int:
+    """The longest sequence for a trained ``length``, in tokens: longer by YaRN's factor where ``length`` is still the
+    one before it.
+
+    With dynamic scaling it ends where scaling would begin: keys in the cache cannot be turned again.
+    """
+    if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
+        return length
+    return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
+
+
+def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
+    path = folder / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    if value is None:
+        path, value = folder / "config.json", raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
+    return tuple(dict.fromkeys(ids))
+
+
+def compute_revision(folder: Path) -> str:
+    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
+
+    Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
+    """
+    digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(_safetensors_header(path))
+        digest.update(_sample_bytes(path))
+    return digest.hexdigest()
+
+
+def _refuse_not_finite(path: Path, name: str) -> NoReturn:
+    raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
+
+
+def _sample_bytes(path: Path) -> bytes:
+    """Pieces of a file at even distances, its end among them."""
+    try:
+        with path.open("rb") as file:
+            last = max(0, path.stat().st_size - SAMPLE_BYTES)
+            starts = [last * index // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)]
+            return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _safetensors_header(path: Path) -> bytes:
+    """The length and the JSON header that a safetensors file begins with, as far as they are there."""
+    try:
+        with path.open("rb") as file:
+            size = file.read(8)
+            return size + file.read(min(int.from_bytes(size, "little"), MAX_HEADER_BYTES))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+# The architectures that this configuration covers, with the model type that config.json gives them.
+SUPPORTED_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+UNIFORM_SLIDING_WINDOW = ("mistral", "mixtral", "qwen3_moe")
+OPTIONAL_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe")
+QK_NORM_MODEL_TYPES = ("qwen3", "qwen3_moe")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What is known of a model before its weights are read.
+
+    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` is equal for
+    equal folders, wherever they lie.
+    """
+
+    architecture: str
+    vocab_size: int
+    max_length: int
+    eos_token_ids: tuple[int, ...]
+    model_revision: str
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """The attention of a model, equal in all its layers: what KV blocks and attention backends are made from."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoEConfig:
+    """A mixture of experts, in the layers for which ``layers`` says so.
+
+    Each token goes to ``per_token`` of ``count`` experts, whose inner size is ``ffn_size``. Their weights add up to 1
+    where ``normalized``, and are of the model's dtype where ``rounded``, else float32.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    round_weights: bool
+    is_moe_layer: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig(ModelConfig):
+    """A decoder of the Llama family, in plain numbers.
+
+    ``windows`` holds one entry a layer: the number of latest tokens that a token sees, itself included, or None for
+    all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and sines
+    are multiplied by ``rope_scale`` (YaRN's attention factor).
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_windows: tuple[int | None, ...]
+    rope_frequencies: tuple[float, ...] = field(repr=False)
+    rope_scale: float
+    moe: MoEConfig | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "DecoderConfig":
+        """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``."""
+        path = folder / "config.json"
+        raw = read_config_json(folder)
+        architecture = architecture_of(path, raw)
+        if not is_supported(architecture, raw):
+            raise ModelError(f"{path} names {architecture}, and supported are {', '.join(SUPPORTED_ARCHITECTURES)}.")
+        _check_sizes(path, raw)
+        end_token_ids = eos_token_ids(folder, raw)
+        hf = _parse_config(path, architecture, raw)
+        frequencies, scale = _rope_frequencies(path, hf)
+        qkv_bias, output_bias = _attention_biases(hf)
+        config = cls(
+            architecture=architecture,
+            hidden_size=hf.hidden_size,
+            num_layers=hf.num_hidden_layers,
+            num_heads=hf.num_attention_heads,
+            num_kv_heads=hf.num_key_value_heads,
+            head_dim=_head_dim(hf),
+            intermediate_size=hf.intermediate_size,
+            vocab_size=hf.vocab_size,
+            rms_norm_eps=float(hf.rms_norm_eps),
+            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            qkv_bias=qkv_bias,
+            attention_output_bias=output_bias,
+            mlp_bias=hf.model_type == "llama" and bool(hf.mlp_bias),
+            qk_norm=hf.model_type in QK_NORM_MODEL_TYPES,
+            sliding_windows=_sliding_windows(path, hf),
+            rope_frequencies=frequencies,
+            rope_scale=scale,
+            max_length=rope_max_length(int(hf.max_position_embeddings), hf.rope_parameters),
+            eos_token_ids=end_token_ids,
+            model_revision=compute_revision(folder),
+            moe=_moe_config(path, hf),
+        )
+        _check_shape(path, config)
+        return config
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "DecoderConfig":
+        """The configuration whose ``asdict`` went through JSON, which makes lists of its tuples."""
+        moe = values["moe"]
+        return cls(**{**_with_tuples(values), "moe": moe and MoEConfig(**_with_tuples(moe))})
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
+    """Whether there is own code for what a ``config.json`` describes: some models carry the architecture of another
+    with a type of their own.
+    """
+    model_type = SUPPORTED_ARCHITECTURES.get(architecture)
+    return model_type is not None and raw.get("model_type", model_type) == model_type
+
+
+def _check_sizes(path: Path, raw: dict[str, Any]) -> None:
+    for name in REQUIRED_SIZES:
+        if name not in raw:
+            raise ModelError(f"{path} has no {name}.")
+    for name in (*REQUIRED_SIZES, *OPTIONAL_SIZES):
+        value = raw.get(name)
+        if (value is not None or name in REQUIRED_SIZES) and not is_positive_int(value):
+            raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{path} says that hidden_act is {raw['hidden_act']!r}, and only silu is supported.")
+
+
+def _parse_config(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return to_hf_config(path, raw, CONFIG_MAPPING[SUPPORTED_ARCHITECTURES[architecture]])
+
+
+def _head_dim(hf: Any) -> int:
+    return int(getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+
+
+def _attention_biases(hf: Any) -> tuple[bool, bool]:
+    """Whether queries, keys and values have a bias, and whether the output projection has one."""
+    if hf.model_type == "qwen2":
+        return True, False
+    both = hf.model_type in OPTIONAL_ATTENTION_BIAS and bool(hf.attention_bias)
+    return both, both
+
+
+def _sliding_windows(path: Path, hf: Any) -> tuple[int | None, ...]:
+    """The windows of the layers: of all, or of those that are called ``sliding_attention``; Llama has none."""
+    layers: int = hf.num_hidden_layers
+    window: int | None = getattr(hf, "sliding_window", None)
+    if hf.model_type == "llama" or window is None:
+        return (None,) * layers
+    if not is_positive_int(window):
+        raise ModelError(f"{path} says that sliding_window is {window!r}, and it must be a whole number above 0.")
+    if hf.model_type in UNIFORM_SLIDING_WINDOW:
+        return (window,) * layers
+    if len(hf.layer_types) != layers:
+        raise ModelError(f"{path} has {len(hf.layer_types)} layer_types for {layers} layers.")
+    return tuple(window if kind == "sliding_attention" else None for kind in hf.layer_types)
+
+
+def _moe_config(path: Path, hf: Any) -> MoEConfig | None:
+    if hf.model_type not in ("mixtral", "qwen3_moe"):
+        return None
+    if hf.num_experts_per_tok > hf.num_experts:
+        raise ModelError(f"{path} sends each token to {hf.num_experts_per_tok} of {hf.num_experts} experts.")
+    layers = hf.num_hidden_layers
+    if hf.model_type == "mixtral":
+        return MoEConfig(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, True, False, (True,) * layers)
+    return MoEConfig(
+        num_experts=hf.num_experts,
+        num_experts_per_tok=hf.num_experts_per_tok,
+        moe_intermediate_size=hf.moe_intermediate_size,
+        norm_topk_prob=bool(hf.norm_topk_prob),
+        round_weights=True,
+        is_moe_layer=_moe_layers(path, hf),
+    )
+
+
+def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
+    """Every ``decoder_sparse_step``-th layer, without those of ``mlp_only_layers``."""
+    step, dense = hf.decoder_sparse_step, hf.mlp_only_layers
+    if not is_positive_int(step):
+        raise ModelError(f"{path} says that decoder_sparse_step is {step!r}, and it must be a whole number above 0.")
+    return tuple(index not in dense and (index + 1) % step == 0 for index in range(hf.num_hidden_layers))
+
+
+def _rope_frequencies(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
+    """Frequencies and scale by transformers' own functions, for the length that the weights were trained for."""
+    parameters = hf.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ModelError(f"{path} asks for rope of type {kind!r}, and supported are {', '.join(SUPPORTED_ROPE_TYPES)}.")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{path} rotates only a part of each head, which is not supported.")
+    try:
+        frequencies, scale = _compute_rope_frequencies(kind, hf)
+    except Exception as error:  # noqa: BLE001 - a wrong parameter fails wherever the formula uses it
+        raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
+    if not all(map(math.isfinite, (*frequencies, scale))):
+        raise ModelError(f"{path} has rope parameters that lead to numbers which are not finite.")
+    return frequencies, scale
+
+
+def _compute_rope_frequencies(kind: str, hf: Any) -> tuple[tuple[float, ...], float]:
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind == "default":
+        size = _head_dim(hf)
+        exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+        return tuple((1.0 / (hf.rope_parameters["rope_theta"] ** exponents)).tolist()), 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    return tuple(frequencies.tolist()), float(scale)
+
+
+def _check_shape(path: Path, config: DecoderConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"{path} has {config.num_heads} attention heads, which {config.num_kv_heads} KV heads do not divide."
+        )
+    if config.head_dim % 2:
+        raise ModelError(f"{path} has a head dimension of {config.head_dim}, and rope needs an even one.")
+    if not (math.isfinite(config.rms_norm_eps) and config.rms_norm_eps >= 0):
+        raise ModelError(f"{path} says that rms_norm_eps is {config.rms_norm_eps}, which is not a number from 0 on.")

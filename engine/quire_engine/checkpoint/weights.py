@@ -1,0 +1,215 @@
+"""The tensors of a model folder: found, checked and copied out of safetensors files. Knows files and names, no model.
+
+Tensors are mapped from disk one at a time, and each file is closed again after each, so that a load needs the memory
+of the weights and of one tensor. Nothing is read with pickle.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire_engine.checkpoint.config import read_json
+from quire_engine.config import ExecutorConfig
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, shard
+from quire_engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Old exports carry this buffer, which is computed from config.json.
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor is stored, and in what form."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors of one folder, by name. Every failure is a ``ModelError`` that names the file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._source_path = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
+        self._tensors = _read_tensor_infos(self._source_path)
+        self._unused = set(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is stored in."""
+        return SAFETENSORS_DTYPES[self._info(name).dtype]
+
+    def dominant_dtype(self) -> torch.dtype:
+        """The dtype that the largest tensor is stored in."""
+        return self.dtype(max(sorted(self._tensors), key=lambda name: math.prod(self._tensors[name].shape)))
+
+    def load_fused(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        ranks: Communicator = SINGLE_RANK,
+        divided: int = 0,
+    ) -> torch.Tensor:
+        """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``. Of each only this
+        rank's share of the dimension ``divided`` is read.
+        """
+        for name, shape in zip(names, shapes, strict=True):
+            self._check_shape(name, shape)
+        cuts = [_shard_slices(shape, divided, ranks) for shape in shapes]
+        sizes = [[part.stop - part.start for part in cut] for cut in cuts]
+        rows = [size[0] for size in sizes]
+        target = torch.empty((sum(rows), *sizes[0][1:]), dtype=dtype, device=device)
+        for name, cut, part in zip(names, cuts, target.split(rows), strict=True):
+            self._load_slice(name, cut, part)
+        return target
+
+    def load_row(
+        self, name: str, shape: tuple[int, ...], index: int, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """``name[index]`` of a tensor of the given shape, without reading the rest of it."""
+        self._check_shape(name, shape)
+        with _open_safetensors(self._info(name).path) as file:
+            part = torch.empty(shape[1:], dtype=dtype, device=device).copy_(file.get_slice(name)[index])
+        self._unused.discard(name)
+        return part
+
+    def mark_used(self, names: Iterable[str]) -> None:
+        """Says that these tensors, where they exist, are for other ranks to read."""
+        self._unused.difference_update(names)
+
+    def log_unused(self) -> None:
+        """Says in the log which tensors the model had no use for."""
+        strange = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
+        if strange:
+            shown = ", ".join(strange[:5])
+            log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(strange), shown)
+
+    def _info(self, name: str) -> TensorInfo:
+        if name not in self._tensors:
+            raise ModelError(f"{self._source_path} has no tensor {name}.")
+        entry = self._tensors[name]
+        if entry.dtype not in SAFETENSORS_DTYPES:
+            raise ModelError(f"{entry.path} stores {name} as {entry.dtype}, which is not supported.")
+        return entry
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        entry = self._info(name)
+        if entry.shape != shape:
+            raise ModelError(
+                f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."
+            )
+
+    def _load_slice(self, name: str, cut: tuple[slice, ...], target: torch.Tensor) -> None:
+        entry = self._info(name)
+        with _open_safetensors(entry.path) as file:
+            whole = tuple(target.shape) == entry.shape
+            target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[cut])
+        self._unused.discard(name)
+
+
+def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's own.
+
+    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path. Raises ``ModelError`` for a name
+    that is none, and for bfloat16 on a GPU that has no products of it.
+    """
+    dtype = _resolve_name(name, stored, device)
+    if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        raise ModelError("This GPU cannot compute in bfloat16; use --dtype float16 or float32.")
+    return dtype
+
+
+def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
+    if name in DTYPES:
+        return DTYPES[name]
+    if name not in ("auto", "float16"):
+        raise ModelError(f"The dtype {name!r} is not supported; use auto, float32, bfloat16 or float16.")
+    wanted = torch.float16 if name == "float16" else stored
+    if wanted == torch.float16 and device.type == "cpu":
+        log.warning("float16 is slow on a CPU: the model runs in bfloat16 instead")
+        return torch.bfloat16
+    return torch.float32 if wanted == torch.float64 else wanted
+
+
+def _shard_slices(shape: tuple[int, ...], divided: int, ranks: Communicator) -> tuple[slice, ...]:
+    """This rank's share of the dimension ``divided``, and all of the others."""
+    parts = [slice(0, size) for size in shape]
+    parts[divided] = shard(shape[divided], ranks)
+    return tuple(parts)
+
+
+def _read_tensor_infos(listing: Path) -> dict[str, TensorInfo]:
+    """All tensors of the single file, or of those files that the index names."""
+    if not listing.is_file():
+        raise ModelError(f"The model folder {listing.parent} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
+    if listing.name == SINGLE_FILE:
+        return dict(_file_tensors(listing))
+    names = _read_weight_map(listing)
+    found = {file: dict(_file_tensors(listing.parent / file)) for file in sorted(set(names.values()))}
+    for name, file in names.items():
+        if name not in found[file]:
+            raise ModelError(f"{listing.parent / file} has no tensor {name}, although {INDEX_FILE} says so.")
+    return {name: found[file][name] for name, file in names.items()}
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    names = read_json(path).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{path} has no weight_map.")
+    for file in names.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{path} names {file!r}, which is not a file of this folder.")
+    return names
+
+
+def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:
+    with _open_safetensors(path) as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping, and not iterable
+            view = file.get_slice(name)
+            yield name, TensorInfo(path, tuple(view.get_shape()), view.get_dtype())
+
+
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    """A safetensors file, mapped. Raises ``ModelError`` where it is missing, truncated or not safetensors at all."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except FileNotFoundError:
+        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
+    except SafetensorError as error:
+        raise ModelError(f"{path} is not a whole safetensors file: {error}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+# How a model is loaded: where to, in which numbers, and which part of it.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """``config`` says the dtype, the quantization and whether to be deterministic; its ``device`` is resolved already,
+    as ``device``. Of a model that several ``ranks`` share, only this one's part is read.
+    """
+
+    config: ExecutorConfig = field(default_factory=ExecutorConfig)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    communicator: Communicator = SINGLE_RANK

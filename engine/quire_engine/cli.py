@@ -1,0 +1,147 @@
+"""``quire-engine``: reads the settings, loads the model, serves it."""
+
+import logging
+import os
+import sys
+from contextlib import closing
+from threading import Timer
+from typing import TYPE_CHECKING
+
+from prometheus_client import disable_created_metrics
+from quire.v1 import engine_pb2 as pb
+from quire_proto import __version__
+from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.text.tokenizer import folder_config_digest, folder_vocabulary_digest
+from quire_proto.tls import TlsError
+from quire_proto.tracing import setup_tracing, shutdown_tracing
+
+from quire_engine.config import EngineConfig
+from quire_engine.errors import quit_with
+from quire_engine.factory import load_executor, make_scheduler, model_grammars
+from quire_engine.server.server import EngineServer, ServerConfig
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch_executor import TorchExecutor
+
+log = logging.getLogger("quire_engine")
+
+SECONDS_FOR_LAST_SPANS = 2.0
+OTHER_VARIABLES = ("cpu_kernels",)  # read where the kernels are, which may not know of settings
+
+
+def main() -> None:
+    """The command, or one of its subcommands ``simulate`` and ``bench``. Exits with 2 for wrong settings, 1 with one
+    sentence for a model that cannot be served.
+
+    Torch is imported only once the settings are known to be right.
+    """
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["simulate"]:
+        from quire_engine.simulation.command import simulate
+
+        simulate(arguments[1:])
+    elif arguments[:1] == ["bench"]:
+        from quire_engine.bench.bench_command import bench
+
+        bench(arguments[1:])
+    else:
+        reject_unknown_env(EngineConfig, OTHER_VARIABLES)
+        _run_engine(read_settings(EngineConfig, arguments))
+
+
+def _run_engine(config: EngineConfig) -> None:
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    tracing = setup_tracing("quire-engine", max_links=config.max_num_seqs)
+    try:
+        _serve(config, tracing)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        shutdown_tracing()
+
+
+def _serve(config: EngineConfig, tracing: bool) -> None:
+    import uvloop
+
+    with closing(_load_executor(config)) as executor:
+        server = _make_server(config, executor, tracing)
+        try:
+            uvloop.run(server.serve())
+        except OSError as error:
+            quit_with(1, f"{error}.")
+
+
+def _make_server(config: EngineConfig, executor: "TorchExecutor", tracing: bool) -> EngineServer:
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
+    scheduler = make_scheduler(config, executor)
+    try:
+        return EngineServer(
+            _server_config(config, tracing),
+            executor,
+            scheduler,
+            _describe(config, executor, scheduler.config.max_model_len),
+            model_grammars(config, executor),
+        )
+    except TlsError as error:  # the files have changed since the settings were read
+        quit_with(1, f"{error}.")
+
+
+def _load_executor(config: EngineConfig) -> "TorchExecutor":
+    from quire_engine.errors import ModelError
+
+    try:
+        return load_executor(config, _exit_on_lost_rank, owns_process=True)
+    except ModelError as error:
+        quit_with(1, str(error))
+
+
+def _exit_on_lost_rank(sentence: str) -> None:
+    """Ends the process, as a rank is lost: whatever this one computes waits for it, and the loop may not be reached.
+    Spans and log lines are written first, as far as that is quick.
+    """
+    log.critical("%s The engine ends.", sentence)
+    late = Timer(SECONDS_FOR_LAST_SPANS, os._exit, (1,))
+    late.daemon = True
+    late.start()
+    shutdown_tracing()
+    logging.shutdown()
+    os._exit(1)
+
+
+def _describe(config: EngineConfig, executor: "TorchExecutor", length: int) -> pb.DescribeResponse:
+    return pb.DescribeResponse(
+        served_model_names=config.names,
+        model_revision=executor.config.model_revision,
+        max_model_len=length,
+        vocab_size=executor.config.vocab_size,
+        eos_token_ids=executor.config.eos_token_ids,
+        block_size=executor.kv_cache_config.block_size,
+        blocks_total=executor.kv_cache_config.device_blocks - 1,
+        host_blocks_total=executor.kv_cache_config.host_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        dtype=executor.dtype_name,
+        version=__version__,
+        prefix_caching=config.enable_prefix_caching,
+        tokenizer_digest=folder_vocabulary_digest(config.model),
+        config_digest=folder_config_digest(config.model),
+    )
+
+
+def _server_config(config: EngineConfig, tracing: bool) -> ServerConfig:
+    return ServerConfig(
+        host=config.host,
+        port=config.port,
+        metrics_port=config.metrics_port,
+        tls=config.tls,
+        session_grace=config.session_grace,
+        shutdown_delay=config.shutdown_delay,
+        shutdown_timeout=config.shutdown_timeout,
+        stall_timeout=config.stall_timeout,
+        trace_step_interval=config.trace_step_interval,
+        tracing=tracing,
+    )
+
+
+if __name__ == "__main__":
+    main()

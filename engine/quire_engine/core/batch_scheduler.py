@@ -1,0 +1,394 @@
+"""What the next step computes: hands out one token budget, and decides who gives way when memory runs out.
+
+There is no prefill phase and no decode phase: a sequence has tokens known and tokens computed, and a step computes some
+of the difference. While a step is under way, what it computes counts as computed, and a token that it draws as known,
+though nobody knows it yet. Order: running, then what has given way, by precedence, then waiting in the policy's order.
+Nothing is admitted in a step that preempted, or while anything that was admitted is off the device: that is what keeps
+preemption from thrashing. The unified budget is vLLM V1's idea, after Sarathi's chunked prefill.
+"""
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from quire_engine.core.block_pool import Tier
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import CachedBlock, KVCacheManager
+from quire_engine.core.outputs import SchedulerStats
+from quire_engine.core.request import Sequence, SequenceEvent, SequenceGroup, SequenceStatus
+from quire_engine.core.request_queue import (
+    POLICIES,
+    AdmittedQueue,
+    PreemptionMode,
+    PreemptionReason,
+    QueuedRequest,
+    WaitingQueue,
+    choose_preemption_mode,
+)
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk, SchedulerOutput
+
+if TYPE_CHECKING:
+    from quire_engine.core.config import SchedulerConfig
+
+REORDERED_PER_STEP = 4
+
+_preemption_key = attrgetter("preemption_key")
+
+
+class BatchScheduler:
+    """Owns the queues. ``out_of_memory``: sequences that the last call found no memory for, whatever it preempted."""
+
+    def __init__(
+        self,
+        config: "SchedulerConfig",
+        memory: KVCacheManager,
+        rates: Rates,
+        statistics: SchedulerStats,
+        clock: Callable[[], int],
+    ) -> None:
+        self.running = AdmittedQueue()
+        self.swapped = AdmittedQueue()
+        self.preempted = AdmittedQueue()
+        self.waiting = WaitingQueue(config.max_overtakes if config.scheduling_policy == "sjf" else None)
+        self.out_of_memory: list[Sequence] = []
+        self._config = config
+        self._kv_cache_manager = memory
+        self._rates = rates
+        self._statistics = statistics
+        self._clock = clock
+        self._policy = POLICIES[config.scheduling_policy]
+        self._by_length = config.scheduling_policy == "sjf"
+        self._by_priority = config.scheduling_policy == "priority"
+        self._watermark = max(1, int(config.watermark * memory.device_pool.num_blocks))
+        self._num_admitted = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """A new sequence waits."""
+        sequence.served_at_arrival = self._statistics.computed_tokens
+        sequence.queue_key = self._queue_key(sequence)
+        self.waiting.push(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence that parted from a running one runs too."""
+        sequence.status = SequenceStatus.RUNNING
+        self.running.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence ends, wherever it is."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        else:
+            self._queue(sequence.status).remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def invalidate_kv(self, sequence: Sequence) -> None:
+        """What was computed for a sequence that has given way cannot be used: all of it is computed again."""
+        if sequence.status is SequenceStatus.SWAPPED:
+            self.swapped.remove(sequence)
+            self._preempt_recompute(sequence, PreemptionReason.LOST)
+
+    def schedule(self, step: int, *, ahead: bool = False) -> SchedulerOutput:
+        """The next step. Empty when nothing can be computed. ``ahead``: the step before it is still in flight."""
+        plan = SchedulerOutput(step)
+        self.out_of_memory.clear()
+        budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
+        if not plan.num_preempted:
+            budget = self._schedule_preempted(plan, budget)
+            if self._next_preempted() is None and self._can_admit():
+                self._schedule_waiting(plan, budget)
+        if not (
+            ahead
+            or plan.chunks
+            or plan.num_preempted
+            or self.out_of_memory
+            or self._kv_cache_manager.has_pending_copies
+        ):
+            self._break_beam_deadlock(plan)
+        copies = self._kv_cache_manager.take_pending_copies()
+        plan.blocks_to_swap_out, plan.blocks_to_copy, plan.blocks_to_swap_in = (
+            copies.blocks_to_swap_out,
+            copies.blocks_to_copy,
+            copies.blocks_to_swap_in,
+        )
+        return plan
+
+    # Running
+
+    def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
+        search: SequenceGroup | None = None
+        running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
+        for sequence in list(self.running):
+            if budget == 0 or self.out_of_memory or sequence.status is not running:
+                break  # victims are those of the least precedence, so whatever follows a victim is one too
+            group = sequence.group
+            if group.beam_search is not None and group is not search:
+                # Room for all of them is made at once: none can give way when others have been scheduled.
+                search = group
+                if not self._preempt_until_fits(_running_beams(group), budget, plan):
+                    continue
+            length = min(sequence.num_unscheduled_tokens, budget)
+            if length and self._preempt_until_fits([sequence], length, plan):
+                budget -= self._schedule(sequence, length, plan)
+        return budget
+
+    def _preempt_until_fits(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
+        """Preempts until all of ``unit`` can grow; False when it had to go itself."""
+        while self._num_blocks_needed(unit, budget) > self._kv_cache_manager.device_pool.num_free:
+            victims = self._preempted_with(self.running.last())
+            if unit[0] in victims and len(victims) == len(self.running):
+                self.out_of_memory.append(unit[0])
+                return False
+            for victim in victims:
+                self._preempt(victim, plan)
+            if unit[0] in victims:
+                return False
+        return True
+
+    def _num_blocks_needed(self, unit: list[Sequence], budget: int) -> int:
+        """Device blocks that ``unit`` lacks for what ``budget`` lets it compute."""
+        missing = 0
+        for sequence in unit:
+            start, length = sequence.num_scheduled_tokens, min(sequence.num_unscheduled_tokens, budget)
+            missing += self._kv_cache_manager.num_blocks_needed(sequence.table, start, start + length)
+            budget -= length
+        return missing
+
+    def _preempted_with(self, victim: Sequence) -> list[Sequence]:
+        """Who gives way with ``victim``, the least precedence first: beams can only go on together."""
+        return [victim] if victim.group.beam_search is None else _running_beams(victim.group)[::-1]
+
+    def _schedule(self, sequence: Sequence, length: int, plan: SchedulerOutput) -> int:
+        """Adds the sequence's next chunk to the plan and returns its length. There is room for it."""
+        start, known = sequence.num_scheduled_tokens, sequence.token_ids
+        end = start + length
+        self._kv_cache_manager.allocate_slots(sequence.table, start, end)
+        token_ids = known[start:end] or [PLACEHOLDER_TOKEN_ID]
+        draws = sequence.draws if end >= len(known) else ()
+        chunk = ScheduledChunk(sequence.id, token_ids, start, sequence.table.block_ids, draws)
+        if start < sequence.group.num_prompt_tokens and self._needs_prompt_logprobs(sequence.group):
+            chunk.prompt_logprob_targets = sequence.token_ids[
+                start + 1 : min(end + 1, sequence.group.num_prompt_tokens)
+            ]
+            chunk.num_prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0
+        plan.chunks.append(chunk)
+        sequence.num_scheduled_tokens = end
+        return length
+
+    def _needs_prompt_logprobs(self, group: SequenceGroup) -> bool:
+        """Whether log-probabilities of the prompt are still to be told: then all of it is computed, whatever is
+        cached.
+        """
+        return (
+            group.request.sampling.prompt_logprobs is not None and group.next_prompt_logprob < group.num_prompt_tokens
+        )
+
+    # Giving way
+
+    def _preempt(self, victim: Sequence, plan: SchedulerOutput) -> None:
+        """Takes a running sequence off the device, the cheaper way."""
+        plan.num_preempted += 1
+        self.running.remove(victim)
+        way, reason = choose_preemption_mode(
+            self._kv_cache_manager.swap_cost(victim.table, victim.num_scheduled_tokens),
+            self._rates,
+            host_has_room=self._kv_cache_manager.can_swap_out(victim.num_scheduled_tokens),
+            may_swap=len(self.swapped) < self._config.max_swapped,
+        )
+        self._statistics.preemptions[way, reason] += 1
+        if way is PreemptionMode.SWAP:
+            self._preempt_swap(victim, reason)
+        else:
+            self._preempt_recompute(victim, reason)
+
+    def _preempt_swap(self, victim: Sequence, reason: PreemptionReason) -> None:
+        # Its blocks are copied after the step in flight, so with what that computes for it.
+        victim.num_computed_tokens = victim.num_scheduled_tokens
+        blocks = self._kv_cache_manager.swap_out(victim.table, victim.num_computed_tokens)
+        self._statistics.blocks_swapped_out += blocks
+        victim.status = SequenceStatus.SWAPPED
+        self.swapped.push(victim)
+        self._record_event(victim, "swap_out", blocks, reason)
+
+    def _preempt_recompute(self, victim: Sequence, reason: PreemptionReason) -> None:
+        self._kv_cache_manager.free(victim.table)
+        victim.num_computed_tokens = victim.num_scheduled_tokens = 0
+        victim.status = SequenceStatus.PREEMPTED
+        self.preempted.push(victim)
+        self._record_event(victim, "recompute", 0, reason)
+
+    def _break_beam_deadlock(self, plan: SchedulerOutput) -> None:
+        """Nothing can be computed although something is there: beams wait for others of their search that do not fit
+        beside what runs. The newest search gives way; one that is alone, and the next to return, ends.
+        """
+        returning = self._next_preempted()
+        if self.running:
+            newest = self._preempted_with(self.running.last())
+            is_alone = len(newest) == len(self.running)
+            if is_alone and (returning is None or returning.group is newest[0].group):
+                self.out_of_memory.append(newest[-1])
+                return
+            for victim in newest:
+                self._preempt(victim, plan)
+        elif returning is not None:
+            self.out_of_memory.append(returning)
+
+    # Coming back
+
+    def _schedule_preempted(self, plan: SchedulerOutput, budget: int) -> int:
+        """What was admitted and gave way comes back by precedence, however it went: nobody passes another."""
+        while budget and (sequence := self._next_preempted()) is not None and self._has_free_slots(sequence):
+            is_swapped = sequence.status is SequenceStatus.SWAPPED
+            if not (self._swap_in(sequence, budget) if is_swapped else self._readmit(sequence)):
+                break
+            if sequence.num_unscheduled_tokens:
+                budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
+        return budget
+
+    def _next_preempted(self) -> Sequence | None:
+        heads = [queue.first() for queue in (self.swapped, self.preempted) if queue]
+        return min(heads, key=_preemption_key) if heads else None
+
+    def _swap_in(self, sequence: Sequence, budget: int) -> bool:
+        num_tokens = min(sequence.num_tokens, sequence.num_computed_tokens + budget)
+        missing = self._kv_cache_manager.num_blocks_needed_to_swap_in(sequence.table, num_tokens)
+        if missing > self._kv_cache_manager.device_pool.num_free - self._reserve(sequence):
+            return False
+        self.swapped.remove(sequence)
+        blocks = self._kv_cache_manager.swap_in(sequence.table)
+        self._statistics.blocks_swapped_in += blocks
+        self.start(sequence)
+        self._record_event(sequence, "swap_in", blocks)
+        return True
+
+    def _readmit(self, sequence: Sequence) -> bool:
+        hits = self._cached_blocks_if_fits(sequence)
+        if hits is None:
+            return False
+        self.preempted.remove(sequence)
+        self._admit(sequence, hits)
+        return True
+
+    # Admitting
+
+    def _can_admit(self) -> bool:
+        """Whether new sequences are taken in: always, or, with static batches, until the first token is known."""
+        if self._config.batching == "continuous":
+            return True
+        return not any(sequence.timings.first_token for sequence in self.running)
+
+    def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
+        self._reorder_some()
+        while self.waiting and budget:
+            sequence = self._next_waiting()
+            hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
+            if hits is None:
+                break
+            self.waiting.remove_admitted(sequence)
+            self._admit(sequence, hits)
+            self._record_admission(sequence, hits, plan.step)
+            budget -= self._schedule(sequence, min(sequence.num_unscheduled_tokens, budget), plan)
+
+    def _cached_blocks_if_fits(self, sequence: Sequence) -> list[CachedBlock] | None:
+        """What is cached of a sequence that can be admitted now; None when it has to wait.
+
+        There must be room for all known tokens, though a step may compute only some of them: a prompt that is admitted
+        by its first chunk alone would be preempted before it made a token.
+        """
+        if self._waits_for_other_choice(sequence):
+            return None
+        hits = (
+            []
+            if self._needs_prompt_logprobs(sequence.group)
+            else self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)
+        )
+        fits = self._kv_cache_manager.num_free_blocks_after(hits, sequence.num_tokens) >= self._reserve(sequence)
+        return hits if fits else None
+
+    def _waits_for_other_choice(self, sequence: Sequence) -> bool:
+        """Whether another output of the same request is computing what this one could then share."""
+        others = sequence.group.sequences
+        return (
+            self._kv_cache_manager.prefix_caching
+            and len(others) > 1
+            and any(
+                other.status is SequenceStatus.RUNNING and other.num_uncomputed_tokens > 1 for other in others.values()
+            )
+        )
+
+    def _has_free_slots(self, sequence: Sequence) -> bool:
+        return self.running.num_slots + sequence.num_slots <= self._config.max_num_seqs
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Blocks that an admission must leave free for what runs already, other outputs of the same request aside."""
+        others = any(running.group is not sequence.group for running in self.running)
+        return self._watermark if others else 0
+
+    def _admit(self, sequence: Sequence, hits: list[CachedBlock]) -> None:
+        group = sequence.group
+        if group.admission_index is None:
+            group.admission_index = self._num_admitted
+            self._num_admitted += 1
+        sequence.preemption_key = (
+            group.request.priority if self._by_priority else 0,
+            group.admission_index,
+            sequence.id,
+        )
+        sequence.num_computed_tokens = sequence.num_scheduled_tokens = self._kv_cache_manager.attach_cached_blocks(
+            sequence.table, hits
+        )
+        self.start(sequence)
+
+    def _record_admission(self, sequence: Sequence, hits: list[CachedBlock], step: int) -> None:
+        """What is counted when a sequence is admitted for the first time."""
+        sequence.timings.admitted = self._clock()
+        sequence.timings.first_step = step
+        group = sequence.group
+        if group.num_cached_tokens is not None:
+            return
+        group.num_cached_tokens = min(sequence.num_computed_tokens, group.num_prompt_tokens)
+        on_host = sum(hit.tier is Tier.HOST for hit in hits) * self._kv_cache_manager.block_size
+        self._statistics.prefix_query_tokens += group.num_prompt_tokens
+        self._statistics.prefix_host_tokens += min(on_host, group.num_cached_tokens)
+        self._statistics.prefix_device_tokens += group.num_cached_tokens - min(on_host, group.num_cached_tokens)
+
+    # Ranking
+
+    def _next_waiting(self) -> Sequence:
+        """Who is next. A rank by what is cached may be out of date, so that of the first is looked at again."""
+        sequence = self.waiting.first()
+        for _ in range(REORDERED_PER_STEP if self._by_length else 0):
+            self.waiting.reorder(sequence, self._queue_key(sequence))
+            first = self.waiting.first()
+            if first is sequence:
+                break
+            sequence = first
+        return sequence
+
+    def _reorder_some(self) -> None:
+        """What was cached since they arrived makes jobs shorter: a few are looked at in each step, in turn."""
+        for _ in range(min(REORDERED_PER_STEP, len(self.waiting)) if self._by_length else 0):
+            sequence = self.waiting.next_round_robin()
+            self.waiting.reorder(sequence, self._queue_key(sequence))
+
+    def _queue_key(self, sequence: Sequence) -> float:
+        looks = self._by_length and not self._needs_prompt_logprobs(sequence.group)
+        cached = len(self._kv_cache_manager.get_cached_blocks(sequence.table, sequence.token_ids)) if looks else 0
+        uncached = sequence.num_tokens - cached * self._kv_cache_manager.block_size
+        return self._policy(QueuedRequest(uncached, sequence.served_at_arrival, sequence.request.priority))
+
+    def _queue(self, status: SequenceStatus) -> AdmittedQueue:
+        return {
+            SequenceStatus.RUNNING: self.running,
+            SequenceStatus.SWAPPED: self.swapped,
+            SequenceStatus.PREEMPTED: self.preempted,
+        }[status]
+
+    def _record_event(self, sequence: Sequence, name: str, blocks: int, reason: str = "") -> None:
+        sequence.timings.events.append(SequenceEvent(name, self._clock(), blocks, reason))
+
+
+def _running_beams(group: SequenceGroup) -> list[Sequence]:
+    """The beams of a search that run, by precedence."""
+    return sorted(
+        (beam for beam in group.sequences.values() if beam.status is SequenceStatus.RUNNING), key=_preemption_key
+    )

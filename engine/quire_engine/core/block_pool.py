@@ -1,0 +1,195 @@
+"""A pool of equal blocks: reference counts, free order and the hash index. Every operation is O(1).
+
+A block is in use (references above 0) or free. A free block that has a name (the hash of its contents) keeps both
+until it is handed out again, so that a later request with the same prefix can revive it. Free order is the whole
+eviction policy: blocks without a name go first, the newest of them foremost; named ones follow, the longest free
+foremost. The idea is that of vLLM's free block queue.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+# Changes of what the prefix cache holds, for the routers' index.
+
+
+class Tier(Enum):
+    """Where a block lies."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Block ``block_hash`` can now be hit in ``tier``."""
+
+    block_hash: bytes
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Block ``block_hash`` can no longer be hit in ``tier``."""
+
+    block_hash: bytes
+    tier: Tier
+
+
+KVCacheEvent = BlockStored | BlockRemoved
+
+
+class BlockPool:
+    """Blocks ``reserved .. num_blocks - 1`` of one tier; ids below ``reserved`` are never handed out.
+
+    ``emit`` hears of what can be hit and what no longer can; ``on_evict`` of each named block, and its name, whose
+    contents are about to be given up.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        tier: Tier,
+        *,
+        reserved: int = 0,
+        emit: Callable[[KVCacheEvent], None] | None = None,
+        on_evict: Callable[[int, bytes], None] | None = None,
+    ) -> None:
+        self._tier = tier
+        self._reserved = reserved
+        self._emit = emit or _ignore
+        self._on_evict = on_evict
+        self._ref_counts = [0] * num_blocks
+        self._block_hashes: list[bytes | None] = [None] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(reserved, num_blocks))
+        self._hash_to_block: dict[bytes, int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be handed out, free or not."""
+        return max(0, len(self._ref_counts) - self._reserved)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can hand out now, named ones included."""
+        return len(self._free)
+
+    def is_free(self, block_id: int) -> bool:
+        """Whether nobody uses the block."""
+        return self._ref_counts[block_id] == 0
+
+    def is_shared(self, block_id: int) -> bool:
+        """Whether more than one table uses the block."""
+        return self._ref_counts[block_id] > 1
+
+    def allocate(self) -> int:
+        """Hands out the block that is missed least, with one reference. The caller made sure that there is one."""
+        block_id, _ = self._free.popitem(last=False)
+        name = self._block_hashes[block_id]
+        if name is not None:
+            self._evict_hash(block_id, name)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def get_cached_block(self, name: bytes) -> int | None:
+        """The block with these contents, in use or free; take it with ``incref`` before anything else is
+        allocated.
+        """
+        return self._hash_to_block.get(name)
+
+    def incref(self, block_id: int) -> None:
+        """Adds a reference, and revives the block if it was free."""
+        if self._ref_counts[block_id] == 0:
+            del self._free[block_id]
+        self._ref_counts[block_id] += 1
+
+    def decref(self, block_id: int) -> None:
+        """Takes a reference away; the last one frees the block."""
+        assert self._ref_counts[block_id] > 0, f"block {block_id} released more often than acquired"
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id] == 0:
+            self._free[block_id] = None
+            if self._block_hashes[block_id] is None:
+                self._free.move_to_end(block_id, last=False)
+
+    def cache_block(self, block_id: int, name: bytes) -> None:
+        """Makes a full block findable. A second block with equal contents stays nameless, so that tables never
+        change.
+        """
+        if name in self._hash_to_block or self._block_hashes[block_id] is not None:
+            return
+        self._hash_to_block[name] = block_id
+        self._block_hashes[block_id] = name
+        self._emit(BlockStored(name, self._tier))
+
+    def move_to_back(self, block_id: int) -> None:
+        """Lets a free block be missed more than all others."""
+        if self._ref_counts[block_id] == 0:
+            self._free.move_to_end(block_id)
+
+    def stored_blocks(self) -> list[BlockStored]:
+        """Everything that can be hit, in the order in which it was stored."""
+        return [BlockStored(name, self._tier) for name in self._hash_to_block]
+
+    def check_integrity(self) -> None:
+        """Asserts that every block is in exactly one place. For tests and idle moments: O(blocks)."""
+        assert all(count >= 0 for count in self._ref_counts)
+        assert not any(self._ref_counts[: self._reserved]), "a reserved block is in use"
+        free = [i for i in range(self._reserved, len(self._ref_counts)) if self._ref_counts[i] == 0]
+        assert sorted(self._free) == free, "the free list and the reference counts disagree"
+        named = {name: i for i, name in enumerate(self._block_hashes) if name is not None}
+        assert named == self._hash_to_block, "the hash index and the blocks' names disagree"
+
+    def _evict_hash(self, block_id: int, name: bytes) -> None:
+        if self._on_evict is not None:
+            self._on_evict(block_id, name)
+        self._block_hashes[block_id] = None
+        del self._hash_to_block[name]
+        self._emit(BlockRemoved(name, self._tier))
+
+
+def _ignore(event: KVCacheEvent) -> None:
+    del event
+
+
+# How many blocks there are. Plain data, decided by the executor that owns the memory.
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Blocks that there is memory for. Device block 0 is the null page, never given to a sequence. ``block_bytes`` is
+    what one block takes, in either pool.
+    """
+
+    block_size: int
+    device_blocks: int
+    host_blocks: int
+    block_bytes: int = 1
+
+    @property
+    def usable_tokens(self) -> int:
+        """Tokens that one sequence can hold when it is alone."""
+        return (self.device_blocks - 1) * self.block_size
+
+
+# Blocks to copy within and between the pools. Plain data, made by the memory and carried out by the executor.
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """From block ``source`` of one pool to block ``target`` of the same or the other one."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class BlockCopies:
+    """What has to be copied before a step computes: from the device to the host, then within the device, then from the
+    host to the device, each list in its order.
+    """
+
+    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
+    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)

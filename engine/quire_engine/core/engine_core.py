@@ -1,0 +1,343 @@
+"""The engine's loop: commands, schedule, execute, update, publish.
+
+There is one loop for both kinds of executor. One that overlaps steps is given the next scheduler output before
+the model output of the last step is read; the loop that runs step by step is the oracle of what comes out.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from time import perf_counter, time_ns
+from typing import cast
+
+from quire_proto.errors import QuireError, internal
+from quire_proto.sampling import FinishReason
+
+from quire_engine.core.block_pool import BlockStored, KVCacheEvent
+from quire_engine.core.executor import AsyncExecutor, AsyncModelOutput, Executor, ExecutorError
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, KVCacheFragmentation
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import MAX_DEPTH, Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput, StepTimings
+
+log = logging.getLogger(__name__)
+
+# ``InFlightStep``: a scheduler output on its way through an executor, from its launch to its model output.
+
+
+class InFlightStep:
+    """Launches ``scheduler_output``. Exceptions of the launch and of the sampling are re-raised by ``get_output``, so
+    that failures surface in the order of the steps. Only an ``ExecutorError`` of a step that is discarded is raised at
+    once: nothing can follow it.
+
+    An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
+    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took.
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler_output: SchedulerOutput, started: int, begun: float, schedule: float
+    ) -> None:
+        self.scheduler_output = scheduler_output
+        self.started = started
+        self.begun = begun
+        self.schedule = schedule
+        self._executor = executor
+        self._failure: Exception | None = None
+        self._async_output: AsyncModelOutput | None = None
+        if executor.depth > 1 and not scheduler_output.is_empty:
+            try:
+                self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
+            except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
+                self._failure = failure
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether ``get_output`` can only raise. Then nothing of the step is in flight any more."""
+        return self._failure is not None
+
+    def sample_tokens(self) -> None:
+        """Samples the step's tokens; all tokens before them are known by now."""
+        if self._async_output is None or self.has_failed:
+            return
+        try:
+            self._async_output.sample_tokens()
+        except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
+            self._fail(failure)
+
+    def discard(self) -> None:
+        """Waits for the end of a step that computes from garbage, because the step before it has failed."""
+        self.sample_tokens()
+        if not self.has_failed:
+            self._fail(RuntimeError("the step before it failed"))
+
+    def get_output(self) -> ModelOutput:
+        """Waits until the step is done. Raises as ``Executor.execute_model``."""
+        if self._failure is not None:
+            raise self._failure
+        if self._async_output is not None:
+            return self._async_output.get_output()
+        return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
+
+    def _fail(self, failure: Exception) -> None:
+        """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
+        self._failure = failure
+        if self._async_output is None:
+            return
+        try:
+            self._async_output.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            log.debug("step %d was given up and has failed", self.scheduler_output.step, exc_info=True)
+
+
+FRAGMENTATION_INTERVAL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """Runs a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequest:
+    """Ends a request, or, where ``indexes`` are given, those of its choices."""
+
+    request_id: str
+    indexes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GetSnapshot:
+    """Calls ``reply`` when all is published that was done, with the load and everything in the prefix cache."""
+
+    reply: Callable[[EngineLoad, list[BlockStored]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Ends the loop when the step in flight is done; what is running is left as it is."""
+
+
+Command = AddRequest | AbortRequest | GetSnapshot | Shutdown
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """What a step did and how long it took. ``started`` in nanoseconds since 1970, the durations in seconds, and
+    ``elapsed`` are those from the start of its planning to its end.
+
+    ``num_decode`` counts the chunks of one token, which the last of a prompt may be too, and ``num_draws`` the tokens
+    that were to be drawn. Where steps overlap, others are planned and ended in the ``pause`` between the launch of a
+    step and the wait for what it makes.
+    """
+
+    step: int
+    started: int
+    timings: StepTimings
+    schedule: float
+    emit: float
+    elapsed: float
+    num_prefill: int
+    num_decode: int
+    num_tokens: int
+    preempted: int
+    swapped_blocks: int
+    failed: bool
+    request_ids: list[str]
+    num_draws: int = 0
+
+    @property
+    def duration(self) -> float:
+        """Seconds of the step's parts together."""
+        return self.schedule + self.timings.swap + self.timings.forward + self.timings.sample + self.emit
+
+    @property
+    def pause(self) -> float:
+        """Seconds that passed without any of the step's parts; next to none where steps do not overlap."""
+        return max(0.0, self.elapsed - self.duration)
+
+
+@dataclass(slots=True)
+class EngineCoreOutputs:
+    """All that a step made, for whoever listens. What memory is wasted is looked at now and then only."""
+
+    outputs: list[EngineCoreOutput]
+    load: EngineLoad
+    kv_events: list[KVCacheEvent]
+    trace: StepTrace
+    fragmentation: KVCacheFragmentation | None = None
+
+
+class EngineCore:
+    """Runs steps for as long as there is work, on the thread that calls ``run``.
+
+    ``publish`` is called on that thread after each step and must return quickly. ``send`` may be called from any
+    thread.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, publish: Callable[[EngineCoreOutputs], None]) -> None:
+        self.scheduler = scheduler
+        assert executor.depth <= MAX_DEPTH, f"plans can be made for a depth of {MAX_DEPTH} at most"
+        self._executor = executor
+        self._publish = publish
+        self._in_flight: deque[InFlightStep] = deque()
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._rejected: list[EngineCoreOutput] = []
+        self._stopped = False
+        self._busy_since: float | None = None
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Seconds since the loop last came round while it has work, 0 when it waits for work. A large value means that
+        the loop hangs. May be read from any thread.
+        """
+        since = self._busy_since
+        return 0.0 if since is None else perf_counter() - since
+
+    def send(self, command: Command) -> None:
+        """Queues a command for the next gap between two steps."""
+        if self._busy_since is None:
+            self._busy_since = perf_counter()
+        self._commands.put(command)
+
+    def run(self) -> None:
+        """Steps until ``Shutdown``. Raises errors that no single request caused: then the engine must end."""
+        while not self._stopped:
+            self._process_commands()
+            if self._has_work:
+                self.step()
+        self._finish_all_steps()
+
+    @property
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._rejected)
+
+    def step(self) -> None:
+        """One round of the loop: schedules and launches a step, then finishes the oldest one in flight (takes its model
+        output, updates the scheduler, publishes).
+
+        With depth 1 that is the same step. With depth 2 it is the one before, so that this round's work passes while
+        the device computes; then the tokens of the step that was launched are sampled, because only now all that they
+        depend on is known. If there is nothing to launch, the step in flight is finished alone.
+        """
+        launched = self._launch_step()
+        if not launched or len(self._in_flight) == self._executor.depth:
+            self._finish_step()
+        if self._in_flight:
+            self._in_flight[0].sample_tokens()
+        while self._in_flight and self._in_flight[0].has_failed:
+            self._finish_step()
+
+    def _launch_step(self) -> bool:
+        """Returns whether anything was scheduled. An empty step is finished too, but only when none is in flight."""
+        started, begun = time_ns(), perf_counter()
+        scheduler_output = self.scheduler.schedule()
+        schedule = perf_counter() - begun
+        if not (scheduler_output.is_empty and self._in_flight):
+            self._in_flight.append(InFlightStep(self._executor, scheduler_output, started, begun, schedule))
+        return not scheduler_output.is_empty
+
+    def _finish_all_steps(self) -> None:
+        while self._in_flight:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Takes the model output of the oldest step in flight, updates the scheduler with it and publishes."""
+        step = self._in_flight.popleft()
+        model_output, scheduler_output = self._get_model_output(step), step.scheduler_output
+        executed = perf_counter()
+        request_ids = self.scheduler.request_ids(scheduler_output)
+        outputs = self._rejected + self.scheduler.update_from_output(scheduler_output, model_output)
+        self._rejected = []
+        measures = scheduler_output.step % FRAGMENTATION_INTERVAL == 0 or not self.scheduler.has_work
+        fragmentation = self.scheduler.get_fragmentation() if measures else None
+        trace = _trace(step, model_output, request_ids, executed, perf_counter())
+        events = self.scheduler.kv_cache_manager.take_events()
+        self._publish(EngineCoreOutputs(outputs, self.scheduler.get_load(), events, trace, fragmentation))
+
+    def _get_model_output(self, step: InFlightStep) -> ModelOutput:
+        try:
+            return step.get_output()
+        except ExecutorError:
+            raise
+        except Exception:
+            failed = step.scheduler_output
+            log.exception("step %d failed; running its %d sequences one by one", failed.step, len(failed.chunks))
+            for later in self._in_flight:
+                later.discard()
+            return self._run_one_by_one(failed)
+
+    def _run_one_by_one(self, failed: SchedulerOutput) -> ModelOutput:
+        """Runs each sequence of a failed step alone: only a sequence that fails alone ends with an error."""
+        merged = ModelOutput()
+        for part in self.scheduler.split_for_retry(failed):
+            try:
+                result = self._executor.execute_model(part)
+            except ExecutorError:
+                raise
+            except Exception:
+                log.exception("sequence %d failed alone", part.chunks[0].sequence_id)
+                merged.errors[part.chunks[0].sequence_id] = internal()
+            else:
+                merged.add(result)
+        return merged
+
+    def _process_commands(self) -> None:
+        """Handles the queued commands; waits for one when there is no other work."""
+        if not self._has_work:
+            self._busy_since = None
+            self._handle_command(self._commands.get())
+        self._busy_since = perf_counter()
+        while not (self._stopped or self._commands.empty()):
+            self._handle_command(self._commands.get())
+
+    def _handle_command(self, command: Command) -> None:
+        match command:
+            case AddRequest(request):
+                self._add_request(request)
+            case AbortRequest(request_id, indexes):
+                self.scheduler.abort_request(request_id, indexes)
+            case GetSnapshot(reply):
+                self._finish_all_steps()  # steps in flight have changed the prefix cache already
+                reply(self.scheduler.get_load(), self.scheduler.kv_cache_manager.stored_blocks())
+            case Shutdown():
+                self._stopped = True
+
+    def _add_request(self, request: Request) -> None:
+        try:
+            self.scheduler.add_request(request)
+        except QuireError as error:
+            rejection = EngineCoreOutput(
+                request.request_id, finish_reason=FinishReason.ERROR, error=error, ends_request=True
+            )
+            self._rejected.append(rejection)
+
+
+def _trace(
+    step: InFlightStep, model_output: ModelOutput, request_ids: list[str], executed: float, ended: float
+) -> StepTrace:
+    """``executed`` and ``ended``: when the model output was there and when the scheduler was updated, on
+    ``perf_counter``.
+    """
+    scheduler_output = step.scheduler_output
+    return StepTrace(
+        step=scheduler_output.step,
+        started=step.started,
+        timings=model_output.timings,
+        schedule=step.schedule,
+        emit=ended - executed,
+        elapsed=ended - step.begun,
+        num_prefill=sum(len(chunk.token_ids) > 1 for chunk in scheduler_output.chunks),
+        num_decode=sum(len(chunk.token_ids) == 1 for chunk in scheduler_output.chunks),
+        num_tokens=scheduler_output.num_tokens,
+        preempted=scheduler_output.num_preempted,
+        swapped_blocks=scheduler_output.num_swapped_blocks,
+        failed=bool(model_output.errors),
+        request_ids=request_ids,
+        num_draws=sum(len(chunk.draws) for chunk in scheduler_output.chunks),
+    )

@@ -1,0 +1,107 @@
+"""The ``Executor`` protocol: executes scheduler outputs."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+
+# How fast this engine computes and copies: what decides between swapping and computing again. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured by the executor when it starts: prompt tokens that it computes and bytes that it copies between the
+    pools (one way), each a second.
+    """
+
+    tokens_per_second: float
+    bytes_per_second: float
+
+
+UNMEASURED = Rates(tokens_per_second=1e3, bytes_per_second=1e9)
+"""What is assumed where nothing was measured: a slow CPU."""
+
+
+class ExecutorError(Exception):
+    """The executor cannot go on, and no single request is at fault: the engine must end."""
+
+
+class CopyError(ExecutorError):
+    """A block copy failed. No single request is at fault and the pools cannot be trusted any more: the engine must
+    end.
+    """
+
+
+class Executor(Protocol):
+    """Carries out plans, one after the other, on one device."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """What the scheduler's pools are made from. Constant."""
+        ...
+
+    @property
+    def rates(self) -> Rates:
+        """How fast it computes and copies. Constant."""
+        ...
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be under way at once. Constant: 1 runs step by step, and what has 2 is an
+        ``AsyncExecutor``.
+        """
+        ...
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        """Copies, computes and samples.
+
+        Raises ``ExecutorError`` when the engine cannot go on, as when a copy failed. Any other exception means that the
+        forward pass failed: the copies are done, the tokens of the chunks are not, and the chunks may be run again,
+        together or alone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the device's memory back."""
+        ...
+
+
+class AsyncModelOutput(Protocol):
+    """A plan that is in flight. ``sample_tokens`` is called once, then ``get_output`` once.
+
+    A sequence may end after the launch, by the token that was pending then or because it was aborted: its chunk was
+    computed for nothing, and nobody looks at what is drawn for it, an error included. If the step before fails, this
+    one has computed garbage: it is drawn and taken all the same, what it returns or raises is thrown away (but for an
+    ``ExecutorError``), and its chunks are run again. In both cases the draw's list may lack the pending token.
+    """
+
+    def sample_tokens(self) -> None:
+        """Has the tokens drawn. By now the lists of the plan's draws hold every token before the one to be drawn, those
+        that were pending at the launch included: grammars, penalties and whatever else looks at them is done here.
+        Returns without waiting for the device, as far as that can be.
+        """
+        ...
+
+    def get_output(self) -> ModelOutput:
+        """Waits until the step is done. Raises as ``Executor.execute_model``."""
+        ...
+
+
+class AsyncExecutor(Executor, Protocol):
+    """Computes a step while the next one is planned. Steps are carried out in the order of their launch: what one
+    writes, the next one reads, and what one reads or writes, copies in either direction included, only later ones
+    overwrite. The scheduler relies on it: blocks are given to others while a step in flight still uses them.
+
+    With depth 2, a round of the loop is: plan, launch it, take the result of the step before and commit that, and then
+    have this step's tokens drawn. So when a step is launched, the one before it has had its ``sample_tokens`` but not
+    its ``get_output``, and nothing else is under way; or nothing is, and then no token is ``PLACEHOLDER_TOKEN_ID``.
+    What the plan holds is to be read in ``execute_model_async``, but for the token lists of its draws: block tables
+    change afterwards. ``execute_model`` may be called when nothing is in flight.
+    """
+
+    def execute_model_async(self, plan: SchedulerOutput) -> AsyncModelOutput:
+        """Begins with the copies and the forward pass. Raises as ``Executor.execute_model``; then nothing of the plan
+        but its copies is under way.
+        """
+        ...

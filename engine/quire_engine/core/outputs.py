@@ -1,0 +1,145 @@
+"""What a step means to the outside: new tokens, ends and the load. Plain data."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from quire_proto.errors import QuireError
+from quire_proto.sampling import FinishReason, TokenLogprobs
+
+from quire_engine.core.block_pool import BlockPool
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.request import SequenceTimings
+from quire_engine.core.request_queue import PreemptionMode, PreemptionReason
+
+
+@dataclass(slots=True)
+class EngineCoreOutput:
+    """New tokens of one choice of a request, its end, or both.
+
+    ``index`` is which choice. ``position`` is the index of ``token_ids[0]`` in the choice's output, earlier attempts
+    included. ``cached_tokens`` of the prompt were found in the prefix cache. An end-of-sequence or stop token is not
+    part of the output. ``timings`` come with the end. ``logprobs`` has one entry for each of ``token_ids`` where they
+    were asked for, and ``prompt_logprobs`` those of the prompt's tokens from ``prompt_position`` on. ``score`` is a
+    beam's, at its end. ``ends_request`` is set on the last output of the request.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    position: int = 0
+    finish_reason: FinishReason | None = None
+    error: QuireError | None = None
+    cached_tokens: int = 0
+    timings: SequenceTimings | None = None
+    index: int = 0
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+    prompt_position: int = 0
+    score: float | None = None
+    ends_request: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What an engine is busy with; see ``quire.v1.Load``."""
+
+    running: int
+    waiting: int
+    swapped: int
+    uncomputed_tokens: int
+    blocks_total: int
+    blocks_free: int
+    host_blocks_total: int
+    host_blocks_free: int
+
+
+# Counters that only grow, for metrics and benchmarks.
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Totals since the start: tokens, sequences and blocks, as their names say. ``prefix_device_tokens`` of the prompts
+    were found in the device pool, and ``prefix_host_tokens`` came back from the host's. ``blocks_copied_out`` and
+    ``_in`` are all that moved between the pools, those swapped among them; ``blocks_parted`` those copied because a
+    sequence wrote into a shared one. ``out_of_memory`` requests were alone and could not grow.
+    """
+
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_query_tokens: int = 0
+    prefix_device_tokens: int = 0
+    prefix_host_tokens: int = 0
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    blocks_copied_out: int = 0
+    blocks_copied_in: int = 0
+    blocks_parted: int = 0
+    out_of_memory: int = 0
+    preemptions: Counter[tuple[PreemptionMode, PreemptionReason]] = field(default_factory=Counter)
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Prompt tokens that were found in either pool."""
+        return self.prefix_device_tokens + self.prefix_host_tokens
+
+    @property
+    def preemptions_by_swap(self) -> int:
+        """Victims that were swapped out."""
+        return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.SWAP)
+
+    @property
+    def preemptions_by_recompute(self) -> int:
+        """Victims that were sent back to the start."""
+        return sum(count for (way, _), count in self.preemptions.items() if way is PreemptionMode.RECOMPUTE)
+
+
+# How much of the KV memory is held for nothing: slots without a token, and blocks that nobody can reach.
+#
+# Tables are given as pairs of a table and the tokens that are computed in it.
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheFragmentation:
+    """Slots of the device blocks that are in use, and those of them that hold no computed token; and blocks of both
+    pools that nobody can reach, None where they were not looked for.
+    """
+
+    empty_slots: int
+    used_slots: int
+    leaked_blocks: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Empty slots as a part of held ones; 0 when none is held."""
+        return self.empty_slots / self.used_slots if self.used_slots else 0.0
+
+
+def measure_fragmentation(memory: KVCacheManager, tables: Iterable[tuple[BlockTable, int]]) -> KVCacheFragmentation:
+    """What ``tables``, all that hold device blocks, leave empty. O(tables): only last blocks can be.
+
+    A block that several tables share counts once, as full as the fullest of them has it.
+    """
+    size = memory.block_size
+    empty: dict[int, int] = {}
+    for table, num_computed_tokens in tables:
+        for index in range(num_computed_tokens // size, len(table.block_ids)):
+            block_id = table.block_ids[index]
+            missing = size - max(0, num_computed_tokens - index * size)
+            empty[block_id] = min(missing, empty.get(block_id, size))
+    return KVCacheFragmentation(sum(empty.values()), _in_use(memory.device_pool) * size)
+
+
+def count_leaked_blocks(memory: KVCacheManager, tables: Iterable[BlockTable]) -> int:
+    """Blocks of both pools that are not free although none of ``tables``, which are all that there are, holds them. 0,
+    or memory was lost. O(blocks held).
+    """
+    device: set[int] = set()
+    host: set[int] = set()
+    for table in tables:
+        device.update(table.block_ids)
+        host.update(table.host_block_ids)
+    return _in_use(memory.device_pool) - len(device) + _in_use(memory.host_pool) - len(host)
+
+
+def _in_use(pool: BlockPool) -> int:
+    return pool.num_blocks - pool.num_free

@@ -1,0 +1,294 @@
+"""One request, the sequences it generates, and what is counted on the way."""
+
+from collections import abc
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.sampling import SamplingParams, check_length
+
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.step import BeamCandidates, Grammar, SampleRequest
+
+if TYPE_CHECKING:
+    from quire_engine.core.beam_search import BeamSearch
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedOutput:
+    """What an earlier attempt delivered of one choice; a ``finished`` one is not run again."""
+
+    index: int
+    token_ids: Tokens[int]
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a router submitted, checked.
+
+    ``output_token_ids`` were delivered by an earlier attempt of the first choice; they count towards ``max_tokens``,
+    and the next token is drawn for the position after them. ``resumed_outputs`` says the same of each choice, and takes
+    precedence. With the priority policy, smaller numbers go first. ``grammar`` is ``sampling.structured``, compiled.
+    ``traceparent`` is carried for the service's traces and means nothing here.
+    """
+
+    request_id: str
+    prompt_token_ids: Tokens[int]
+    sampling: SamplingParams
+    output_token_ids: Tokens[int] = ()
+    cache_salt: bytes = b""
+    traceparent: str = ""
+    resumed_outputs: Tokens[ResumedOutput] = ()
+    priority: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def all_resumed_outputs(self) -> Tokens[ResumedOutput]:
+        """What earlier attempts delivered, in one form."""
+        if self.resumed_outputs or not self.output_token_ids:
+            return self.resumed_outputs
+        return (ResumedOutput(0, self.output_token_ids),)
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is: exactly one of the scheduler's queues, or none once it finished."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    SWAPPED = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEvent:
+    """Something that happened to a sequence: its name, when (nanoseconds since 1970), how many blocks it moved, and
+    why it was decided so.
+    """
+
+    name: str
+    time: int
+    blocks: int = 0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class SequenceTimings:
+    """When a sequence went through its stages, in nanoseconds since 1970; 0 where it has not come yet."""
+
+    arrived: int
+    admitted: int = 0
+    first_token: int = 0
+    finished: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    events: list[SequenceEvent] = field(default_factory=list)
+
+    def copy(self) -> "SequenceTimings":
+        """The same past for a sequence that parts from this one."""
+        return replace(self, events=[*self.events])
+
+
+class SequenceGroup:
+    """The sequences of one request.
+
+    ``unfinished``: indexes of the choices without a finish reason. ``sequences``: live sequences by id. Before the
+    first sampled token one sequence (the *root*) represents all choices. ``admission_index``: the order of first
+    admission; ``num_cached_tokens``: prompt tokens that were found in the prefix cache then. ``next_prompt_logprob``:
+    position of the first prompt token whose log-probability has not been sent yet. ``beam_search``: state of a beam
+    search; ``candidates``: what its next step chooses from, for the beams that have been computed. Its sequences
+    advance together, so they are preempted together.
+    """
+
+    __slots__ = (
+        "admission_index",
+        "beam_search",
+        "candidates",
+        "next_prompt_logprob",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "request",
+        "sequences",
+        "unfinished",
+    )
+
+    def __init__(self, request: Request, beams: "BeamSearch | None") -> None:
+        self.request = request
+        self.beam_search = beams
+        self.sequences: dict[int, Sequence] = {}
+        self.candidates: dict[int, BeamCandidates] = {}
+        self.unfinished: dict[int, None] = {}
+        self.admission_index: int | None = None
+        self.num_cached_tokens: int | None = None
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.next_prompt_logprob = 1
+
+
+class Sequence:
+    """The tokens of one output being made, or of several that have not parted yet.
+
+    ``token_ids``: all known tokens, prompt and output. ``num_computed_tokens`` of them are in KV memory, and
+    ``num_scheduled_tokens`` will be once the steps in flight are done. Everything the scheduler decides follows from
+    these three: there is no prefill phase and no decode phase. ``index``: the choice that it is an output of.
+    ``draws``: how its next token is sampled, one for each output that is forked from it then. At ``limit`` tokens it
+    ends. ``num_slots``: how many sequences it counts as against ``max_num_seqs``. ``num_output_sent``: output tokens
+    that were published. ``preemption_key`` orders admitted sequences: the largest is preempted first. ``queue_key``
+    orders waiting ones; ``served_at_arrival``: tokens that the engine had computed before it arrived.
+    """
+
+    __slots__ = (
+        "draws",
+        "group",
+        "id",
+        "index",
+        "limit",
+        "num_computed_tokens",
+        "num_output_sent",
+        "num_scheduled_tokens",
+        "num_slots",
+        "preemption_key",
+        "queue_key",
+        "served_at_arrival",
+        "status",
+        "table",
+        "timings",
+        "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        sequence_id: int,
+        group: SequenceGroup,
+        index: int,
+        token_ids: list[int],
+        *,
+        table: BlockTable,
+        timings: SequenceTimings,
+        limit: int,
+    ) -> None:
+        self.id = sequence_id
+        self.group = group
+        self.index = index
+        self.token_ids = token_ids
+        self.table = table
+        self.timings = timings
+        self.draws: tuple[SampleRequest, ...] = ()
+        self.limit = limit
+        self.num_slots = 1
+        self.num_computed_tokens = 0
+        self.num_scheduled_tokens = 0
+        self.num_output_sent = self.num_output
+        self.preemption_key = (0, 0, sequence_id)
+        self.queue_key = 0.0
+        self.served_at_arrival = 0
+        self.status = SequenceStatus.WAITING
+
+    @property
+    def request(self) -> Request:
+        """The request that it is an output of."""
+        return self.group.request
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that are not in KV memory: at least 1, except in a beam that waits for the other beams."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Tokens that a step can be given next: the known ones that no step has been given, or else the one that is
+        being drawn. For that one nothing is planned if the sequence certainly ends with it, parts there into several,
+        or is a beam, which waits for the others.
+        """
+        return len(self.token_ids) - self.num_scheduled_tokens or int(self._runs_ahead)
+
+    @property
+    def _runs_ahead(self) -> bool:
+        goes_on = len(self.token_ids) + 1 < self.limit
+        return goes_on and len(self.draws) == 1 and self.group.beam_search is None
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens, those of earlier attempts included."""
+        return len(self.token_ids) - self.group.num_prompt_tokens
+
+
+# What a request must satisfy to be queued. The router checks the same rules first; an engine trusts nobody.
+
+
+if TYPE_CHECKING:
+    from quire_engine.core.config import SchedulerConfig
+
+MAX_SALT_BYTES = 32
+
+
+def check_request(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
+    """Raises ``QuireError`` INVALID, with the limit in its text, for a request that can never be run."""
+    if len(request.cache_salt) > MAX_SALT_BYTES:
+        raise invalid("cache_salt", f"A cache salt has at most {MAX_SALT_BYTES} bytes.")
+    sampling = request.sampling
+    limit = min(config.max_model_len, memory.device_pool.num_blocks * memory.block_size)
+    check_length(len(request.prompt_token_ids), sampling.max_tokens, limit)
+    _check_tokens(request, config.vocab_size)
+    _check_history(request)
+    _check_width(request, config, memory)
+    if sampling.structured is not None and request.grammar is None:
+        raise QuireError(ErrorCode.INVALID, "This engine knows no grammars.", param=sampling.structured.param)
+
+
+def _check_tokens(request: Request, vocab_size: int) -> None:
+    sampling = request.sampling
+    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    for delivered in request.all_resumed_outputs:
+        _check_ids("prompt", delivered.token_ids, vocab_size)
+    _check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
+    _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    for word in sampling.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+
+
+def _check_ids(param: str, token_ids: abc.Sequence[int], vocab_size: int) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise invalid(param, f"Token ids must be between 0 and {vocab_size - 1}.")
+
+
+def _check_history(request: Request) -> None:
+    indexes = [delivered.index for delivered in request.all_resumed_outputs]
+    if len(set(indexes)) < len(indexes) or not all(0 <= index < request.sampling.num_sequences for index in indexes):
+        raise invalid("delivered", "Each choice can be delivered once, and there are as many as are drawn.")
+    if request.sampling.beam_width and indexes:
+        raise invalid("delivered", "Nothing of a beam search is delivered before its end.")
+    finished = sum(delivered.finished for delivered in request.all_resumed_outputs)
+    if finished == request.sampling.num_sequences:
+        raise invalid("delivered", "All choices have been delivered.")
+    for delivered in request.all_resumed_outputs:
+        if not delivered.finished and len(delivered.token_ids) >= request.sampling.max_tokens:
+            raise invalid("max_tokens", "The delivered output has reached max_tokens already.")
+
+
+def _check_width(request: Request, config: "SchedulerConfig", memory: KVCacheManager) -> None:
+    """All outputs of a request run at once, and beams have to fit together, because they advance together."""
+    sampling = request.sampling
+    if sampling.num_sequences > config.max_num_seqs:
+        many = f"{sampling.num_sequences} outputs cannot run at once here; the limit is {config.max_num_seqs}."
+        raise invalid(_width_param(sampling), many)
+    if sampling.beam_width > config.vocab_size:
+        raise invalid("beam_width", f"beam_width must be at most {config.vocab_size}, the tokens that there are.")
+    if sampling.beam_width:
+        own = memory.num_blocks_for(sampling.max_tokens) + 2  # the blocks that the prompt ends in, and that are parted
+        blocks = len(request.prompt_token_ids) // memory.block_size + sampling.beam_width * own
+        if blocks > memory.device_pool.num_blocks:
+            raise invalid("beam_width", "The engine's KV memory cannot hold so many beams of this length.")
+
+
+def _width_param(sampling: SamplingParams) -> str:
+    if sampling.beam_width:
+        return "beam_width"
+    return "best_of" if sampling.best_of else "n"

@@ -1,0 +1,211 @@
+"""Queues of sequences. Their order is never that of a set or of addresses, and nothing here is linear in what waits."""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import SwapCost
+from quire_engine.core.request import Sequence
+
+_preemption_key = attrgetter("preemption_key")
+
+
+class AdmittedQueue:
+    """Sequences that were admitted once, in the order of their preemption keys. ``num_slots``: the sum of theirs."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self.num_slots = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def push(self, sequence: Sequence) -> None:
+        """Adds where its precedence puts it."""
+        insort(self._sequences, sequence, key=_preemption_key)
+        self.num_slots += sequence.num_slots
+
+    def first(self) -> Sequence:
+        """The one that gives way last."""
+        return self._sequences[0]
+
+    def last(self) -> Sequence:
+        """The one that gives way first."""
+        return self._sequences[-1]
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes one out, wherever it stands."""
+        del self._sequences[bisect_left(self._sequences, sequence.preemption_key, key=_preemption_key)]
+        self.num_slots -= sequence.num_slots
+
+
+class WaitingQueue:
+    """Sequences for which nothing is computed, in the order of their ranks, and the tokens that this work amounts to.
+
+    Whoever has been overtaken by ``max_overtakes`` later arrivals is next, whatever its rank. It is enough to count for
+    the oldest: everyone who overtook a younger one has overtaken the oldest as well.
+    """
+
+    def __init__(self, max_overtakes: int | None = None) -> None:
+        self.uncomputed_tokens = 0
+        self._max_overtakes = max_overtakes
+        self._by_arrival: OrderedDict[int, Sequence] = OrderedDict()
+        self._by_rank: list[tuple[float, int]] = []
+        self._overtakers: list[int] = []
+        self._turns: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._by_arrival)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_arrival.values())
+
+    def push(self, sequence: Sequence) -> None:
+        """Adds the newest arrival, with its rank set."""
+        self._by_arrival[sequence.id] = sequence
+        self.uncomputed_tokens += sequence.num_uncomputed_tokens
+        heappush(self._by_rank, (sequence.queue_key, sequence.id))
+        self._turns.append(sequence.id)
+
+    def first(self) -> Sequence:
+        """Who is to be admitted next."""
+        if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
+            return next(iter(self._by_arrival.values()))
+        while not self._is_current(*self._by_rank[0]):
+            heappop(self._by_rank)
+        return self._by_arrival[self._by_rank[0][1]]
+
+    def next_round_robin(self) -> Sequence:
+        """Everyone in turn, again and again."""
+        while (sequence_id := self._turns.popleft()) not in self._by_arrival:
+            pass
+        self._turns.append(sequence_id)
+        return self._by_arrival[sequence_id]
+
+    def reorder(self, sequence: Sequence, rank: float) -> None:
+        """Moves one to where its new rank puts it."""
+        if rank != sequence.queue_key:
+            sequence.queue_key = rank
+            heappush(self._by_rank, (rank, sequence.id))
+            self._compact()
+
+    def remove_admitted(self, sequence: Sequence) -> None:
+        """Takes one out because its turn has come; call it before anything of the sequence changes."""
+        if self._max_overtakes is not None:
+            insort(self._overtakers, sequence.id)
+        self.remove(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes one out, wherever it stands; call it before anything of the sequence changes."""
+        del self._by_arrival[sequence.id]
+        self.uncomputed_tokens -= sequence.num_uncomputed_tokens
+        self._compact()
+        self._forget_overtakers()
+
+    def _is_current(self, rank: float, sequence_id: int) -> bool:
+        sequence = self._by_arrival.get(sequence_id)
+        return sequence is not None and sequence.queue_key == rank
+
+    def _compact(self) -> None:
+        """Throws out what has left, once that is most of the heap: constant work for each one that left."""
+        if len(self._by_rank) > 2 * len(self._by_arrival) + 16:
+            self._by_rank = sorted((sequence.queue_key, sequence.id) for sequence in self._by_arrival.values())
+        if len(self._turns) > 2 * len(self._by_arrival) + 16:
+            self._turns = deque(self._by_arrival)
+
+    def _forget_overtakers(self) -> None:
+        """Only those that came after the oldest have overtaken it; there are never more than the bound."""
+        oldest = next(iter(self._by_arrival), None)
+        if oldest is None:
+            self._overtakers.clear()
+        else:
+            del self._overtakers[: bisect_left(self._overtakers, oldest)]
+
+
+# In which order those that wait are admitted: one small function a policy. The lowest rank goes first, and of equal
+# ranks whoever came first.
+
+
+if TYPE_CHECKING:
+    from quire_engine.config import Policy
+
+
+AGING = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """What a policy may know of a sequence that waits: the tokens that it needs computed and that no cache holds, all
+    tokens that the engine had computed when it arrived, and its request's priority.
+    """
+
+    uncached_tokens: int
+    served_at_arrival: int
+    priority: int
+
+
+def fcfs(job: QueuedRequest) -> float:
+    """First come, first served."""
+    del job
+    return 0.0
+
+
+def sjf(job: QueuedRequest) -> float:
+    """The shortest job first, by the tokens that it needs computed, aged by those that others were given meanwhile.
+
+    Waiting while the engine computes a token counts as much as being ``AGING`` tokens shorter. The token that is served
+    now is the same for all that wait, so it cancels out, and the rank of a job never changes with time. Aging by tokens
+    instead of seconds is SGLang's idea.
+    """
+    return job.uncached_tokens + AGING * job.served_at_arrival
+
+
+def priority(job: QueuedRequest) -> float:
+    """Small numbers first; first come, first served among equals."""
+    return float(job.priority)
+
+
+POLICIES: "Mapping[Policy, Callable[[QueuedRequest], float]]" = {"fcfs": fcfs, "sjf": sjf, "priority": priority}
+
+
+# How a victim gives way: swapped to the host pool, or computed again later. The cheaper one, in seconds.
+
+
+class PreemptionMode(StrEnum):
+    """The two ways, as metrics and spans name them."""
+
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
+class PreemptionReason(StrEnum):
+    """Why a victim went that way."""
+
+    CHEAPER = "cheaper"
+    HOST_FULL = "host_full"
+    TOO_MANY_SWAPPED = "too_many_swapped"
+    LOST = "lost"
+
+
+def choose_preemption_mode(
+    cost: SwapCost, rates: Rates, *, host_has_room: bool, may_swap: bool
+) -> tuple[PreemptionMode, PreemptionReason]:
+    """How a victim with this cost gives way, and why: ``host_has_room`` for its blocks, and ``may_swap`` one more."""
+    if not cost.bytes_to_move:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.CHEAPER
+    if not host_has_room:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.HOST_FULL
+    if not may_swap:
+        return PreemptionMode.RECOMPUTE, PreemptionReason.TOO_MANY_SWAPPED
+    swap = cost.bytes_to_move / rates.bytes_per_second
+    recompute = cost.uncached_tokens / rates.tokens_per_second
+    return (PreemptionMode.SWAP if swap <= recompute else PreemptionMode.RECOMPUTE), PreemptionReason.CHEAPER

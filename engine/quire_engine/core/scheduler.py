@@ -1,0 +1,560 @@
+"""The scheduler: takes requests, plans steps, and takes in what they made.
+
+A request begins as one sequence, its root. When the root has computed all it knows, one token is drawn for each choice,
+and the choices part: their tables share every block, and whoever writes first into a last block that is not full gets a
+copy of it. From then on they are sequences like all others, except for beams, which wait for each other at every token.
+
+One step may be planned ahead: while the one before it is under way. What ends, gives way or is aborted meanwhile gives
+its blocks back at once, although a step in flight still writes into them. That is safe because
+
+* steps are carried out in the order of their plans, copies first: whoever is given such a block later writes it later;
+* a block is named only when what fills it is committed, so nothing finds a block that is still written, and a chunk
+  starts behind the blocks that are named;
+* what parts is in no step under way, as outputs that may part do not run ahead: a block that comes to be shared while
+  it is not full is written by nobody then, and the copy for whoever writes first is a later plan's;
+* results for a sequence that has ended are dropped, and the executor hears of its end when nothing draws for it.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from time import time_ns
+from typing import TYPE_CHECKING
+
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.hashing import extra_key
+from quire_proto.sampling import FinishReason, TokenLogprobs, choice_seed
+
+from quire_engine.core.batch_scheduler import BatchScheduler
+from quire_engine.core.beam_search import BeamSearch, Continuation
+from quire_engine.core.executor import UNMEASURED, Rates
+from quire_engine.core.kv_cache_manager import BlockTable, KVCacheManager
+from quire_engine.core.outputs import (
+    EngineCoreOutput,
+    EngineLoad,
+    KVCacheFragmentation,
+    SchedulerStats,
+    count_leaked_blocks,
+    measure_fragmentation,
+)
+from quire_engine.core.request import Request, Sequence, SequenceGroup, SequenceStatus, SequenceTimings, check_request
+from quire_engine.core.step import BeamCandidates, ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+
+# Which requests are live, and the sequences that each of them is made of: their birth, their parting, their end.
+
+
+if TYPE_CHECKING:
+    from quire_engine.core.config import SchedulerConfig
+
+
+class Registry:
+    """All live requests and sequences. Ids of sequences only grow, in the order of arrival."""
+
+    def __init__(self, config: "SchedulerConfig", memory: KVCacheManager, clock: Callable[[], int]) -> None:
+        self._config = config
+        self._kv_cache_manager = memory
+        self._clock = clock
+        self._next_id = 0
+        self._groups: dict[str, SequenceGroup] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._finished_seq_ids: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def group(self, request_id: str) -> SequenceGroup | None:
+        """The live request of this id."""
+        return self._groups.get(request_id)
+
+    def sequence(self, sequence_id: int) -> Sequence | None:
+        """The live sequence of this id."""
+        return self._sequences.get(sequence_id)
+
+    def create(self, request: Request) -> list[Sequence]:
+        """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
+        left unfinished.
+        """
+        stops = self._stop_token_ids(request)
+        beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
+        group = SequenceGroup(request, beams)
+        self._groups[request.request_id] = group
+        history = {delivered.index: delivered for delivered in request.all_resumed_outputs}
+        choices = range(request.sampling.num_returned)
+        group.unfinished = {i: None for i in choices if i not in history or not history[i].finished}
+        if not history:
+            return [self._new_root(group, len(choices))]
+        return [self._new_sequence(group, i, [*history[i].token_ids] if i in history else []) for i in group.unfinished]
+
+    def fork(self, parent: Sequence, sequence_id: int | None = None, index: int = 0) -> Sequence:
+        """A sequence that parts from ``parent`` with all its tokens and blocks. It runs as soon as it is queued."""
+        child = Sequence(
+            self._next_sequence_id() if sequence_id is None else sequence_id,
+            parent.group,
+            index,
+            [*parent.token_ids],
+            table=self._kv_cache_manager.fork(parent.table),
+            timings=parent.timings.copy(),
+            limit=parent.limit,
+        )
+        child.num_computed_tokens, child.num_scheduled_tokens = parent.num_computed_tokens, parent.num_scheduled_tokens
+        child.num_output_sent = parent.num_output_sent
+        child.preemption_key = (*parent.preemption_key[:2], child.id)
+        child.draws = (self._draw(child, index),)
+        self._register(child)
+        return child
+
+    def split(self, root: Sequence) -> None:
+        """``root`` is from now on the output of its own choice only. Choices that have ended were drawn for until now,
+        and get no sequences.
+        """
+        group, others = root.group, root.draws[1:]
+        self._finished_seq_ids += [
+            draw.sequence_id for index, draw in enumerate(others, 1) if index not in group.unfinished
+        ]
+        root.draws, root.num_slots = root.draws[:1], 1
+
+    def free(self, sequence: Sequence) -> None:
+        """Forgets a sequence, all that it draws for, and its request with the last one."""
+        del self._sequences[sequence.id]
+        self._finished_seq_ids += [draw.sequence_id for draw in sequence.draws]
+        group = sequence.group
+        del group.sequences[sequence.id]
+        if not group.sequences:
+            del self._groups[group.request.request_id]
+
+    def take_finished(self, under_way: Iterable[SchedulerOutput]) -> list[int]:
+        """Ids of the sequences that were closed since the last call, but for those that a plan under way draws for:
+        they are told later, because that draw would make anew what the executor forgets.
+        """
+        if not self._finished_seq_ids:
+            return []
+        drawn = {draw.sequence_id for plan in under_way for chunk in plan.chunks for draw in chunk.draws}
+        ended = [each for each in self._finished_seq_ids if each not in drawn]
+        self._finished_seq_ids = [each for each in self._finished_seq_ids if each in drawn]
+        return ended
+
+    def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
+        """One sequence for all choices, whose ids it reserves."""
+        root = self._new_sequence(group, 0, [])
+        if group.beam_search is not None:
+            root.num_slots = group.beam_search.width
+        elif width > 1:
+            root.num_slots = width
+            own = root.draws[0]
+            root.draws = (own, *(self._draw(root, i, self._next_sequence_id()) for i in range(1, width)))
+        return root
+
+    def _new_sequence(self, group: SequenceGroup, index: int, output: list[int]) -> Sequence:
+        request = group.request
+        table = BlockTable(extra_key(self._config.model_revision, request.cache_salt))
+        tokens = [*request.prompt_token_ids, *output]
+        limit = min(group.num_prompt_tokens + request.sampling.max_tokens, self._config.max_model_len)
+        timings = SequenceTimings(arrived=self._clock())
+        sequence = Sequence(self._next_sequence_id(), group, index, tokens, table=table, timings=timings, limit=limit)
+        sequence.draws = (self._draw(sequence, index),)
+        self._register(sequence)
+        return sequence
+
+    def _register(self, sequence: Sequence) -> None:
+        self._sequences[sequence.id] = sequence
+        sequence.group.sequences[sequence.id] = sequence
+
+    def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
+        group = sequence.group
+        request = group.request
+        return SampleRequest(
+            sequence_id=sequence.id if sequence_id is None else sequence_id,
+            params=request.sampling,
+            seed=choice_seed(request.sampling.seed, index),
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=group.num_prompt_tokens,
+            stop_token_ids=self._stop_token_ids(request),
+            grammar=request.grammar,
+            num_candidates=group.beam_search.num_candidates if group.beam_search is not None else 0,
+        )
+
+    def _stop_token_ids(self, request: Request) -> frozenset[int]:
+        sampling = request.sampling
+        ends = frozenset() if sampling.ignore_eos else self._config.eos_token_ids
+        return ends.union(sampling.stop_token_ids) if sampling.stop_token_ids else ends
+
+    def _next_sequence_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
+
+
+if TYPE_CHECKING:
+    from quire_engine.core.config import SchedulerConfig
+
+MAX_DEPTH = 2
+
+
+class Scheduler:
+    """Owns the requests of one engine. Used by one thread. ``schedule`` and ``update_from_output`` alternate, but
+    ``schedule`` may be one ahead.
+    """
+
+    def __init__(
+        self,
+        config: "SchedulerConfig",
+        kv_cache_manager: KVCacheManager,
+        *,
+        rates: Rates = UNMEASURED,
+        clock: Callable[[], int] = time_ns,
+    ) -> None:
+        self.config = config
+        self.kv_cache_manager = kv_cache_manager
+        self.stats = SchedulerStats()
+        self._clock = clock
+        self._registry = Registry(config, kv_cache_manager, clock)
+        self._batch_scheduler = BatchScheduler(config, kv_cache_manager, rates, self.stats, clock)
+        self.waiting = self._batch_scheduler.waiting
+        self.running = self._batch_scheduler.running
+        self.swapped = self._batch_scheduler.swapped
+        self.preempted = self._batch_scheduler.preempted
+        self._step = 0
+        self._last_step = 0
+        self._in_flight: deque[SchedulerOutput] = deque()
+        self._outputs: list[EngineCoreOutput] = []
+        self._complete_searches: list[SequenceGroup] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to plan, to commit or to tell."""
+        return len(self._registry) > 0 or bool(self._outputs) or bool(self._in_flight)
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
+        if self._registry.group(request.request_id) is not None:
+            raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
+        if len(self.waiting) >= self.config.max_waiting:
+            raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
+        check_request(request, self.config, self.kv_cache_manager)
+        for sequence in self._registry.create(request):
+            self._batch_scheduler.add(sequence)
+
+    def abort_request(self, request_id: str, indexes: Iterable[int] = ()) -> None:
+        """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
+        is ignored: it may just have ended.
+        """
+        group = self._registry.group(request_id)
+        if group is None:
+            return
+        ending = [index for index in indexes if index in group.unfinished] if indexes else list(group.unfinished)
+        if len(ending) == len(group.unfinished):
+            self._abort_all(group)
+        elif group.beam_search is None:
+            for index in ending:
+                self._abort_choice(group, index)
+
+    def schedule(self) -> SchedulerOutput:
+        """What the next step does. Empty when nothing can be computed, which may be for want of what the step in flight
+        makes; an empty plan need not be committed.
+        """
+        assert len(self._in_flight) < MAX_DEPTH, "more than one step ahead"
+        self._step += 1
+        ahead = bool(self._in_flight)
+        plan = self._batch_scheduler.schedule(self._step, ahead=ahead)
+        for sequence in (
+            () if ahead else self._batch_scheduler.out_of_memory
+        ):  # ahead of the commit that may end it, nobody starves
+            self.stats.out_of_memory += 1
+            self._fail(sequence.group, _out_of_memory())
+        plan.finished_seq_ids = self._registry.take_finished(self._in_flight)
+        if not plan.is_empty:
+            self._in_flight.append(plan)
+        return plan
+
+    def split_for_retry(self, plan: SchedulerOutput) -> list[SchedulerOutput]:
+        """One plan for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
+        sequence no longer has its blocks are struck from ``plan``.
+        """
+        plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
+        return plan.split()
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
+        """Takes in what the step made; returns it for the outside, with what else ended since the last commit."""
+        if self._in_flight and self._in_flight[0] is plan:
+            self._in_flight.popleft()
+        self._last_step = plan.step
+        self._count_copies(plan)
+        for chunk in plan.chunks:
+            sequence = self._registry.sequence(chunk.sequence_id)
+            if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
+                self._commit_chunk(sequence, chunk, result)
+        self._advance_beams()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def request_ids(self, plan: SchedulerOutput) -> list[str]:
+        """Whose tokens the plan computes, in its order."""
+        sequences = [self._registry.sequence(chunk.sequence_id) for chunk in plan.chunks]
+        return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
+
+    def get_load(self) -> EngineLoad:
+        """What the engine is busy with. O(running)."""
+        device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
+        admitted = sum(s.num_uncomputed_tokens for queue in (self.running, self.preempted) for s in queue)
+        return EngineLoad(
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.preempted),
+            swapped=len(self.swapped),
+            uncomputed_tokens=self.waiting.uncomputed_tokens + admitted,
+            blocks_total=device.num_blocks,
+            blocks_free=device.num_free,
+            host_blocks_total=host.num_blocks,
+            host_blocks_free=host.num_free,
+        )
+
+    def get_fragmentation(self) -> KVCacheFragmentation:
+        """What memory is held for nothing. O(running); lost blocks are looked for only when nothing should be held."""
+        device = measure_fragmentation(
+            self.kv_cache_manager, ((sequence.table, sequence.num_scheduled_tokens) for sequence in self.running)
+        )
+        if self.has_work:
+            return device
+        return replace(device, leaked_blocks=count_leaked_blocks(self.kv_cache_manager, ()))
+
+    # Committing
+
+    def _can_retry(self, sequence: Sequence | None) -> bool:
+        if sequence is None:
+            return False
+        if sequence.status is not SequenceStatus.RUNNING:
+            self._batch_scheduler.invalidate_kv(sequence)
+        return sequence.status is SequenceStatus.RUNNING
+
+    def _commit_chunk(self, sequence: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
+        error = _error_of(chunk, result) if result.errors else None
+        if error is not None:
+            self._fail(sequence.group, error)
+            return
+        num_computed_tokens = len(chunk.token_ids)
+        if sequence.table.block_ids:  # else it has given way, and this was counted then
+            end = sequence.num_computed_tokens = chunk.start + num_computed_tokens
+            self.kv_cache_manager.cache_full_blocks(sequence.table, sequence.token_ids, end)
+        self.stats.computed_tokens += num_computed_tokens
+        if chunk.prompt_logprob_targets:
+            self._emit_prompt_logprobs(sequence.group, chunk.start + 1, result.prompt_logprobs[sequence.id])
+        if not chunk.draws:
+            return
+        if sequence.group.beam_search is not None:
+            self._collect(sequence, result.candidates[sequence.id])
+        elif len(chunk.draws) == 1:
+            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+        elif sequence.status is SequenceStatus.RUNNING:
+            self._fork_choices(sequence, chunk, result)
+        else:  # it gave way and has no blocks to share: the same tokens are drawn when it is back
+            self._batch_scheduler.invalidate_kv(sequence)
+
+    def _fork_choices(self, root: Sequence, chunk: ScheduledChunk, result: ModelOutput) -> None:
+        """The first token of each choice is drawn, and each goes its own way."""
+        self.running.remove(root)
+        self._registry.split(root)
+        self.running.push(root)
+        outputs = [root]
+        for index, draw in enumerate(chunk.draws):
+            if index and index in root.group.unfinished:
+                outputs.append(self._registry.fork(root, draw.sequence_id, index))
+                self._batch_scheduler.start(outputs[-1])
+        if root.index not in root.group.unfinished:
+            self._remove(outputs.pop(0))
+        for sequence in outputs:
+            self._commit_token(sequence, result.token_ids[sequence.id], result.logprobs.get(sequence.id))
+
+    def _commit_token(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if token_id in sequence.draws[0].stop_token_ids:
+            self._end(sequence, FinishReason.STOP)
+            return
+        self._append(sequence, token_id)
+        if len(sequence.token_ids) >= sequence.limit:
+            self._end(sequence, FinishReason.LENGTH, logprobs)
+        else:
+            self._outputs.append(_output_delta(sequence, logprobs))
+
+    def _append(self, sequence: Sequence, token_id: int) -> None:
+        sequence.token_ids.append(token_id)
+        self.stats.generated_tokens += 1
+        if not sequence.timings.first_token:
+            sequence.timings.first_token = self._clock()
+
+    def _emit_prompt_logprobs(self, group: SequenceGroup, position: int, logprobs: list[TokenLogprobs]) -> None:
+        """Tells each of the prompt's tokens once: after a preemption they are computed again."""
+        news = logprobs[group.next_prompt_logprob - position :] if position <= group.next_prompt_logprob else []
+        if news:
+            index = next(iter(group.unfinished))
+            output = EngineCoreOutput(
+                group.request.request_id, index=index, prompt_logprobs=news, prompt_position=group.next_prompt_logprob
+            )
+            output.cached_tokens = group.num_cached_tokens or 0
+            group.next_prompt_logprob += len(news)
+            self._outputs.append(output)
+
+    def _count_copies(self, plan: SchedulerOutput) -> None:
+        self.stats.blocks_parted += len(plan.blocks_to_copy)
+        self.stats.blocks_copied_out += len(plan.blocks_to_swap_out)
+        self.stats.blocks_copied_in += len(plan.blocks_to_swap_in)
+
+    # Beams
+
+    def _collect(self, beam: Sequence, candidates: BeamCandidates) -> None:
+        group = beam.group
+        group.candidates[beam.id] = candidates
+        if len(group.candidates) == len(group.sequences) and group not in self._complete_searches:
+            self._complete_searches.append(group)
+
+    def _advance_beams(self) -> None:
+        """Every search whose beams are all there goes on. One of whose beams has been preempted meanwhile waits."""
+        if not self._complete_searches:
+            return
+        ready = [group for group in self._complete_searches if all(map(_is_ready, group.sequences.values()))]
+        self._complete_searches = [group for group in self._complete_searches if group.sequences and group not in ready]
+        for group in ready:
+            if group.sequences:
+                self._advance(group)
+
+    def _advance(self, group: SequenceGroup) -> None:
+        assert group.beam_search is not None
+        beams = list(group.sequences.values())
+        histories = [(beam.token_ids[group.num_prompt_tokens :], group.candidates[beam.id]) for beam in beams]
+        continuations = group.beam_search.advance(histories)
+        group.candidates.clear()
+        if continuations:
+            self._continue(group, beams, continuations)
+        else:
+            self._end_search(group)
+
+    def _continue(self, group: SequenceGroup, beams: list[Sequence], continuations: list[Continuation]) -> None:
+        """Beams that go on more than once part, and those that do not go on leave."""
+        for beam in beams:
+            if beam.num_slots > 1:
+                self.running.remove(beam)
+                beam.num_slots = 1
+                self.running.push(beam)
+        successors: list[Sequence] = []
+        taken: set[int] = set()
+        for each in continuations:
+            parent = beams[each.parent]
+            successors.append(self._fork_beam(parent) if each.parent in taken else parent)
+            taken.add(each.parent)
+        for index, beam in enumerate(beams):
+            if index not in taken:
+                self._remove(beam)
+        for successor, each in zip(successors, continuations, strict=True):
+            self._append(successor, each.token_id)
+        group.sequences = {successor.id: successor for successor in successors}
+
+    def _fork_beam(self, parent: Sequence) -> Sequence:
+        child = self._registry.fork(parent)
+        self._batch_scheduler.start(child)
+        return child
+
+    def _end_search(self, group: SequenceGroup) -> None:
+        assert group.beam_search is not None
+        if len(group.beam_search.finished) < len(group.unfinished):
+            self._fail(group, _too_few_beams(len(group.beam_search.finished)))
+            return
+        last = next(iter(group.sequences.values()))
+        for index, hypothesis in enumerate(group.beam_search.finished[: len(group.unfinished)]):
+            output = self._finish_output(last, index, hypothesis.finish_reason)
+            output.token_ids, output.position, output.score = hypothesis.token_ids, 0, hypothesis.score
+            self._outputs.append(output)
+        self._outputs[-1].ends_request = True
+        self._remove_all(group)
+
+    # Ending
+
+    def _end(self, sequence: Sequence, reason: FinishReason, logprobs: TokenLogprobs | None = None) -> None:
+        """A choice has ended by itself."""
+        output = self._finish_output(sequence, sequence.index, reason)
+        news = _output_delta(sequence, logprobs)
+        output.token_ids, output.position, output.logprobs = news.token_ids, news.position, news.logprobs
+        self._finish_choice(output, sequence.group)
+        self._remove(sequence)
+
+    def _abort_choice(self, group: SequenceGroup, index: int) -> None:
+        """Ends one choice of several. Before they part there is no sequence of its own to end."""
+        own = next((each for each in group.sequences.values() if each.index == index and each.num_slots == 1), None)
+        sequence = own or next(iter(group.sequences.values()))
+        self._finish_choice(self._finish_output(sequence, index, FinishReason.ABORT), group)
+        if own is not None:
+            self._remove(own)
+
+    def _abort_all(self, group: SequenceGroup) -> None:
+        sequences = {each.index: each for each in group.sequences.values()}
+        some = next(iter(group.sequences.values()))
+        for index in list(group.unfinished):
+            self._finish_choice(self._finish_output(sequences.get(index, some), index, FinishReason.ABORT), group)
+        self._remove_all(group)
+
+    def _fail(self, group: SequenceGroup, error: QuireError) -> None:
+        """Ends a request with an error, all its choices together."""
+        output = self._finish_output(
+            next(iter(group.sequences.values())), next(iter(group.unfinished)), FinishReason.ERROR
+        )
+        output.error, output.ends_request = error, True
+        self._outputs.append(output)
+        self._remove_all(group)
+
+    def _finish_choice(self, output: EngineCoreOutput, group: SequenceGroup) -> None:
+        del group.unfinished[output.index]
+        output.ends_request = not group.unfinished
+        self._outputs.append(output)
+
+    def _finish_output(self, sequence: Sequence, index: int, reason: FinishReason) -> EngineCoreOutput:
+        """The last output of a choice, without its tokens."""
+        sequence.timings.finished = self._clock()
+        sequence.timings.last_step = self._last_step
+        return EngineCoreOutput(
+            sequence.request.request_id,
+            position=sequence.num_output_sent,
+            finish_reason=reason,
+            cached_tokens=sequence.group.num_cached_tokens or 0,
+            timings=sequence.timings,
+            index=index,
+        )
+
+    def _remove_all(self, group: SequenceGroup) -> None:
+        for sequence in list(group.sequences.values()):
+            self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """The one way out for a sequence: leaves its queue, gives its blocks back, is forgotten."""
+        self._batch_scheduler.remove(sequence)
+        self.kv_cache_manager.free(sequence.table)
+        self._registry.free(sequence)
+
+
+def _output_delta(sequence: Sequence, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+    """What the outside has not seen of the sequence yet."""
+    group, position = sequence.group, sequence.num_output_sent
+    token_ids = sequence.token_ids[group.num_prompt_tokens + position :]
+    sequence.num_output_sent = position + len(token_ids)
+    return EngineCoreOutput(
+        group.request.request_id,
+        token_ids,
+        position,
+        cached_tokens=group.num_cached_tokens or 0,
+        index=sequence.index,
+        logprobs=() if logprobs is None else (logprobs,),
+    )
+
+
+def _error_of(chunk: ScheduledChunk, result: ModelOutput) -> QuireError | None:
+    """The first error of what the chunk computes or draws."""
+    concerned = (chunk.sequence_id, *(draw.sequence_id for draw in chunk.draws))
+    return next((result.errors[each] for each in concerned if each in result.errors), None)
+
+
+def _is_ready(beam: Sequence) -> bool:
+    return beam.status is SequenceStatus.RUNNING and beam.num_uncomputed_tokens == 0
+
+
+def _too_few_beams(count: int) -> QuireError:
+    message = f"The search found only {count} outputs, because what it was given allows no more."
+    return QuireError(ErrorCode.INVALID, message, param="n")
+
+
+def _out_of_memory() -> QuireError:
+    message = "The engine's KV memory cannot hold this request any longer."
+    return QuireError(ErrorCode.OVERLOADED, message, retry_after=1.0)

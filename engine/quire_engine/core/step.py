@@ -1,0 +1,215 @@
+"""The plan of one step and its result: plain data, the only thing that scheduler and executor share.
+
+Nothing here refers to a sequence or a pool, so a plan can be logged, replayed and sent to other ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from quire_proto.errors import QuireError
+from quire_proto.sampling import SamplingParams, TokenLogprobs
+
+from quire_engine.core.block_pool import BlockCopy
+
+# What the core may know of a grammar: that it was compiled, and that outputs can be matched against it.
+#
+# Implemented in ``structured/``, by a library. The core hands grammars from requests to draws and never looks inside.
+
+
+class GrammarError(Exception):
+    """A grammar cannot go on with this output: its limits were reached, or the output does not match it. The text is
+    one sentence that a client may read.
+    """
+
+
+class GrammarMatcher(Protocol):
+    """One output's place in a grammar. Made and used by one thread, which is not that of the steps."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> None:
+        """Takes in tokens that the output got. Raises ``GrammarError``."""
+        ...
+
+    def fill_bitmask(self, mask: memoryview) -> None:
+        """Writes which tokens may come next into ``mask``: contiguous int32 words, as many as the model's vocabulary
+        needs and all 0 before, where bit b of word w allows token 32 w + b (``np.frombuffer(mask, np.int32)`` shares
+        them). Words that it leaves alone allow nothing. May be called again for the same place. Raises
+        ``GrammarError``.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled grammar: constant, shared by all outputs that are held to it, safe to use from any thread."""
+
+    def new_matcher(self) -> GrammarMatcher:
+        """The place before the first token of an output."""
+        ...
+
+
+PLACEHOLDER_TOKEN_ID = -1
+"""Stands in a chunk for the token that the step before this one draws for the same sequence. Only an executor whose
+depth is above 1 is given any.
+"""
+
+
+@dataclass(slots=True)
+class SampleRequest:
+    """How the next token of one sequence is drawn. The same object in every step of the sequence's life, but for the
+    first of several outputs of one prompt, whose sequences are only made then.
+
+    ``token_ids`` are all known tokens, ``num_prompt_tokens`` of them the prompt's; the token is drawn for position
+    ``len(token_ids)``, which is the chunk's end unless the sequence ended while that was computed. It is the
+    scheduler's own list, and it only ever grows: read it while the step runs, never keep a count of what it held under
+    anything but ``sequence_id``, never change it. What an executor keeps for a sequence (penalised tokens, a grammar's
+    matcher) is a cache of this list, and can be made from it anew at any time. ``seed`` is the sequence's own, so
+    ``params.seed`` is not read. With ``num_candidates`` above 0 nothing is drawn: the executor returns so many most
+    probable tokens instead, for the scheduler's beam search. ``stop_token_ids`` are those that end the sequence, the
+    model's end-of-sequence tokens included: none is drawn before ``params.min_tokens``.
+    """
+
+    sequence_id: int
+    params: SamplingParams
+    seed: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
+    num_candidates: int = 0
+
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """The tokens of one sequence that a step computes.
+
+    ``token_ids`` are the sequence's tokens ``[start, end)``, of which the last may be ``PLACEHOLDER_TOKEN_ID``; the
+    ``start`` tokens before them are in the KV blocks already, or will be by the step before. ``block_ids`` is the
+    sequence's block table, and covers at least ``end`` tokens: token ``p`` lives in slot ``p % block_size`` of
+    ``block_ids[p // block_size]``. It is the scheduler's own list: read it when the step is launched or run, never keep
+    or change it.
+
+    ``draws`` is filled when the chunk reaches the sequence's last known token: token ``end`` is then to be drawn, once
+    for each draw, all from the same logits. There are several where one prompt has several outputs, and before they
+    part. ``prompt_logprob_targets`` are the tokens whose log-probabilities are asked for: ``prompt_logprob_targets[i]``
+    follows ``token_ids[i]``, and there are none for tokens that follow the prompt; ``num_prompt_logprobs`` most
+    probable tokens are told beside each.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    draws: tuple[SampleRequest, ...] = ()
+    prompt_logprob_targets: list[int] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are computed once the chunk is; also the position of the token that is
+        drawn.
+        """
+        return self.start + len(self.token_ids)
+
+    def resolve_placeholder(self) -> "ScheduledChunk":
+        """The same chunk without ``PLACEHOLDER_TOKEN_ID``: what that stood for has been drawn by now."""
+        if PLACEHOLDER_TOKEN_ID not in self.token_ids[-1:]:
+            return self
+        (draw,) = self.draws
+        return replace(self, token_ids=[*self.token_ids[:-1], draw.token_ids[self.end - 1]])
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What one step does, in this order: the copies, then the chunks, then the draws.
+
+    Blocks are copied first from the device to the host (``blocks_to_swap_out``), then within the device
+    (``blocks_to_copy``), then from the host to the device (``blocks_to_swap_in``), each list in its own order: a block
+    may be the target of one copy and the source of a later one. ``finished_seq_ids`` are sequences that have ended:
+    nothing needs to be kept for them any more, and no step in flight draws for them. ``num_preempted`` counts the
+    sequences that were preempted.
+    """
+
+    step: int
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    blocks_to_swap_out: list[BlockCopy] = field(default_factory=list)
+    blocks_to_copy: list[BlockCopy] = field(default_factory=list)
+    blocks_to_swap_in: list[BlockCopy] = field(default_factory=list)
+    finished_seq_ids: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Blocks that move between the pools."""
+        return len(self.blocks_to_swap_out) + len(self.blocks_to_swap_in)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether an executor has nothing to do."""
+        return not (
+            self.chunks
+            or self.blocks_to_swap_out
+            or self.blocks_to_copy
+            or self.blocks_to_swap_in
+            or self.finished_seq_ids
+        )
+
+    def split(self) -> list["SchedulerOutput"]:
+        """One plan for each chunk, without the copies: to find the request that makes a step fail. Nothing in them is
+        ``PLACEHOLDER_TOKEN_ID``.
+        """
+        return [SchedulerOutput(self.step, [chunk.resolve_placeholder()]) for chunk in self.chunks]
+
+
+@dataclass(slots=True)
+class StepTimings:
+    """Seconds that the executor spent in each part of a step."""
+
+    swap: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+    def add(self, other: "StepTimings") -> None:
+        """Adds another run's seconds, part by part."""
+        self.swap += other.swap
+        self.forward += other.forward
+        self.sample += other.sample
+
+
+@dataclass(frozen=True, slots=True)
+class BeamCandidates:
+    """The most probable next tokens of one beam, best first, and their log-probabilities after all that the sampling
+    parameters add or take away.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(slots=True)
+class ModelOutput:
+    """What a step made, keyed by sequence id.
+
+    For each draw, one of: a token (with its log-probabilities, where ``params.wants_logprobs``), candidates, or an
+    error. For each chunk with targets, one entry of ``prompt_logprobs`` for each target.
+    """
+
+    token_ids: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[int, QuireError] = field(default_factory=dict)
+    timings: StepTimings = field(default_factory=StepTimings)
+
+    def add(self, other: "ModelOutput") -> None:
+        """Takes in what another part of the same step made."""
+        self.token_ids.update(other.token_ids)
+        self.logprobs.update(other.logprobs)
+        self.candidates.update(other.candidates)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.errors.update(other.errors)
+        self.timings.add(other.timings)

@@ -1,0 +1,281 @@
+"""``MultiprocLeader``: rank 0's side of a tensor-parallel model, from starting the other processes to ending them; and
+``SingleProcess``, the same interface for a model in one process.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol, TypeVar
+
+import torch
+
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.device.accelerator import inference_on
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, TensorParallelGroup
+from quire_engine.executor.rank_processes import RankWorkers
+from quire_engine.executor.rank_worker import RankSettings
+from quire_engine.executor.rpc import RpcArray, RpcMethod, batch_to_arrays, copies_to_arrays, json_to_array
+from quire_engine.worker.cuda_graph import NO_GRAPHS, RecordingError
+from quire_engine.worker.input_batch import ModelInput
+from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, MemoryProfiler, compute_cache_sizes
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
+
+log = logging.getLogger(__name__)
+
+# ``MultiprocRunner``: rank 0's runner, which has all ranks make each call together. Knows batches and block copies.
+
+
+T = TypeVar("T")
+
+
+class MultiprocRunner:
+    """The ``Runner`` of a model that ``workers`` share with this process: each rank has a runner of its own, with its
+    ``parts`` and KV memory of ``pools``. Decode steps are recorded as graphs on all ranks or on none.
+
+    A call that fails on all ranks in the same way raises what it raises here. Where ranks part, it raises
+    ``RankError``.
+    """
+
+    def __init__(self, workers: RankWorkers, group: TensorParallelGroup, parts: LoadedModel, pools: CacheSizes) -> None:
+        self._workers = workers
+        self._group = group
+        try:
+            self._own_runner = self._make_runners(parts, pools)
+        except RecordingError as error:
+            log.warning(NO_GRAPHS, error)
+            self._own_runner = self._make_runners(replace(parts, graph_sizes=()), pools)
+
+    def _make_runners(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+        arrays = [json_to_array(asdict(pools)), json_to_array(bool(parts.graph_sizes))]
+        number, own = call_all_ranks(
+            self._workers, self._group, RpcMethod.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
+        )
+        self._workers.wait_for_replies(number)
+        return own
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See ``Runner.kv_cache_config``. Blocks are everyone's; the bytes of one are a rank's."""
+        return self._own_runner.kv_cache_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Runner.dtype``."""
+        return self._own_runner.dtype
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """See ``Runner.copy``."""
+        if out or within or into:
+            arrays = copies_to_arrays((out, within, into))
+            self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
+
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
+        """See ``Runner.forward``. Tokens that are pending go from device to device."""
+
+        def compute() -> torch.Tensor:
+            if pending is not None:
+                self._group.broadcast(pending)
+            return self._own_runner.forward(batch, pending)
+
+        return self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.logits``."""
+        return self._call_all_ranks(RpcMethod.LOGITS, [rows.numpy()], lambda: self._own_runner.logits(hidden, rows))
+
+    def close(self) -> None:
+        """See ``Runner.close``. Does nothing for ranks that are gone."""
+        if self._workers.is_usable:
+            self._workers.request(RpcMethod.CLOSE_RUNNER)
+        self._own_runner.close()
+
+    def _call_all_ranks(self, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
+        return call_all_ranks(self._workers, self._group, call, arrays, work)[1]
+
+
+def call_all_ranks(
+    workers: RankWorkers, group: TensorParallelGroup, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]
+) -> tuple[int, T]:
+    """Has the other ranks make ``call`` while this one does ``work``: the call's number, and what ``work`` returns.
+    Raises what it raises where all ranks fail alike, else ``RankError``.
+    """
+    number = workers.begin_call(call, arrays)
+    before = group.num_collectives
+    try:
+        result = work()
+    except Exception as error:
+        workers.call_failed(group.num_collectives - before, error)
+        raise
+    workers.call_succeeded()
+    return number, result
+
+
+class RankGroup(Protocol):
+    """What an executor needs of the ranks of its model, however many there are."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """Them, as the model sees them."""
+        ...
+
+    def connect(self) -> None:
+        """Waits until all have loaded their parts, and connects them. Raises ``ModelError`` and ``RankError``."""
+        ...
+
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+        """What each has measured, in their order. ``largest_step`` has all of them compute."""
+        ...
+
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+        """A runner with pools of this size on each rank."""
+        ...
+
+    def close(self) -> None:
+        """Ends the others. Nothing can be run any more."""
+        ...
+
+
+class SingleProcess:
+    """One rank. A ``RankGroup``."""
+
+    communicator: Communicator = SINGLE_RANK
+
+    def connect(self) -> None:
+        """There is nobody else."""
+
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+        """See ``RankGroup.profile_memory``."""
+        return [gauge.profile(largest_step)]
+
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+        """See ``RankGroup.make_runner``."""
+        return ModelRunner(parts, pools)
+
+    def close(self) -> None:
+        """There is nobody else."""
+
+
+class MultiprocLeader:
+    """Starts the other ranks, which begin to load their parts. A ``RankGroup``.
+
+    ``on_lost`` is told, on another thread, why the model cannot be run any more: a rank has died or has failed alone;
+    without it, the log is. The other processes exist until then or until ``close``.
+    """
+
+    def __init__(self, settings: RankSettings, on_lost: Callable[[str], None] | None) -> None:
+        self._device = settings.device_for(0)
+        self._group = settings.make_group(0)
+        self._rendezvous_folder = TemporaryDirectory(prefix="quire-ranks-", ignore_cleanup_errors=True)
+        self._on_lost = on_lost
+        self._workers = RankWorkers(settings.size, self._on_rank_lost)
+        try:
+            # Rank 0 speaks for all of what all of them find.
+            level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
+            settings = replace(settings, store=self._store_path, log_level=level)
+            self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
+        except BaseException:
+            self.close()
+            raise
+        log.info("rank 0 has started the others: processes %s", ", ".join(map(str, self._workers.pids)))
+
+    @property
+    def communicator(self) -> Communicator:
+        """See ``RankGroup.communicator``."""
+        return self._group
+
+    def connect(self) -> None:
+        """See ``RankGroup.connect``."""
+        self._workers.wait_for_replies(self._load_call)
+        with inference_on(self._device):
+            number, _ = call_all_ranks(
+                self._workers, self._group, RpcMethod.CONNECT, [], lambda: self._group.connect(self._store_path)
+            )
+        self._workers.wait_for_replies(number)
+        if self._device.type == "cpu":
+            self._rendezvous_folder.cleanup()  # NCCL goes on to look into it
+
+    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+        """See ``RankGroup.profile_memory``. The calls of the step are made by the others within theirs."""
+        number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
+        own = gauge.profile(largest_step)
+        if largest_step is not None:
+            self._workers.request(RpcMethod.END_PROFILE)
+        return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
+
+    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+        """See ``RankGroup.make_runner``."""
+        return MultiprocRunner(self._workers, self._group, parts, pools)
+
+    def close(self) -> None:
+        """See ``RankGroup.close``."""
+        self._workers.close()
+        self._group.close()
+        self._rendezvous_folder.cleanup()
+
+    @property
+    def _store_path(self) -> Path:
+        return Path(self._rendezvous_folder.name) / "store"
+
+    def _on_rank_lost(self, sentence: str) -> None:
+        self._group.abort()
+        self._rendezvous_folder.cleanup()
+        if self._on_lost is None:
+            log.error("%s", sentence)
+        else:
+            self._on_lost(sentence)
+
+
+def start_ranks(settings: RankSettings, on_lost: Callable[[str], None] | None = None) -> RankGroup:
+    """The ranks of a model with these settings, started where there are others. See ``MultiprocLeader``."""
+    return SingleProcess() if settings.size == 1 else MultiprocLeader(settings, on_lost)
+
+
+# The KV pools of several ranks: one decision from what all of them measured. Pure arithmetic; knows no device.
+
+
+def compute_rank_cache_sizes(
+    request: CacheBudget, measures: Sequence[MemoryProfile], smallest: CacheSizes
+) -> tuple[CacheSizes, MemoryProfile]:
+    """The pools of each rank, equal on all, and what decided them. ``measures`` are the ranks', ``smallest`` is the
+    least for one rank.
+
+    On the CPU the ranks share one memory, and what was asked for is for all of them. On CUDA each has a GPU of its own,
+    of which the fullest decides, and they share the memory of the host pools. Raises ``ModelError`` as
+    ``compute_cache_sizes`` does.
+    """
+    size = len(measures)
+    if size == 1:
+        return compute_cache_sizes(request, measures[0], smallest), measures[0]
+    if measures[0].host_available is None:
+        whole = sum_profiles(measures)
+        pools = compute_cache_sizes(
+            request, whole, CacheSizes(smallest.kv_cache_bytes * size, smallest.swap_bytes * size)
+        )
+        return CacheSizes(pools.kv_cache_bytes // size, pools.swap_bytes // size), whole
+    each = replace(request, swap_bytes=request.swap_bytes // size)
+    own = [replace(one, host_available=(one.host_available or 0) // size) for one in measures]
+    decided = [(compute_cache_sizes(each, one, smallest), one) for one in own]
+    least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
+    return CacheSizes(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
+
+
+def with_all_ranks_bytes(capacity: KVCacheConfig, measures: Sequence[MemoryProfile]) -> KVCacheConfig:
+    """``capacity`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
+    parts = len(measures) if measures[0].host_available is None else 1
+    return replace(capacity, block_bytes=capacity.block_bytes * parts)
+
+
+def sum_profiles(measures: Sequence[MemoryProfile]) -> MemoryProfile:
+    """The ranks of one memory as one: what they hold adds up. What they share, as code, counts for each."""
+    first, loaded = measures[0], sum(one.used_loaded for one in measures)
+    peaks = [one.peak for one in measures if one.peak is not None]
+    return replace(
+        first,
+        used_before=sum(one.used_before for one in measures),
+        used_loaded=loaded,
+        available=max(0, min(first.limit - loaded, *(one.available for one in measures))),
+        peak=sum(peaks) if len(peaks) == len(measures) else None,
+        growth_reserve=sum(one.growth_reserve for one in measures),
+    )

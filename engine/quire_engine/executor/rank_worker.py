@@ -1,0 +1,257 @@
+"""``RankWorker``: makes the calls of rank 0 in the process of another rank. Knows no plans and no requests."""
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire_engine.checkpoint.config import DecoderConfig, ModelConfig
+from quire_engine.config import EngineArgs
+from quire_engine.device.accelerator import inference_on, usable_cores
+from quire_engine.device.host import tune_malloc
+from quire_engine.distributed.communicator import Communicator, TensorParallelGroup
+from quire_engine.errors import ModelError
+from quire_engine.executor.rank_processes import describe_error
+from quire_engine.executor.rpc import (
+    RpcArray,
+    RpcMessage,
+    RpcMethod,
+    RpcReply,
+    batch_from_arrays,
+    copies_from_arrays,
+    json_from_array,
+    json_to_array,
+    receive,
+    rows_from_arrays,
+    send,
+)
+from quire_engine.worker.memory import CacheSizes, MemoryProfiler
+from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_model_and_attention
+
+log = logging.getLogger(__name__)
+
+# ``RankSettings``: all that another rank's process has to know, as plain values.
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """The ``engine``'s settings and its model's ``config``, for ranks with so many ``threads`` each. ``device`` is what
+    rank 0 runs on; another rank's GPU is that of its number. ``store`` is the file through which they find each other.
+    """
+
+    engine: EngineArgs
+    config: ModelConfig
+    device: str
+    threads: int
+    store: Path = Path()
+    log_level: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.engine.tensor_parallel_size
+
+    def device_for(self, rank: int) -> torch.device:
+        """The device of a rank."""
+        device = torch.device(self.device)
+        return device if device.type == "cpu" or self.size == 1 else torch.device(device.type, rank)
+
+    def make_group(self, rank: int) -> TensorParallelGroup:
+        """A rank's end of the group, not connected yet."""
+        return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
+
+    def load(self, ranks: Communicator) -> LoadedModel:
+        """Loads the part of one of ``ranks``. Raises ``ModelError``."""
+        return load_model_and_attention(self.engine, self.config, self.device_for(ranks.rank), ranks)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        return {
+            "engine": self.engine.model_dump(mode="json", include=set(EngineArgs.model_fields)),
+            "config": asdict(self.config),
+            "device": self.device,
+            "threads": self.threads,
+            "store": str(self.store),
+            "log_level": self.log_level,
+        }
+
+    @classmethod
+    def from_plain(cls, values: dict[str, Any]) -> "RankSettings":
+        """The inverse of ``to_plain``, for a model with own code."""
+        engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
+        return cls(**{**values, "engine": engine, "config": config, "store": Path(values["store"])})
+
+
+@dataclass(slots=True)
+class _LoadedRank:
+    """What this rank has, once it was told what to load."""
+
+    parts: LoadedModel
+    gauge: MemoryProfiler
+    group: TensorParallelGroup
+    store: Path
+
+
+class RankWorker:
+    """Makes calls until ``link`` ends. Their results stay here: rank 0 is told of failures, and answered where
+    it asks.
+    """
+
+    def __init__(self, link: socket.socket, rank: int) -> None:
+        self._link = link
+        self._rank = rank
+        self._loaded_rank: _LoadedRank | None = None
+        self._runner: ModelRunner | None = None
+        self._hidden = torch.empty(0)
+        self._handlers: dict[int, Callable[[Sequence[RpcArray]], object]] = {
+            RpcMethod.LOAD: self._load,
+            RpcMethod.CONNECT: self._connect,
+            RpcMethod.PROFILE_MEMORY: self._profile_memory,
+            RpcMethod.MAKE_RUNNER: self._make_runner,
+            RpcMethod.CLOSE_RUNNER: self._close_runner,
+            RpcMethod.COPY_BLOCKS: self._copy_blocks,
+            RpcMethod.FORWARD: self._forward,
+            RpcMethod.LOGITS: self._logits,
+        }
+
+    def run(self, until: RpcMethod | None = None) -> None:
+        """Makes calls until one of the kind ``until``, or to the end of the link."""
+        while (message := self._receive()) is not None and message.code != until:
+            self._handle(message)
+
+    def _receive(self) -> RpcMessage | None:
+        try:
+            return receive(self._link)
+        except OSError:  # rank 0 ended without reading the last report
+            return None
+
+    def _handle(self, message: RpcMessage) -> None:
+        begun = self._num_collectives
+        try:
+            value = self._handlers[message.code](message.arrays)
+        except Exception as error:
+            log.debug("call %d failed", message.call_number, exc_info=True)
+            self._reply(RpcReply.FAILED, message.call_number, _failure_to_plain(error, self._num_collectives - begun))
+        else:
+            if RpcMethod(message.code).has_reply:
+                self._reply(RpcReply.DONE, message.call_number, value)
+
+    @property
+    def _num_collectives(self) -> int:
+        return self._loaded_rank.group.num_collectives if self._loaded_rank else 0
+
+    def _reply(self, kind: RpcReply, number: int, value: object) -> None:
+        with suppress(OSError):  # rank 0 has ended, and so will the loop
+            send(self._link, RpcMessage(kind, number, [json_to_array(value)]))
+
+    def _load(self, arrays: Sequence[RpcArray]) -> None:
+        settings = RankSettings.from_plain(json_from_array(arrays[0]))
+        logging.basicConfig(
+            level=settings.log_level, format=f"%(asctime)s %(levelname)s %(name)s: rank {self._rank}: %(message)s"
+        )
+        torch.set_num_threads(settings.threads)
+        device, group = settings.device_for(self._rank), settings.make_group(self._rank)
+        gauge = MemoryProfiler(device)
+        with inference_on(device):
+            parts = settings.load(group)
+        if device.type == "cpu":
+            tune_malloc()
+        self._loaded_rank = _LoadedRank(parts, gauge, group, settings.store)
+
+    def _connect(self, _: Sequence[RpcArray]) -> None:
+        loaded = self._loaded_or_fail
+        with inference_on(loaded.parts.device):
+            loaded.group.connect(loaded.store)
+
+    def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
+        """Measures this rank; the calls up to END_MEASURE are the largest step, if there is to be one."""
+        with_step: bool = json_from_array(arrays[0])
+        return asdict(
+            self._loaded_or_fail.gauge.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
+        )
+
+    def _make_runner(self, arrays: Sequence[RpcArray]) -> None:
+        parts, with_graphs = self._loaded_or_fail.parts, json_from_array(arrays[1])
+        if not with_graphs:
+            parts = replace(parts, graph_sizes=())
+        with inference_on(parts.device):
+            self._runner = ModelRunner(parts, CacheSizes(**json_from_array(arrays[0])), alone=False)
+
+    def _close_runner(self, _: Sequence[RpcArray]) -> None:
+        self._runner_or_fail.close()
+        self._runner, self._hidden = None, torch.empty(0)
+
+    def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
+        with inference_on(self._loaded_or_fail.parts.device):
+            self._runner_or_fail.copy(*copies_from_arrays(arrays))
+
+    def _forward(self, arrays: Sequence[RpcArray]) -> None:
+        batch, loaded, pending = batch_from_arrays(arrays), self._loaded_or_fail, None
+        with inference_on(loaded.parts.device):
+            if len(batch.pending_rows):
+                pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.parts.device)
+                loaded.group.broadcast(pending)
+            self._hidden = self._runner_or_fail.forward(batch, pending)
+
+    def _logits(self, arrays: Sequence[RpcArray]) -> None:
+        with inference_on(self._loaded_or_fail.parts.device):
+            self._runner_or_fail.logits(self._hidden, rows_from_arrays(arrays))
+
+    @property
+    def _loaded_or_fail(self) -> _LoadedRank:
+        assert self._loaded_rank is not None, "LOAD comes first"
+        return self._loaded_rank
+
+    @property
+    def _runner_or_fail(self) -> ModelRunner:
+        assert self._runner is not None, "MAKE_RUNNER comes first"
+        return self._runner
+
+
+def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:
+    user_error = isinstance(error, ModelError)
+    return {
+        "collectives": collectives,
+        "reason": str(error) if user_error else describe_error(error),
+        "user_error": user_error,
+    }
+
+
+# Whether a model can be shared by so many ranks. Said before anything is started or read.
+
+
+def check_tensor_parallel_size(config: ModelConfig, size: int, device: torch.device) -> None:
+    """Raises ``ModelError`` where ``size`` ranks cannot share the model or the device. Warns where they can, but
+    will be slow.
+    """
+    if size == 1:
+        return
+    if not isinstance(config, DecoderConfig):
+        raise ModelError(
+            f"The tensor parallel size is {size}, and {config.architecture} runs through transformers, where models "
+            "are not divided."
+        )
+    for count, name in _sharded_dimensions(config):
+        if count % size:
+            raise ModelError(f"The tensor parallel size is {size}, which does not divide the model's {count} {name}.")
+    _check_device(size, device)
+
+
+def _sharded_dimensions(config: DecoderConfig) -> list[tuple[int, str]]:
+    dense = config.moe is None or not all(config.moe.is_moe_layer)
+    inner = [(config.intermediate_size, "inner numbers of the feed-forward part")] if dense else []
+    return [(config.num_heads, "attention heads"), (config.num_kv_heads, "KV heads"), *inner]
+
+
+def _check_device(size: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        if size > gpus:
+            raise ModelError(f"The tensor parallel size is {size}, and {gpus} GPUs can be used here.")
+    elif size > usable_cores():
+        log.warning("%d ranks share %d cores: they will wait for each other", size, usable_cores())

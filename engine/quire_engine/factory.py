@@ -1,0 +1,74 @@
+"""Makes an engine's executor, scheduler and grammar compiler from its settings. Imports torch only when a model is
+loaded.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from quire_engine.config import EngineArgs
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.structured_output.compiler import GrammarCompiler, ModelGrammars
+
+if TYPE_CHECKING:
+    from quire_engine.executor.torch_executor import TorchExecutor
+
+log = logging.getLogger(__name__)
+
+OFFLINE_GRAMMAR_BYTES = 1 << 30
+
+
+def load_executor(
+    config: EngineArgs, on_lost: Callable[[str], None] | None = None, *, owns_process: bool = False
+) -> "TorchExecutor":
+    """The model on its device, with its KV memory. ``on_lost`` is called, on another thread, with the reason why a
+    model that several processes share cannot be run any more. ``owns_process`` as in ``TorchExecutor.load``; where it
+    is set before torch was imported, oneDNN's caches are limited too. Raises ``ModelError``.
+    """
+    if owns_process:
+        from quire_engine.device.host import limit_onednn_caches
+
+        limit_onednn_caches()
+    from quire_engine.executor.torch_executor import TorchExecutor
+
+    return TorchExecutor.load(config, on_lost, owns_process=owns_process)
+
+
+def make_scheduler(config: EngineArgs, executor: "TorchExecutor") -> Scheduler:
+    """A scheduler for this executor, with empty pools."""
+    limits = SchedulerConfig.of(
+        config,
+        max_model_len=_servable_length(executor.max_model_len, executor.kv_cache_config),
+        eos_token_ids=frozenset(executor.config.eos_token_ids),
+        vocab_size=executor.config.vocab_size,
+        model_revision=executor.config.model_revision,
+    )
+    memory = KVCacheManager(
+        executor.kv_cache_config, prefix_caching=config.enable_prefix_caching, host_caching=config.enable_host_caching
+    )
+    return Scheduler(limits, memory, rates=executor.rates)
+
+
+def model_grammars(config: EngineArgs, executor: "TorchExecutor") -> ModelGrammars:
+    """What grammars of this executor's model are compiled with; it costs nothing before a request asks for one."""
+    return ModelGrammars(config.model, executor.config.vocab_size, executor.config.eos_token_ids)
+
+
+def make_grammar_compiler(config: EngineArgs, executor: "TorchExecutor") -> GrammarCompiler:
+    """What compiles grammars for this executor's model, for somebody who asks for all of his at once."""
+    return GrammarCompiler(model_grammars(config, executor), max_alive_bytes=OFFLINE_GRAMMAR_BYTES)
+
+
+def _servable_length(wanted: int, capacity: KVCacheConfig) -> int:
+    """The longest request to accept: what the model can do, but no more than the KV pool can hold."""
+    if capacity.usable_tokens < wanted:
+        log.warning(
+            "the KV pool holds %d tokens, so requests are limited to that instead of the model's %d; "
+            "raise --kv-cache-memory to change it",
+            capacity.usable_tokens,
+            wanted,
+        )
+    return min(wanted, capacity.usable_tokens)

@@ -1,0 +1,210 @@
+"""The small operations between a layer's products, each in one pass over memory. They know tensors, and
+nothing of models.
+
+Each takes the compiled kernel on the CPU in bf16 and fp32, FlashInfer's on a GPU in bf16 and fp16 (see
+``cuda``), and otherwise computes the same in torch; results agree to the last rounding. On the CPU, norm
+and activation round where torch's separate operations would round, rotation only once.
+"""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+from quire_engine.kernels.bindings import DTYPES, library
+from quire_engine.kernels.cuda_ops import (
+    flashinfer_add_rms_norm,
+    flashinfer_rms_norm,
+    flashinfer_rotate,
+    flashinfer_silu_mul,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the norms of the query heads, which are the first ``num_queries``, and of the key heads."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    num_queries: int
+    eps: float
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``x / rms(x) * weight`` over the last dimension, in fp32 inside.
+
+    ``x`` [T, N] or, for a norm of each head, [T, heads, N] with any strides of T and heads; ``weight`` [N].
+    Returns ``x``'s shape.
+    """
+    if x.is_cuda and (normed := flashinfer_rms_norm(x, weight, eps)) is not None:
+        return normed
+    kernels = _kernels_for(x, weight)
+    if kernels is None or x.stride(-1) != 1:
+        return _rms_norm(x, weight, eps)
+    return _norm(kernels, x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds ``x`` [T, N] to ``residual`` [T, N] in place, and returns the norm of the sum, [T, N].
+
+    ``x`` is used up: the norm may take its place.
+    """
+    if x.is_cuda and (normed := flashinfer_add_rms_norm(x, residual, weight, eps)) is not None:
+        return normed
+    kernels = _kernels_for(x, residual, weight)
+    if kernels is None or x.stride(-1) != 1 or not residual.is_contiguous():
+        residual += x
+        return _rms_norm(residual, weight, eps)
+    _check(x.shape == residual.shape, "x and residual must have one shape")
+    return _norm(kernels, x, residual, weight, eps)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``gate_up`` [T, 2F], gate first -> [T, F]."""
+    if gate_up.is_cuda and (product := flashinfer_silu_mul(gate_up)) is not None:
+        return product
+    kernels = _kernels_for(gate_up)
+    tokens, width = gate_up.shape
+    if kernels is None or gate_up.stride(1) != 1 or width % 2:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out = torch.empty(tokens, width // 2, dtype=gate_up.dtype)
+    kernels.quire_silu_mul(
+        *(gate_up.data_ptr(), gate_up.stride(0), out.data_ptr()),
+        *(tokens, width // 2, _is_bf16(out), torch.get_num_threads()),
+    )
+    return out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotates ``x`` [T, heads, head_dim] in place by the angles of its tokens.
+
+    ``cos`` and ``sin`` [T, R/2] in fp32 turn the pairs (d, d + R/2) of the first R numbers of each head; the
+    rest stays.
+    """
+    _check_angles(x, cos, sin)
+    if x.is_cuda and flashinfer_rotate(x, cos, sin):
+        return
+    kernels = _kernels_for(x)
+    if kernels is None or x.stride(2) != 1:
+        _rotate(x, cos, sin)
+    else:
+        _rotate_compiled(kernels, x, None, cos, sin)
+
+
+def norm_rotate(x: torch.Tensor, norms: HeadNorms, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """``rms_norm`` of each head of ``x`` [T, heads, head_dim], query heads before key heads, then ``rotate``; both in
+    place.
+    """
+    kernels = _kernels_for(x, norms.query, norms.key)
+    if kernels is None or x.stride(2) != 1:
+        parts = x.tensor_split((norms.num_queries,), dim=1)
+        for part, weight in zip(parts, (norms.query, norms.key), strict=True):
+            part.copy_(rms_norm(part, weight, norms.eps))
+        rotate(x, cos, sin)
+        return
+    _check_angles(x, cos, sin)
+    for weight in (norms.query, norms.key):
+        _check(weight.shape == x.shape[2:] and weight.is_contiguous(), "a norm must be [head_dim]")
+    _rotate_compiled(kernels, x, norms, cos, sin)
+
+
+def _rotate_compiled(
+    kernels: ctypes.CDLL, x: torch.Tensor, norms: HeadNorms | None, cos: torch.Tensor, sin: torch.Tensor
+) -> None:
+    (tokens, heads, dim), (token, head, _) = x.shape, x.stride()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    query = key = None
+    queries, eps = 0, 0.0
+    if norms is not None:
+        query, key, queries, eps = norms.query.data_ptr(), norms.key.data_ptr(), norms.num_queries, norms.eps
+    kernels.quire_rotate(
+        *(x.data_ptr(), token, head, cos.data_ptr(), sin.data_ptr(), query, key),
+        *(tokens, heads, queries, dim, cos.shape[1], eps, _is_bf16(x), torch.get_num_threads()),
+    )
+
+
+def _check_angles(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    tokens, _, dim = x.shape
+    half = cos.shape[-1]
+    _check(cos.shape == sin.shape == (tokens, half) and 2 * half <= dim, "cos and sin must be [T, R/2]")
+    _check(cos.dtype is sin.dtype is torch.float32, "cos and sin must be fp32")
+    _check(cos.device == sin.device == x.device, "cos and sin must be where x is")
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    x[..., : 2 * half] = turned.to(x.dtype)
+
+
+def _norm(
+    kernels: ctypes.CDLL, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    shape, stride = x.shape, x.stride()
+    _check(len(shape) in (2, 3), "x must be [T, N] or [T, heads, N]")
+    _check(weight.shape == shape[-1:] and weight.is_contiguous(), "weight must be [N], as long as x's rows")
+    heads = shape[1] if len(shape) == 3 else 1
+    out = torch.empty(shape, dtype=x.dtype)
+    added = None if residual is None else residual.data_ptr()
+    kernels.quire_rms_norm(
+        *(x.data_ptr(), stride[0], stride[-2], added, weight.data_ptr(), out.data_ptr()),
+        *(shape[0], heads, shape[-1], eps, _is_bf16(x), torch.get_num_threads()),
+    )
+    return out
+
+
+def _kernels_for(*tensors: torch.Tensor) -> ctypes.CDLL | None:
+    """The kernels, if all the tensors are on the CPU in one dtype that they know."""
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not tensor.is_cpu:
+            return None
+    return library() if dtype in DTYPES else None
+
+
+def _is_bf16(x: torch.Tensor) -> int:
+    return int(x.dtype is torch.bfloat16)
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+# What a draw looks at in rows of numbers on the CPU. Knows tensors, and nothing of what they mean.
+
+
+def argmax_rows(rows: torch.Tensor) -> torch.Tensor | None:
+    """The lowest place of the highest number of each of ``rows`` [R, V]: [R] int64; some place where a row has a NaN.
+    None where there is no kernel for them.
+    """
+    places = torch.empty(len(rows), dtype=torch.int64)
+    return places if _scan(rows, places, None) else None
+
+
+def finite_rows(rows: torch.Tensor) -> torch.Tensor | None:
+    """Which of ``rows`` [R, V] hold only finite numbers, [R] bool; None where there is no kernel for them."""
+    finite = torch.empty(len(rows), dtype=torch.bool)
+    return finite if _scan(rows, None, finite) else None
+
+
+def _scan(rows: torch.Tensor, places: torch.Tensor | None, finite: torch.Tensor | None) -> bool:
+    kernels = library() if rows.is_cpu and rows.dtype in DTYPES and rows.numel() and rows.stride(1) == 1 else None
+    if kernels is None:
+        return False
+    count, width = rows.shape
+    kernels.quire_scan_rows(
+        *(rows.data_ptr(), rows.stride(0), count, width, rows.dtype is torch.bfloat16),
+        *(None if made is None else made.data_ptr() for made in (places, finite)),
+        torch.get_num_threads(),
+    )
+    return True

@@ -1,1 +1,0 @@
-"""KV memory as bookkeeping: which block holds what, for whom."""

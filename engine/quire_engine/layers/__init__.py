@@ -1,0 +1,1 @@
+"""The layers that models share: linear, norm, rotary embedding, MLP and mixture of experts."""

@@ -1,0 +1,264 @@
+"""A linear layer whose weight is packed once for the processor. It knows nothing of models and of how weights
+are named.
+
+Left alone, torch lets oneDNN or MKL rearrange the weight in every call. Here it is rearranged once, and the plain copy
+is let go. Who multiplies depends on the processor and the dtype:
+
+* ``kernels.linear``, where it uses the best instructions that there are: fp32 with AVX-512, and bf16 with its bf16
+  products unless there are matrix registers (AMX). One packing serves any number of rows, and a row's result is the
+  same bits whatever else is in the batch.
+* oneDNN with a weight that it packed, elsewhere on the CPU in bf16 and fp32. It takes other orders of summation for
+  other numbers of rows. MKL's own packing was slower.
+* ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.
+
+``deterministic`` asks for the kernel on every processor, and without one multiplies row by row.
+
+Time of oneDNN (packed) and of ``F.linear`` over the kernel's, for M rows on one core with AVX-512 and bf16 products,
+torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` measures it again:
+
+    ===============  =========  =========  =========  =========  =========
+    [out, in] dtype  M = 1      M = 8      M = 32     M = 128    M = 2048
+    ===============  =========  =========  =========  =========  =========
+    3072, 576 bf16   1.26 2.4   1.66 2.5   1.47 1.8   1.12 1.2   1.02 1.1
+    576, 1536 bf16   1.14 2.3   1.51 2.1   1.33 1.7   1.13 1.2   1.03 1.1
+    49152, 576 bf16  1.18 2.3   1.39 2.2   1.21 1.5   1.04 1.1
+    2048, 2048 bf16  1.20 2.3   1.53 2.4   1.38 1.7   1.05 1.1   0.97 1.0
+    3072, 576 fp32   1.17 2.3   1.57 3.4   1.36 3.1   1.05 2.5   0.99 2.3
+    2048, 2048 fp32  0.98 1.5   1.46 3.2   1.17 2.7   0.97 2.2   0.95 2.2
+    ===============  =========  =========  =========  =========  =========
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from quire_engine.checkpoint.weights import LoadOptions
+from quire_engine.distributed.communicator import Communicator
+from quire_engine.kernels.batch_invariant import batch_invariant_linear
+from quire_engine.kernels.ops import silu_mul
+from quire_engine.kernels.packed_linear import is_fast, make_product, pack_weight, quantize
+
+# A linear layer whose weight is held in int8 for the processor. It knows nothing of models and of how weights are
+# named.
+
+
+class Int8Linear:
+    """``x @ weight.T + bias`` to about two digits, from half of bf16's memory. A ``Linear``.
+
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU. The layer keeps neither.
+    A row of a result depends on its own inputs alone, bit for bit.
+    """
+
+    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._matmul.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        return self._matmul.product(self._checked(x), gated=False)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.gated``; gate and up are not rounded before they meet."""
+        if self.out_features % 2:
+            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
+        return self._matmul.product(self._checked(x), gated=True)
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, as the compiled kernel may read it."""
+        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"int8: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
+            )
+        return x if x.stride(1) == 1 else x.contiguous()
+
+
+# A linear layer on a GPU whose every row of results depends on that row of its input alone, bit for bit.
+
+
+class BatchInvariantLinear:
+    """``x @ weight.T + bias``. A ``Linear``. ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16."""
+
+    __slots__ = ("_bias", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.__call__``."""
+        return batch_invariant_linear(x, self._weight, self._bias)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.gated``."""
+        return silu_mul(self(x))
+
+
+_EXPECTED_ROWS = 32
+# What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
+# products that round their operands to fewer bits.
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+
+MatMul = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Linear(Protocol):
+    """``x @ weight.T + bias`` for a weight [out, in] that never changes, however it is held."""
+
+    @property
+    def in_features(self) -> int:
+        """Numbers of an input row."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """Numbers of an output row."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, in] -> [T, out], both of the model's dtype and device."""
+        ...
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` [T, out / 2], where the first half of the outputs is the gate and the second ``up``."""
+        ...
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, options: LoadOptions) -> Linear:
+    """The layer of ``weight`` [out, in] and ``bias`` [out], held as ``options`` say. Raises ``ModelError``."""
+    if options.config.quantization == "int8":
+        return Int8Linear(weight, bias)
+    if options.config.deterministic and weight.is_cuda:
+        return BatchInvariantLinear(weight, bias)
+    return PackedLinear(weight, bias, deterministic=options.config.deterministic)
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` for a weight that never changes.
+
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype and device. The layer keeps no
+    reference to ``weight`` once it is packed, so it is freed when the caller drops it; a caller that keeps it
+    (a tied embedding) holds both copies. With ``deterministic`` a row of a result depends on that row of ``x``
+    alone, bit for bit. One thread calls at a time.
+    """
+
+    __slots__ = ("_matmul", "_matmul_silu_mul", "in_features", "is_packed", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, deterministic: bool = False) -> None:
+        self._matmul: MatMul
+        self._matmul_silu_mul: MatMul
+        self.out_features, self.in_features = weight.shape
+        own = pack_weight(weight, bias) if deterministic or is_fast(weight.dtype) else None
+        if own is not None:
+            self.is_packed, self._matmul, self._matmul_silu_mul = True, own.product, own.gated
+            return
+        packed = None if deterministic else _onednn_packed_matmul(weight, bias)
+        self.is_packed = packed is not None
+        product = packed or _plain_matmul(weight, bias)
+        product = self._matmul = _matmul_row_by_row(product) if deterministic else product
+        self._matmul_silu_mul = lambda x: silu_mul(product(x))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, in], of the weight's dtype and device -> [T, out]."""
+        return self._matmul(x)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.gated``."""
+        return self._matmul_silu_mul(x)
+
+
+def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _matmul_row_by_row(product: MatMul) -> MatMul:
+    """The same with each row on its own, as fresh memory: libraries choose an order of summation by the number of rows
+    and by where they lie.
+    """
+    return lambda x: torch.cat([product(row.clone()) for row in x.split(1)]) if len(x) else product(x)
+
+
+def _onednn_packed_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul | None:
+    """The product with a packed weight, or None where there is no such thing or its result is not the plain
+    one's.
+
+    torch's packing operators are private, and may be missing or change. Hence whatever they raise means: do
+    without.
+    """
+    if weight.device.type != "cpu" or weight.dtype not in _TOLERANCE or weight.numel() == 0:
+        return None
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _EXPECTED_ROWS)
+        linear = torch.ops.mkldnn._linear_pointwise
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            return linear(x, packed, bias, "none", [], "")
+
+        return product if _agrees_with_torch(product, weight, bias) else None
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _agrees_with_torch(product: MatMul, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Compares with ``F.linear`` on noise."""
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randn(4, weight.shape[1], generator=noise).to(weight.dtype)
+    expected = F.linear(x, weight, bias).float()
+    error = (product(x).float() - expected).abs().amax()
+    return bool(error <= _TOLERANCE[weight.dtype] * expected.abs().amax())
+
+
+# Linear layers of which each rank holds a part (Megatron-LM, Shoeybi et al. 2019). Knows no names and no files.
+
+
+class RowParallelLinear:
+    """A layer whose inputs are divided: each rank computes what its inputs add, and every rank gets the sum. A
+    ``Linear``.
+
+    The bias, if there is one, is in the ``part`` of one rank alone.
+    """
+
+    def __init__(self, part: Linear, ranks: Communicator) -> None:
+        self._shard = part
+        self._communicator = ranks
+        self.in_features = part.in_features
+        self.out_features = part.out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, this rank's inputs] -> [T, out]."""
+        return self._communicator.all_reduce(self._shard(x))
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing that is gated is divided by its inputs."""
+        raise NotImplementedError
+
+
+class GatheredColumnParallelLinear:
+    """A layer whose outputs are divided: rank 0 gets all of them, another rank its own. A ``Linear``.
+
+    Every rank's ``part`` has the same number of outputs, those of the last ones padded; together they have at least
+    ``out_features``.
+    """
+
+    def __init__(self, part: Linear, out_features: int, ranks: Communicator) -> None:
+        self._shard = part
+        self._communicator = ranks
+        self.in_features = part.in_features
+        self.out_features = out_features
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` [T, in] -> [T, out] on rank 0."""
+        return self._communicator.gather(self._shard(x))[..., : self.out_features].contiguous()
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Nothing that is gated is needed by rank 0 alone."""
+        raise NotImplementedError

@@ -1,0 +1,27 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021), in the half-split order of the Llama family."""
+
+import torch
+
+from quire_engine.checkpoint.config import DecoderConfig
+
+
+class RotaryEmbedding:
+    """The angles by which queries and keys are turned, by position.
+
+    Cosines and sines are made for the tokens of each step, in float32: a table of all positions would cost
+    more memory than the step it serves, and rounding the angle in a lower precision would lose far positions.
+    """
+
+    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
+        self._frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float32, device=device)
+        self._scale = config.rope_scale
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, head_dim / 2] float32 for positions [T]; on a GPU they are halves of one tensor, as its
+        kernel reads them.
+        """
+        angles = torch.outer(positions.float(), self._frequencies)
+        if angles.is_cuda:
+            cos, sin = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(self._scale).chunk(2, dim=1)
+            return cos, sin
+        return angles.cos().mul_(self._scale), angles.sin().mul_(self._scale)

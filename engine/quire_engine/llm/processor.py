@@ -1,0 +1,305 @@
+"""From a prompt to the request that the engine runs: tokens, seed, grammar, everything checked. Runs nothing."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+from quire_proto import sampling
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import FinishReason, TokenLogprobs, best_of, mean_logprob
+from quire_proto.text.detokenizer import OutputTextStream
+from quire_proto.text.tokenizer import ModelTokenizer, encode_bad_words
+
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.request import Request, check_request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.llm.types import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, SamplingParams
+from quire_engine.structured_output.compiler import GrammarCompiler
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that the scheduler will accept, and what the caller gave for it."""
+
+    request: Request
+    prompt: str | None
+    params: SamplingParams
+
+
+class InputProcessor:
+    """Makes the requests of one engine. ``draw_seed`` gives a seed for each that has none."""
+
+    def __init__(
+        self,
+        text: ModelTokenizer,
+        scheduler: Scheduler,
+        draw_seed: Callable[[], int],
+        grammars: GrammarCompiler,
+    ) -> None:
+        self._text = text
+        self._limits = scheduler.config
+        self._memory = scheduler.kv_cache_manager
+        self._draw_seed = draw_seed
+        self._grammars = grammars
+        self._ids = count()
+        self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
+
+    def from_text(self, prompt: str, params: SamplingParams, priority: int) -> PreparedRequest:
+        """Continues ``prompt``. Raises ``QuireError``."""
+        return self._build(prompt, self._text.encode(prompt, self._limits.max_model_len), params, priority)
+
+    def from_tokens(self, token_ids: Sequence[int], params: SamplingParams, priority: int) -> PreparedRequest:
+        """Continues ``token_ids``. Raises ``QuireError``."""
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._limits.vocab_size):
+            raise invalid("prompt", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
+        return self._build(None, token_ids, params, priority)
+
+    def from_messages(self, messages: list[dict[str, str]], params: SamplingParams, priority: int) -> PreparedRequest:
+        """Answers a conversation. Raises ``QuireError``."""
+        prompt = self._text.render_chat_text(messages)
+        token_ids = self._text.encode_chat(messages, self._limits.max_model_len)
+        return self._build(prompt, token_ids, params, priority)
+
+    def _build(
+        self, prompt: str | None, token_ids: Sequence[int], params: SamplingParams, priority: int
+    ) -> PreparedRequest:
+        drawn = self._sampling_params(len(token_ids), params)
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt_token_ids=array("i", token_ids),
+            sampling=drawn,
+            priority=priority,
+            grammar=None if drawn.structured is None else self._grammars.submit(drawn.structured).result(),
+        )
+        check_request(request, self._limits, self._memory)
+        return PreparedRequest(request, prompt, params)
+
+    def _sampling_params(self, num_prompt: int, params: SamplingParams) -> sampling.SamplingParams:
+        for token_id in params.stop_token_ids or ():
+            if not 0 <= token_id < self._limits.vocab_size:
+                raise invalid("stop_token_ids", f"Token ids must be between 0 and {self._limits.vocab_size - 1}.")
+        return params.resolve(
+            seed=self._draw_seed(),
+            max_output=max(1, self._limits.max_model_len - num_prompt),
+            bad_words=self._bad_word_tokens(tuple(params.bad_words)),
+        )
+
+    def _bad_word_tokens(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Cached: calls with many prompts mostly have the same words for all."""
+        known = self._bad_words.get(words)
+        if known is None:
+            known = encode_bad_words(words, self._text)
+            self._bad_words = {words: known}
+        return known
+
+
+# Gathers what the engine makes of one request, until it is a ``RequestOutput``.
+
+
+TokenText = Callable[[int], str]
+
+
+class CompletionBuilder:
+    """One output as far as it has come. ``finish_reason`` is set once it has ended, by the engine or by a stop
+    string.
+    """
+
+    def __init__(self, text: OutputTextStream) -> None:
+        self._text = text
+        self._pieces: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason: FinishReason | None = None
+        self.score: float | None = None
+
+    def add_output(self, output: EngineCoreOutput) -> None:
+        """Adds new tokens; those after a stop string are not part of the output."""
+        if self.finish_reason is not None:
+            return
+        self._pieces.append(self._text.push(output.token_ids))
+        kept = self._text.stop_token_count - len(self.token_ids)
+        self.token_ids += output.token_ids[:kept]
+        self.logprobs += output.logprobs[:kept]
+        self.score = output.score
+        if not self._text.stopped and output.finish_reason is not None:
+            self._pieces.append(self._text.finish())
+        self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
+
+    def fail(self) -> None:
+        """Ends an output whose request has failed."""
+        if self.finish_reason is None:
+            self.add_output(EngineCoreOutput("", finish_reason=FinishReason.ERROR))
+
+    def completion(self, index: int, token_text: TokenText | None) -> CompletionOutput:
+        """The output, ended, as choice ``index``; with log-probabilities if ``token_text`` is given."""
+        assert self.finish_reason is not None
+        logprobs = self.logprobs
+        return CompletionOutput(
+            index=index,
+            text="".join(self._pieces),
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self._text.stop_string,
+            logprobs=None if token_text is None else _by_position(self.token_ids, logprobs, token_text),
+            cumulative_logprob=sum(each.logprob for each in logprobs) if logprobs or token_text else None,
+            score=self.score,
+        )
+
+
+class OutputProcessor:
+    """One request as far as it has come."""
+
+    def __init__(self, submission: PreparedRequest, text: ModelTokenizer) -> None:
+        self.prepared = submission
+        self._text = text
+        drawn, params, prompt = submission.request.sampling, submission.params, submission.request.prompt_token_ids
+        self._choices = [
+            CompletionBuilder(
+                text.new_output_stream(
+                    prompt,
+                    params.stops,
+                    include_stop=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                )
+            )
+            for _ in range(drawn.num_returned)
+        ]
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._result = RequestOutput(submission.prompt, [])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(choice.finish_reason is not None for choice in self._choices)
+
+    def add_output(self, output: EngineCoreOutput) -> bool:
+        """Adds what a step made. True when a stop string has ended an output that the engine goes on with."""
+        self._result.num_cached_tokens = max(self._result.num_cached_tokens, output.cached_tokens)
+        self._prompt_logprobs += output.prompt_logprobs
+        if output.error is not None:
+            self._fail(output)
+            return False
+        choice = self._choices[output.index]
+        going_on = choice.finish_reason is None
+        choice.add_output(output)
+        return going_on and choice.finish_reason is not None and output.finish_reason is None
+
+    def result(self) -> RequestOutput:
+        """The request, ended: the outputs that it asked for."""
+        request, result = self.prepared.request, self._result
+        result.prompt_token_ids = list(request.prompt_token_ids)
+        wanted = None if request.sampling.logprobs is None else self._token_text
+        result.outputs = [choice.completion(index, wanted) for index, choice in enumerate(self._chosen())]
+        if request.sampling.prompt_logprobs is not None:
+            tokens = result.prompt_token_ids[1 : len(self._prompt_logprobs) + 1]
+            result.prompt_logprobs = [None, *_by_position(tokens, self._prompt_logprobs, self._token_text)]
+        return result
+
+    def _token_text(self, token_id: int) -> str:
+        return (self._text.token_bytes(token_id) or b"").decode(errors="replace")
+
+    def _fail(self, output: EngineCoreOutput) -> None:
+        self._result.error = output.error
+        for choice in self._choices:
+            choice.fail()
+
+    def _chosen(self) -> list[CompletionBuilder]:
+        drawn = self.prepared.request.sampling
+        if drawn.best_of <= drawn.n:
+            return self._choices
+        means = [mean_logprob(choice.logprobs) for choice in self._choices]
+        return [self._choices[index] for index in best_of(means, drawn.n)]
+
+
+def _by_position(
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_text: TokenText
+) -> list[PositionLogprobs]:
+    return [_at_position(*pair, token_text) for pair in zip(token_ids, logprobs, strict=True)]
+
+
+def _at_position(token_id: int, logprobs: TokenLogprobs, token_text: TokenText) -> PositionLogprobs:
+    ranks = {top_id: rank for rank, (top_id, _) in enumerate(logprobs.top, 1)}
+    told = {token_id: logprobs.logprob} | dict(logprobs.top)
+    return {each: Logprob(value, ranks.get(each), token_text(each)) for each, value in told.items()}
+
+
+# What callers pass, in one form: prompts, conversations, and one value for each.
+
+
+T = TypeVar("T")
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """A text, a list of token ids, or a list of those, as a list of prompts. Raises ``QuireError`` INVALID."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0])):
+        return [_read_prompt(prompts)]
+    return [_read_prompt(prompt) for prompt in prompts]
+
+
+def read_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, str]]]:
+    """One conversation or a list of them, each of at least one message, as chat templates see them. Raises
+    ``QuireError`` INVALID.
+    """
+    if len(messages) > 0 and isinstance(messages[0], Mapping):
+        return [_read_conversation(messages)]
+    return [_read_conversation(conversation) for conversation in messages]
+
+
+def broadcast(name: str, given: T | Sequence[T] | None, default: T, count: int) -> list[T]:
+    """One value for each of ``count`` prompts: the same for all, or a list of as many. Raises ``QuireError``
+    INVALID.
+    """
+    if given is None:
+        return [default] * count
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise invalid(name, f"{name} has {len(given)} entries for {count} prompts.")
+    return list(given)
+
+
+def with_prompt_index(index: int, count: int, error: QuireError) -> QuireError:
+    """``error`` with the number of its prompt in the message."""
+    if count == 1:
+        return error
+    return QuireError(error.code, f"Prompt {index}: {error.message}", param=error.param)
+
+
+def _read_prompt(prompt: object) -> str | list[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence) and all(map(_is_token_id, prompt)):
+        return list(prompt)
+    raise invalid("prompts", "A prompt must be a string or a list of token ids.")
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _read_conversation(conversation: object) -> list[dict[str, str]]:
+    if not isinstance(conversation, Sequence) or not conversation:
+        raise invalid("messages", "A conversation must be a list of at least one message.")
+    return [_read_message(message) for message in conversation]
+
+
+def _read_message(message: object) -> dict[str, str]:
+    if not isinstance(message, Mapping) or message.keys() - {"name"} != {"role", "content"}:
+        raise invalid("messages", "A message must have a role and a content; beside them only a name is known.")
+    role, content = message["role"], message["content"]
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        content = "".join(map(_text_part, content))
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise invalid("messages", "A message's role and content must be strings.")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _text_part(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise invalid("messages", "A message's parts must be texts.")

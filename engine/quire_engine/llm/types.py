@@ -1,0 +1,190 @@
+"""How a request's text is made, under the names that vLLM's users know."""
+
+import json as json_text
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from quire_proto import sampling
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import FinishReason
+from quire_proto.structured_output import Structured, StructuredKind, choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an output must look like, by exactly one of: a JSON Schema (as text or as an object), any JSON object, a
+    regular expression for the whole output, a list of texts to choose from, or a grammar in Lark's notation.
+
+    Raises ``QuireError`` INVALID.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.json_object or None, self.regex, self.choice, self.grammar]
+        if sum(value is not None for value in given) != 1:
+            text = "structured_outputs needs exactly one of json, json_object, regex, choice and grammar."
+            raise invalid("structured_outputs", text)
+        self.structured()
+
+    def structured(self) -> Structured:
+        """The same for the engine."""
+        if self.json is not None:
+            schema = self.json if isinstance(self.json, str) else json_text.dumps(self.json, ensure_ascii=False)
+            return Structured(StructuredKind.JSON_SCHEMA, schema)
+        if self.regex is not None:
+            return Structured(StructuredKind.REGEX, self.regex)
+        if self.choice is not None:
+            return choice(list(self.choice))
+        if self.grammar is not None:
+            return Structured(StructuredKind.GRAMMAR, self.grammar)
+        return Structured(StructuredKind.JSON_OBJECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the outputs of one prompt are drawn, where they end, and what of them becomes text.
+
+    What is called as in ``quire_proto.sampling.SamplingParams`` means the same. Different are: ``seed`` None draws a
+    seed for each prompt; ``max_tokens`` None allows as many as fit; ``top_k`` may also be -1 for all; ``bad_words`` are
+    texts, of which neither form that the tokenizer gives them (at a beginning, after a space) is ever completed.
+
+    An output also ends with the first of ``stop``; its text has that string only with
+    ``include_stop_str_in_output``. Special tokens have no text, unless ``skip_special_tokens`` is off.
+
+    Raises ``QuireError`` INVALID for what is out of range, or excludes each other.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: sampling.EarlyStopping = False
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise invalid("stop", "stop must be a string or a list of strings, none of them empty.")
+        if self.stops and self.beam_width:
+            raise invalid("stop", "beam_width and stop exclude each other.")
+        if isinstance(self.bad_words, str):
+            raise invalid("bad_words", "bad_words must be a list of strings.")
+        self._to_engine(self.seed or 0, max(1, self.min_tokens) if self.max_tokens is None else self.max_tokens)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def resolve(self, *, seed: int, max_output: int, bad_words: tuple[tuple[int, ...], ...]) -> sampling.SamplingParams:
+        """The engine's parameters: with ``seed`` where none is set, and ``room`` tokens where no number is.
+        ``bad_words`` are this object's, in tokens. Raises ``QuireError`` INVALID.
+        """
+        limit = max_output if self.max_tokens is None else self.max_tokens
+        return replace(self._to_engine(seed if self.seed is None else self.seed, limit), bad_words=bad_words)
+
+    def _to_engine(self, seed: int, max_tokens: int) -> sampling.SamplingParams:
+        return sampling.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            min_tokens=self.min_tokens,
+            n=self.n,
+            best_of=self.best_of or 0,
+            beam_width=self.beam_width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            structured=None if self.structured_outputs is None else self.structured_outputs.structured(),
+        )
+
+
+# What a call returns, in the shape of vLLM's outputs. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's natural log-probability, of the model's own distribution. ``rank`` is 1 for the most probable token;
+    None for a token that is not among those that were asked for.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PositionLogprobs = dict[int, Logprob]
+"""By token id, at one position: the token that is there, then the most probable ones, best first."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One output of a prompt.
+
+    ``finish_reason`` is ``stop`` (``stop_reason`` is then the stop string, or None for an end-of-sequence or stop
+    token, which is not part of the output), ``length``, or ``error``. ``token_ids`` go up to the token that completed
+    the stop string. ``logprobs`` has one entry for each of them where they were asked for, ``cumulative_logprob`` is
+    their sum (also known with ``best_of``). ``score`` is a beam's: the sum of its tokens' log-probabilities, divided by
+    its length to the power of ``length_penalty``.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: str | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The outputs of one prompt.
+
+    ``prompt`` is the text, of a conversation what its template made of it; None for a prompt of token ids.
+    ``prompt_logprobs`` has one entry for each of ``prompt_token_ids`` where they were asked for, None for the first.
+    ``num_cached_tokens`` of the prompt were found in the prefix cache. With an ``error``, ``outputs`` are as far as
+    they came, and those that had not ended have the finish reason ``error``.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int = 0
+    error: QuireError | None = None

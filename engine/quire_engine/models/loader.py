@@ -1,0 +1,82 @@
+"""From a model folder to a model that can run: own code where there is some, else transformers'. Knows no KV memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quire_engine.checkpoint.config import DecoderConfig, ModelConfig, architecture_of, is_supported, read_config_json
+from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
+from quire_engine.errors import ModelError
+from quire_engine.layers.mlp import Weights
+from quire_engine.models.base import Model
+from quire_engine.models.llama import Llama
+from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
+
+EMBEDDING_WEIGHT = "model.embed_tokens.weight"
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What ``config.json`` says, checked. Raises ``ModelError`` for what cannot be served."""
+    raw = read_config_json(folder)
+    if is_supported(architecture_of(folder / "config.json", raw), raw):
+        return DecoderConfig.read(folder)
+    return TransformersConfig.read(folder)
+
+
+def load_model(
+    config: ModelConfig,
+    folder: Path,
+    options: LoadOptions,
+    check: Callable[[torch.dtype], object] | None = None,
+) -> Model:
+    """The model of ``folder`` with its weights, as ``options`` say.
+
+    ``config`` is what ``read_model_config`` made of the same folder. ``check`` is given the dtype that the model will
+    compute in before the weights are read, and may refuse it. Raises ``ModelError``.
+    """
+    _check_quantization(config, options)
+    _check_deterministic(config, options)
+    checkpoint = Checkpoint(folder)
+    dtype = _model_dtype(config, checkpoint, options)
+    if check is not None:
+        check(dtype)
+    if isinstance(config, TransformersConfig):
+        return load_transformers_model(config, folder, dtype, options.device)
+    assert isinstance(config, DecoderConfig)
+    with torch.inference_mode():
+        model = Llama(config, Weights(checkpoint, dtype, options))
+    if options.communicator.rank == 0:
+        checkpoint.log_unused()
+    return model
+
+
+def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
+    """What the model is to compute in."""
+    fallback = isinstance(config, TransformersConfig)
+    stored = checkpoint.dominant_dtype() if fallback else checkpoint.dtype(EMBEDDING_WEIGHT)
+    return resolve_dtype(options.config.dtype, stored, options.device)
+
+
+def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` where what a row comes to cannot be kept from depending on others."""
+    if options.config.deterministic and isinstance(config, TransformersConfig):
+        raise ModelError(
+            "--deterministic is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )
+
+
+def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
+    """Raises ``ModelError`` where the weights cannot be held in what ``options`` ask for."""
+    if options.config.quantization is None:
+        return
+    if options.device.type != "cpu":
+        raise ModelError(
+            f"The quantization {options.config.quantization} is for the CPU, and the device is {options.device}."
+        )
+    if isinstance(config, TransformersConfig):
+        raise ModelError(
+            f"The quantization {options.config.quantization} is for models with code of their own, "
+            f"and {config.architecture} runs through transformers."
+        )

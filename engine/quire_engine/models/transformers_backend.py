@@ -1,0 +1,434 @@
+"""The configuration of a model without own code, as transformers reads it, and what of it cannot be served."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend
+from quire_engine.checkpoint.config import (
+    SUPPORTED_ARCHITECTURES,
+    AttentionLayout,
+    ModelConfig,
+    architecture_of,
+    compute_revision,
+    eos_token_ids,
+    is_positive_int,
+    one_line,
+    read_config_json,
+    rope_max_length,
+    to_hf_config,
+)
+from quire_engine.errors import ModelError
+from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
+
+log = logging.getLogger(__name__)
+
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+# Up to here it is looked at what a token sees (see ``attention``), so no sequence may be longer.
+MAX_PROBED_LENGTH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig(ModelConfig):
+    """``parsed`` is transformers' configuration, and ``model_class`` the class that it is for."""
+
+    hf_config: Any = field(repr=False)
+    model_class: Any = field(repr=False)
+
+    @classmethod
+    def read(cls, folder: Path) -> "TransformersConfig":
+        """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``, also for
+        models that KV blocks or attention backends cannot serve, as far as their configuration tells.
+        """
+        path = folder / "config.json"
+        raw = read_config_json(folder)
+        architecture = architecture_of(path, raw)
+        parsed = to_hf_config(path, raw, _config_class(path, architecture, raw))
+        _check_text_only(path, parsed)
+        return cls(
+            architecture=architecture,
+            vocab_size=_positive_int(path, parsed, "vocab_size"),
+            max_length=_max_length(path, parsed),
+            eos_token_ids=eos_token_ids(folder, raw),
+            model_revision=compute_revision(folder),
+            hf_config=parsed,
+            model_class=_model_class(path, architecture),
+        )
+
+
+def _config_class(path: Path, architecture: str, raw: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if raw.get("is_encoder_decoder"):
+        raise ModelError(f"{path} describes an encoder with a decoder ({architecture}); only decoders can be served.")
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
+        raise ModelError(
+            f"{path} names {architecture} of type {model_type!r}, which is no causal language model of transformers "
+            f"{__version__}; own code is there for {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
+    return CONFIG_MAPPING[model_type]
+
+
+def _model_class(path: Path, architecture: str) -> Any:
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    if getattr(model_class, "_is_stateful", False):
+        raise ModelError(f"{path} names {architecture}, which keeps a state that KV blocks cannot hold.")
+    if not model_class._supports_attention_backend:
+        raise ModelError(f"{path} names {architecture}, whose attention cannot be replaced by a paged one.")
+    return model_class
+
+
+def _check_text_only(path: Path, parsed: Any) -> None:
+    try:
+        text_only = parsed.get_text_config() is parsed
+    except ValueError:
+        text_only = False
+    if not text_only:
+        raise ModelError(f"{path} describes a model of more than text ({parsed.model_type}), which is not supported.")
+    for kind in getattr(parsed, "layer_types", None) or ():
+        if kind not in SUPPORTED_LAYER_TYPES:
+            raise ModelError(
+                f"{path} has layers of type {kind!r}, and supported are {', '.join(SUPPORTED_LAYER_TYPES)}."
+            )
+
+
+def _positive_int(path: Path, parsed: Any, name: str) -> int:
+    value: Any = getattr(parsed, name, None)
+    if not is_positive_int(value):
+        raise ModelError(f"{path} says that {name} is {value!r}, and it must be a whole number above 0.")
+    return int(value)
+
+
+def _max_length(path: Path, parsed: Any) -> int:
+    _positive_int(path, parsed, "max_position_embeddings")
+    try:
+        return max_sequence_length(parsed)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} has rope parameters that do not work: {one_line(error)}.") from None
+
+
+def max_sequence_length(parsed: Any) -> int:
+    """The longest sequence in tokens, for the rope of every kind of layer.
+
+    LongRoPE ends at the length before it was stretched: the frequencies change there, for all keys.
+    """
+    length = int(parsed.max_position_embeddings)
+    return min([MAX_PROBED_LENGTH, *(_rope_length(length, rope) for rope in _rope_parameters(parsed))])
+
+
+def _rope_parameters(parsed: Any) -> list[dict[str, Any]]:
+    """The rope parameters: one set for all layers, or one for each kind of layer."""
+    parameters = getattr(parsed, "rope_parameters", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    return nested or [parameters]
+
+
+def _rope_length(length: int, rope: dict[str, Any]) -> int:
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and original is not None:
+        return min(length, int(original))
+    return rope_max_length(length, rope)
+
+
+# The two functions through which transformers calls attention here, both registered under names of their own: one that
+# stores and attends in paged memory, and one that only finds out what a model asks for. Knows no model.
+
+
+PAGED_ATTENTION, PROBE_ATTENTION = "quire-paged", "quire-probe"
+# What a model may hand to its attention without asking for more than a causal one: places, and what is off anyway.
+IGNORED_ARGUMENTS = {
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+}
+AttentionOutput = tuple[torch.Tensor, None]
+
+
+@dataclass(slots=True)
+class PagedAttentionContext:
+    """The memory of one step, handed through the model's keyword arguments. ``windows`` has one entry a layer."""
+
+    kv: torch.Tensor
+    attention: AttentionBackend
+    sliding_windows: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRequirements:
+    """What one layer asks of its attention. ``window`` is as in ``AttentionBackend.forward``."""
+
+    layer: int
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+
+@dataclass(slots=True)
+class AttentionProbe:
+    """Collects what the layers ask for, in the order in which they ask."""
+
+    requirements: list[AttentionRequirements] = field(default_factory=list)
+
+
+def register_attention() -> None:
+    """Makes both functions known to transformers, under names that nobody else uses."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(PAGED_ATTENTION, paged_attention)
+    AttentionInterface.register(PROBE_ATTENTION, probe_attention)
+    AttentionMaskInterface.register(PROBE_ATTENTION, _probe_mask)
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: object,
+    quire_step: PagedAttentionContext,
+    **__: object,
+) -> AttentionOutput:
+    """``query`` [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim] -> [1, T, heads, head_dim].
+
+    No mask is made for a name that is not among the masks, and none is needed: the backend knows the sequences.
+    """
+    layer = module.layer_idx
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    mixed = quire_step.attention.forward(query, key, value, quire_step.kv[:, layer], quire_step.sliding_windows[layer])
+    return mixed[None], None
+
+
+def probe_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    quire_probe: AttentionProbe | None = None,
+    scaling: float | None = None,
+    **others: Any,
+) -> AttentionOutput:
+    """Notes what the layer asks for, and returns zeros. Raises ``ModelError`` for what no backend can do."""
+    if quire_probe is None:
+        raise ModelError("Its layers do not hand on what their attention is called with.")
+    _check_extra_arguments(others)
+    if value.shape != key.shape:
+        raise ModelError("Its keys and values are of different sizes, which KV blocks cannot hold.")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ModelError("Its queries, keys and values are of different types.")
+    _, heads, tokens, size = query.shape
+    needs = AttentionRequirements(
+        layer=module.layer_idx,
+        dtype=key.dtype,
+        num_heads=heads,
+        num_kv_heads=key.shape[1],
+        head_dim=size,
+        scale=size**-0.5 if scaling is None else float(scaling),
+        window=sliding_window_of(attention_mask),
+    )
+    quire_probe.requirements.append(needs)
+    return query.new_zeros(1, tokens, heads, size), None
+
+
+def _check_extra_arguments(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is not None and name not in IGNORED_ARGUMENTS and not (name == "is_causal" and value):
+            raise ModelError(f"Its attention asks for {name}, which the attention backends cannot do.")
+
+
+def _probe_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: object) -> torch.Tensor:
+    """The mask of a few positions over all keys, [1, 1, rows, keys]: ``sliding_window_of`` reads it again."""
+    keys = max_sequence_length(config)
+    zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    mask = mask_function(zero, zero, probed_positions(keys)[:, None], torch.arange(keys))
+    return torch.as_tensor(mask).expand(1, 1, len(probed_positions(keys)), keys)
+
+
+def sliding_window_of(mask: torch.Tensor | None) -> int | None:
+    """How many of the latest tokens a layer sees, itself included; None for all. Raises ``ModelError`` for a mask that
+    is neither.
+    """
+    if mask is None or not _is_probe_mask(mask):
+        raise ModelError("Its attention has a mask of its own making, which the attention backends do not know.")
+    keys, seen = torch.arange(mask.shape[-1]), mask[0, 0]
+    window = int(seen[-1].sum())
+    distance = probed_positions(len(keys))[:, None] - keys
+    if not torch.equal(seen, (distance >= 0) & (distance < window)):
+        raise ModelError("Its attention is neither causal nor causal within a window of the latest tokens.")
+    return None if window == len(keys) else window
+
+
+def _is_probe_mask(mask: torch.Tensor) -> bool:
+    """Whether it is still the mask that ``_probed_mask`` made."""
+    return bool(mask.dtype == torch.bool and mask.dim() == 4 and len(probed_positions(mask.shape[3])) == mask.shape[2])
+
+
+def probed_positions(keys: int) -> torch.Tensor:
+    """Positions at the beginning, in the middle and at the end of so many. No other mask looks like a window from all
+    of them: chunks, for one, end somewhere, and the last two positions are not both as far from where theirs began.
+    """
+    return torch.tensor(sorted({0, min(1, keys - 1), keys // 3, keys // 2, max(0, keys - 2), keys - 1}))
+
+
+# A causal language model of transformers as a ``Model``. It knows transformers' classes, and no sequences.
+
+
+NUM_PROBE_TOKENS = 3
+
+
+class TransformersModel:
+    """An unmodified causal language model. A ``Model``.
+
+    ``causal`` is the model with its weights, and belongs to this object from now on. Its two parts are called apart:
+    the body for all tokens, the head for those whose logits are asked for. Raises ``ModelError`` for an attention that
+    no backend can do.
+    """
+
+    capturable = False
+
+    def __init__(self, causal: Any) -> None:
+        self._causal = causal
+        self._decoder: Any = causal.base_model.get_decoder()
+        if self._decoder is causal:
+            raise ModelError("It is not divided into a body and a head.")
+        needs = self._probe()
+        self.layout = _common_layout(needs)
+        self.dtype = needs[0].dtype
+        self._sliding_windows = tuple(each.window for each in needs)
+        self._output_class: Any = None
+        given = torch.nn.Module()
+        given.forward = self._pass_through
+        causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), given)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """See ``Model.forward``."""
+        output = self._run_decoder(
+            token_ids, positions, quire_step=PagedAttentionContext(kv, attention, self._sliding_windows)
+        )
+        self._output_class = type(output)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Model.logits``."""
+        logits: torch.Tensor = self._causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def _pass_through(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
+        """Stands where the body was, for the head to call: the states are there already.
+
+        So the scales, caps and biases that a model puts around its head are computed by its own code.
+        """
+        return self._output_class(last_hidden_state=inputs_embeds)
+
+    def _run_decoder(self, token_ids: torch.Tensor, positions: torch.Tensor, **context: object) -> Any:
+        return self._decoder(
+            input_ids=token_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **context
+        )
+
+    def _probe(self) -> list[AttentionRequirements]:
+        """What each layer asks of its attention, in the order of the layers."""
+        probe, places = AttentionProbe(), torch.arange(NUM_PROBE_TOKENS, device=self._causal.device)
+        self._causal.set_attn_implementation(PROBE_ATTENTION)
+        self._run_decoder(places, places, quire_probe=probe)
+        self._causal.set_attn_implementation(PAGED_ATTENTION)
+        return probe.requirements
+
+
+def _common_layout(needs: list[AttentionRequirements]) -> AttentionLayout:
+    """The one layout that all layers have."""
+    if not needs or [each.layer for each in needs] != list(range(len(needs))):
+        raise ModelError("Not every layer has exactly one attention.")
+    first, *others = [(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.dtype) for one in needs]
+    if any(other != first for other in others):
+        raise ModelError("Its layers differ in heads, sizes or scales, which KV blocks and backends cannot hold.")
+    layout = AttentionLayout(len(needs), *first[:-1])
+    if layout.num_heads % layout.num_kv_heads:
+        raise ModelError(f"Its {layout.num_heads} heads cannot share {layout.num_kv_heads} KV heads evenly.")
+    return layout
+
+
+# Loads a model through transformers: its weights, its own logits, and the proof that paged memory changes nothing.
+
+
+def load_transformers_model(
+    config: TransformersConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model that paged
+    attention cannot serve.
+    """
+    register_attention()
+    causal = _load_weights(config, folder, dtype).to(device).eval()
+    try:
+        with torch.inference_mode():
+            return _make_checked(causal, config)
+    except ModelError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - what a model does with its input is its own
+        reason = f"It does not run: {one_line(error)}."
+    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
+
+
+def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
+    """The model with paged attention, once it was seen that this changes nothing."""
+    sequences = sample_sequences(config.vocab_size, config.max_length)
+    expected = [reference_logits(causal, tokens) for tokens in sequences]
+    model = TransformersModel(causal)
+    check_paged_logits(model, sequences, expected)
+    return model
+
+
+def _load_weights(config: TransformersConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model with all of its weights, from safetensors files only."""
+    try:
+        with _without_progress_bar():
+            causal, report = config.model_class.from_pretrained(
+                folder,
+                config=config.hf_config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # noqa: BLE001 - whatever it raises means that there is no model
+        raise ModelError(f"{folder} cannot be loaded as a {config.architecture}: {one_line(error)}.") from None
+    if report["missing_keys"]:
+        raise ModelError(f"{folder} has no tensor {min(report['missing_keys'])}.")
+    strange = sorted(report["unexpected_keys"])
+    if strange:
+        log.warning("%s has %d tensors that the model does not use: %s", folder, len(strange), ", ".join(strange[:5]))
+    return causal
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A log is no place to draw in."""
+    from transformers.utils import logging as their_logging
+
+    shown = their_logging.is_progress_bar_enabled()
+    their_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            their_logging.enable_progress_bar()

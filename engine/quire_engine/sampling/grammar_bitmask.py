@@ -1,0 +1,153 @@
+"""Bitmasks of the tokens that grammars allow, filled on a thread of their own while the model computes.
+
+The matchers belong to that one thread: it makes them, has them accept an output's new tokens and fill their rows of the
+bitmask, in the order in which steps are started. So a step that failed can be started again.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from quire_proto.errors import QuireError, internal, invalid
+from torch.nn import functional as F
+
+from quire_engine.core.step import GrammarError, GrammarMatcher, SampleRequest
+from quire_engine.device.accelerator import upload_arrays
+
+log = logging.getLogger(__name__)
+
+WORD_BITS = 32
+Words = npt.NDArray[np.int32]
+# For each value of a byte, what its eight bits add to the scores of their tokens: 0 where allowed.
+_BYTE_BIASES = np.array([[0.0 if byte >> bit & 1 else -np.inf for bit in range(8)] for byte in range(256)], np.float32)
+
+
+class GrammarState:
+    """How far one output has got in its grammar: a cache, made from the output's tokens.
+
+    ``take_new_tokens`` is called on the thread of the steps, which owns the tokens, and ``fill`` on the filler's.
+    """
+
+    __slots__ = ("_draw", "_error", "_matcher", "_num_tokens_taken")
+
+    def __init__(self, draw: SampleRequest) -> None:
+        self._draw = draw
+        self._num_tokens_taken = draw.num_prompt_tokens
+        self._matcher: GrammarMatcher | None = None
+        self._error: QuireError | None = None
+
+    @property
+    def sequence_id(self) -> int:
+        """The id of the output's sequence."""
+        return self._draw.sequence_id
+
+    def take_new_tokens(self) -> list[int]:
+        """The output tokens since the last call, to be passed to ``fill`` exactly once."""
+        new = self._draw.token_ids[self._num_tokens_taken :]
+        self._num_tokens_taken += len(new)
+        return new
+
+    def fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
+        """Accepts the tokens ``new``, and fills ``mask``. Returns the error if this or an earlier call failed."""
+        if self._error is None:
+            self._error = self._try_to_fill(new, mask)
+        return self._error
+
+    def _try_to_fill(self, new: Sequence[int], mask: memoryview) -> QuireError | None:
+        try:
+            if self._matcher is None:
+                assert self._draw.grammar is not None
+                self._matcher = self._draw.grammar.new_matcher()
+            if new:
+                self._matcher.accept_tokens(new)
+            self._matcher.fill_bitmask(mask)
+        except GrammarError as error:
+            return invalid(grammar_param(self._draw), f"The output cannot go on under its grammar: {error}")
+        except BaseException:  # a panic inside a native library is no Exception
+            log.exception("the grammar of sequence %d failed", self.sequence_id)
+            return internal()
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarBitmask:
+    """What the grammars of a step allow. ``words`` [G, ceil(vocabulary / 32)] int32: bit b of word w is set where token
+    32 w + b may come next. ``rows`` maps sequence ids to rows, ``errors`` those of sequences that cannot go on to why.
+    """
+
+    words: Words
+    rows: dict[int, int] = field(default_factory=dict)
+    errors: dict[int, QuireError] = field(default_factory=dict)
+
+
+NO_GRAMMARS = GrammarBitmask(np.empty((0, 0), dtype=np.int32))
+"""The bitmask of a step without grammars."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBitmask:
+    """A bitmask that is being filled."""
+
+    words: Words
+    states: Sequence[GrammarState]
+    errors: "Future[list[QuireError | None]]"
+
+    def wait(self) -> GrammarBitmask:
+        """Returns the bitmask once it is filled."""
+        ids = [state.sequence_id for state in self.states]
+        errors = {id: error for id, error in zip(ids, self.errors.result(), strict=True) if error is not None}
+        return GrammarBitmask(self.words, {id: row for row, id in enumerate(ids)}, errors)
+
+
+class BitmaskFiller:
+    """Fills bitmasks on a thread of its own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._num_words = -(-vocab_size // WORD_BITS)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+
+    def start(self, states: Sequence[GrammarState]) -> PendingBitmask:
+        """Starts to fill one row for each state."""
+        words = np.zeros((len(states), self._num_words), dtype=np.int32)
+        work = [(state, state.take_new_tokens(), row.data) for state, row in zip(states, words, strict=True)]
+        return PendingBitmask(words, states, self._thread.submit(_fill, work))
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
+
+
+def apply_grammar_bitmask(
+    scores: torch.Tensor, constrained: Sequence[tuple[int, int]], bitmask: GrammarBitmask
+) -> None:
+    """Sets in ``scores`` [R, V] float32, in place, what the grammar forbids to -inf, for each (row, sequence id) of
+    ``constrained``.
+    """
+    if constrained:
+        words = bitmask.words[[bitmask.rows[sequence_id] for _, sequence_id in constrained]]
+        # Eight tokens are looked up at a time and added: several times faster than filling under an unpacked mask.
+        rows = np.array([row for row, _ in constrained], dtype=np.int64)
+        octets, indices = upload_arrays((words.astype("<i4", copy=False).view(np.uint8), rows), scores.device)
+        biases = F.embedding(octets.int(), _byte_biases(scores.device)).flatten(1)[:, : scores.shape[1]]
+        scores.index_add_(0, indices, biases)
+
+
+@lru_cache
+def _byte_biases(device: torch.device) -> torch.Tensor:
+    """``_BYTE_BIASES`` on a device, [256, 8] float32."""
+    return upload_arrays((_BYTE_BIASES,), device)[0]
+
+
+def grammar_param(draw: SampleRequest) -> str:
+    """What REST calls the parameter that asked for the draw's grammar."""
+    structured = draw.params.structured
+    return "response_format" if structured is None else structured.param
+
+
+def _fill(work: Sequence[tuple[GrammarState, list[int], memoryview]]) -> list[QuireError | None]:
+    return [state.fill(new, mask) for state, new, mask in work]

@@ -1,0 +1,309 @@
+"""The logits processors, in their order.
+
+    1. logit bias is added;
+    2. repetition penalty, then frequency penalty, then presence penalty;
+    3. what would complete a bad word, or end an output before ``min_tokens``, becomes -inf;
+    4. what the grammar does not allow becomes -inf.
+
+Temperature, top-k, top-p and min-p come after them, in this order, in ``sampler``. The order is vLLM's, but for min-p,
+which vLLM applies before top-k, and transformers where we do. The position of the last two makes no difference to
+what is drawn, as -inf stays -inf; they are last so that the others see finite numbers only.
+
+Each one touches only the rows that ask for it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.ma  # numpy.unique would import it in the step, where there may be no descriptor for that
+import torch
+from quire_proto.sampling import SamplingParams
+
+from quire_engine.core.step import SampleRequest
+from quire_engine.device.accelerator import upload_arrays
+from quire_engine.sampling.grammar_bitmask import GrammarBitmask, GrammarState, apply_grammar_bitmask
+from quire_engine.sampling.metadata import FloatArray, TokenArray, flat_indices, repeat_per_index, token_array
+
+# Logit bias: constants that a request adds to the scores of some tokens.
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """``values`` [N] float32 to add to the scores of ``token_ids`` [N] int64, which are distinct."""
+
+    token_ids: TokenArray
+    values: FloatArray
+
+    @classmethod
+    def from_params(cls, params: SamplingParams, vocab_size: int) -> "LogitBias | None":
+        """The bias that ``params`` ask for, without tokens outside of the vocabulary; None if there is none."""
+        pairs = [pair for pair in params.logit_bias if 0 <= pair[0] < vocab_size]
+        if not pairs:
+            return None
+        token_ids, values = zip(*pairs, strict=True)
+        return cls(np.array(token_ids, dtype=np.int64), np.array(values, dtype=np.float32))
+
+
+def apply_logit_bias(scores: torch.Tensor, biased: Sequence[tuple[int, LogitBias]]) -> None:
+    """Adds to ``scores`` [R, V] float32, in place, each (row, bias) of ``biased``."""
+    if biased:
+        indices = flat_indices(scores, [row for row, _ in biased], [bias.token_ids for _, bias in biased])
+        values = np.concatenate([bias.values for _, bias in biased])
+        scores.view(-1).index_add_(0, *upload_arrays((indices, values), scores.device))
+
+
+# Repetition, frequency and presence penalties: scores that go down, or up, for tokens that occurred before.
+#
+# The repetition penalty (Keskar et al. 2019) looks at prompt and output, as transformers' does: it multiplies a
+# negative score and divides any other. Frequency and presence penalties look at the output alone, as the OpenAI API's
+# do: the first is taken from a score once for each time that the output has the token, the second once.
+#
+# Only the scores of tokens that occurred are touched, and a sequence's tokens are counted as they come.
+
+
+_LEAST, _MOST = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+_TINY: float = torch.finfo(torch.float32).tiny
+_NO_TOKENS = np.empty(0, dtype=np.int64)
+
+
+class Penalties:
+    """One sequence's penalties and counts of the tokens that they apply to: a cache of its ``token_ids``."""
+
+    __slots__ = (
+        "_counts",
+        "_draw",
+        "_num_counted",
+        "_prompt",
+        "_slots",
+        "_tokens",
+        "frequency",
+        "presence",
+        "repetition",
+    )
+
+    def __init__(self, draw: SampleRequest) -> None:
+        params = draw.params
+        # A penalty that float32 rounds to 0 would divide by it.
+        self.repetition = max(params.repetition_penalty, _TINY)
+        self.frequency, self.presence = params.frequency_penalty, params.presence_penalty
+        self._draw = draw
+        self._prompt = (
+            np.unique(np.array(draw.token_ids[: draw.num_prompt_tokens], np.int64))
+            if self.has_repetition
+            else _NO_TOKENS
+        )
+        self._num_counted = draw.num_prompt_tokens
+        self._slots: dict[int, int] = {}
+        self._tokens, self._counts = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.float32)
+
+    @classmethod
+    def from_request(cls, draw: SampleRequest) -> "Penalties | None":
+        """The penalties that the draw's parameters ask for; None if there are none."""
+        params = draw.params
+        asked = params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+        return cls(draw) if asked else None
+
+    @property
+    def has_repetition(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return self.repetition != 1
+
+    @property
+    def seen_token_ids(self) -> TokenArray:
+        """The distinct tokens of the prompt and those of the output, [N]; a token of both is there twice."""
+        return np.concatenate((self._prompt, self.output_token_ids))
+
+    @property
+    def output_token_ids(self) -> TokenArray:
+        """The distinct tokens of the output, [N]."""
+        return self._tokens[: len(self._slots)]
+
+    @property
+    def output_counts(self) -> FloatArray:
+        """How often each of ``output_token_ids`` occurs in the output, [N]."""
+        return self._counts[: len(self._slots)]
+
+    def update(self) -> None:
+        """Counts the output tokens that were added since the last call."""
+        new = self._draw.token_ids[self._num_counted :]
+        for token_id in new:
+            slot = self._slots.setdefault(token_id, len(self._slots))
+            if slot == len(self._tokens):
+                self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._tokens[slot] = token_id
+            self._counts[slot] += 1
+        self._num_counted += len(new)
+
+
+def apply_penalties(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+    """Applies to ``scores`` [R, V] float32, finite, in place, each (row, penalties) of ``penalised``: repetition,
+    then frequency, then presence, as vLLM does. Scores stay finite.
+    """
+    for _, penalties in penalised:
+        penalties.update()
+    _apply_repetition(scores, [(row, one, one.seen_token_ids) for row, one in penalised if one.has_repetition])
+    counted = [(row, one) for row, one in penalised if one.frequency or one.presence]
+    _apply_frequency_and_presence(scores, [(row, one) for row, one in counted if len(one.output_token_ids)])
+
+
+def _apply_repetition(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties, TokenArray]]) -> None:
+    if not penalised:
+        return
+    indices = flat_indices(scores, [row for row, _, _ in penalised], [tokens for _, _, tokens in penalised])
+    lengths = [len(tokens) for _, _, tokens in penalised]
+    factors_of = repeat_per_index([one.repetition for _, one, _ in penalised], lengths)
+    at, factors = upload_arrays((indices, factors_of), scores.device)
+    old = scores.view(-1).index_select(0, at)
+    # A token that occurs twice is read and written twice, with the same value.
+    new = torch.where(old < 0, old * factors, old / factors).clamp_(_LEAST, _MOST)
+    scores.view(-1).index_copy_(0, at, new)
+
+
+def _apply_frequency_and_presence(scores: torch.Tensor, penalised: Sequence[tuple[int, Penalties]]) -> None:
+    if not penalised:
+        return
+    lengths = [len(one.output_token_ids) for _, one in penalised]
+    indices = flat_indices(scores, [row for row, _ in penalised], [one.output_token_ids for _, one in penalised])
+    counts = np.concatenate([one.output_counts for _, one in penalised])
+    each = [
+        repeat_per_index(of, lengths)
+        for of in zip(*((one.frequency, one.presence) for _, one in penalised), strict=True)
+    ]
+    at, times, frequency, presence = upload_arrays((indices, counts, *each), scores.device)
+    values = scores.view(-1).index_select(0, at)
+    values -= frequency * times
+    values -= presence
+    scores.view(-1).index_copy_(0, at, values)
+
+
+# Token bans: the tokens that would complete a bad word, or end an output that is shorter than ``min_tokens``.
+
+
+class TokenBans:
+    """The tokens that one sequence may not draw. Bad words are looked for in the output alone, not in the prompt, as in
+    vLLM.
+    """
+
+    __slots__ = ("_draw", "_min_length", "_single_token_words", "_stops", "_words_by_second_last")
+
+    def __init__(self, draw: SampleRequest) -> None:
+        self._draw = draw
+        self._min_length = draw.num_prompt_tokens + draw.params.min_tokens
+        self._stops = sorted(draw.stop_token_ids)
+        self._single_token_words = [word[0] for word in draw.params.bad_words if len(word) == 1]
+        # By the token before the last: in most steps none of a sequence's words comes into question.
+        self._words_by_second_last: dict[int, list[tuple[int, ...]]] = {}
+        for word in draw.params.bad_words:
+            if len(word) > 1:
+                self._words_by_second_last.setdefault(word[-2], []).append(word)
+
+    @classmethod
+    def from_request(cls, draw: SampleRequest) -> "TokenBans | None":
+        """The bans that the draw's parameters ask for; None if they never ban a token."""
+        asked = draw.params.bad_words or (draw.params.min_tokens and draw.stop_token_ids)
+        return cls(draw) if asked else None
+
+    def token_ids(self) -> list[int]:
+        """The tokens that are banned for the next draw; in most steps none."""
+        tokens = self._single_token_words + self._bad_word_endings()
+        return tokens + self._stops if len(self._draw.token_ids) < self._min_length else tokens
+
+    def _bad_word_endings(self) -> list[int]:
+        known, length = self._draw.token_ids, len(self._draw.token_ids) - self._draw.num_prompt_tokens
+        if not length:
+            return []
+        return [
+            word[-1]
+            for word in self._words_by_second_last.get(known[-1], ())
+            if len(word) - 1 <= length and tuple(known[1 - len(word) :]) == word[:-1]
+        ]
+
+
+def apply_bans(scores: torch.Tensor, banned: Sequence[tuple[int, TokenBans]]) -> None:
+    """Sets the banned tokens of each (row, bans) to -inf in ``scores`` [R, V], in place."""
+    if banned:
+        token_ids = [token_array(bans.token_ids(), scores.shape[1]) for _, bans in banned]
+        (indices,) = upload_arrays((flat_indices(scores, [row for row, _ in banned], token_ids),), scores.device)
+        scores.view(-1).index_fill_(0, indices, -torch.inf)
+
+
+# What is cached for a sequence between its draws: made from its ``SampleRequest``, at any time again.
+
+
+MAX_CACHED_SEQUENCES = 1 << 16
+
+
+class SequenceSamplingState:
+    """One sequence's parameters in the form that the logits processors read; None for each that it does not use."""
+
+    __slots__ = (
+        "_always_needs_processors",
+        "bans",
+        "bias",
+        "draw",
+        "grammar_state",
+        "greedy",
+        "is_beam",
+        "penalties",
+        "sequence_id",
+        "wants_logprobs",
+    )  # fmt: skip
+
+    def __init__(self, draw: SampleRequest, vocab_size: int) -> None:
+        self.draw = draw
+        self.sequence_id = draw.sequence_id
+        self.greedy = draw.params.greedy
+        self.is_beam = draw.num_candidates > 0
+        self.wants_logprobs = draw.params.wants_logprobs
+        self.bias = LogitBias.from_params(draw.params, vocab_size)
+        self.penalties = Penalties.from_request(draw)
+        self.bans = TokenBans.from_request(draw)
+        self.grammar_state = None if draw.grammar is None else GrammarState(draw)
+        self._always_needs_processors = bool(self.bias or self.penalties or self.grammar_state)
+
+    @property
+    def needs_processors(self) -> bool:
+        """Whether a logits processor changes the logits of the next draw."""
+        return self._always_needs_processors or (self.bans is not None and bool(self.bans.token_ids()))
+
+
+class SamplingStateCache:
+    """The states of the sequences that were drawn for last, at most ``limit``. Used by one thread."""
+
+    def __init__(self, vocab_size: int, limit: int = MAX_CACHED_SEQUENCES) -> None:
+        self._vocab_size = vocab_size
+        self._limit = limit
+        self._by_id: dict[int, SequenceSamplingState] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, draw: SampleRequest) -> SequenceSamplingState:
+        """The state of the draw's sequence."""
+        state = self._by_id.get(draw.sequence_id)
+        # Only the very same draw goes on with what was counted: ids are one scheduler's, and another may use them too.
+        if state is None or state.draw is not draw:
+            state = self._by_id[draw.sequence_id] = SequenceSamplingState(draw, self._vocab_size)
+            if len(self._by_id) > self._limit:
+                del self._by_id[next(iter(self._by_id))]
+        return state
+
+    def remove(self, sequence_ids: Iterable[int]) -> None:
+        """Drops the states of sequences; unknown ids are ignored."""
+        for sequence_id in sequence_ids:
+            self._by_id.pop(sequence_id, None)
+
+
+def apply_logits_processors(
+    scores: torch.Tensor, states: Sequence[SequenceSamplingState], bitmask: GrammarBitmask
+) -> None:
+    """Applies to ``scores`` [R, V] float32, finite and contiguous, in place, what the sequence of each row asks for.
+    ``bitmask`` has the rows of grammars. Afterwards scores are finite or -inf.
+    """
+    rows = list(enumerate(states))
+    apply_logit_bias(scores, [(row, state.bias) for row, state in rows if state.bias])
+    apply_penalties(scores, [(row, state.penalties) for row, state in rows if state.penalties])
+    apply_bans(scores, [(row, state.bans) for row, state in rows if state.bans])
+    apply_grammar_bitmask(scores, [(row, state.sequence_id) for row, state in rows if state.grammar_state], bitmask)

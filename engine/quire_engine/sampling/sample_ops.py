@@ -1,0 +1,353 @@
+"""Draws one token a row: the Gumbel-max trick with stateless noise.
+
+argmax(score + Gumbel noise) is a draw from softmax(score) (Gumbel 1954; Maddison et al. 2014). Here
+
+    score = (logit - highest logit of the row) / temperature, of the tokens that top-k, top-p and min-p keep,
+
+and the noise is that of ``noise``: a function of seed, position and token id. Greedy is the same argmax
+without noise. Equal scores go to the lowest token id. A row's draw depends on that row's logits and
+parameters alone, whatever else is in the batch.
+
+Filters look at the 1,024 highest scores first, and noise is then made for those only. A row that keeps more is sorted
+whole, unless its threshold is known already, and gets noise for all tokens. Which rows these are is known on the device
+only. Where the host must not wait for it, every row gets noise for all tokens, and those that have a top-p without
+a top-k, or a top-k above 1,024, are sorted whole: more work, but the same draws.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from quire_proto.sampling import TokenLogprobs
+
+from quire_engine.device.accelerator import upload_arrays
+from quire_engine.kernels import ops as scan
+from quire_engine.kernels.ops import argmax_rows
+from quire_engine.sampling.metadata import BoolArray, DeviceSamplingMetadata, SamplingMetadata, TokenArray, gumbel_noise
+
+# Top-k, top-p and min-p: the lowest score that a row keeps.
+#
+# All three are rules about values, not about positions in a sorted list: top-k keeps what scores at least as high as
+# the k-th token, top-p (nucleus sampling, Holtzman et al. 2019) what has less than ``top_p`` of the mass strictly above
+# it, counted among the tokens that top-k kept, and min-p (Nguyen et al. 2024) what is at least ``min_p`` times as
+# probable as the most probable token. Equal scores are kept or left out together, so that neither the order in which a
+# sort leaves them nor the width that was sorted can change a draw.
+
+
+@dataclass(frozen=True, slots=True)
+class TopCandidates:
+    """The highest scores of each row, in falling order, with their token ids, both [R, W]."""
+
+    scores: torch.Tensor
+    token_ids: torch.Tensor
+
+    @classmethod
+    def from_scores(cls, scores: torch.Tensor, width: int) -> "TopCandidates":
+        """The ``width`` highest of ``scores`` [R, V]; which ones of equal scores is not defined."""
+        if width >= scores.shape[1]:
+            return cls(*scores.sort(dim=-1, descending=True))
+        return cls(*scores.topk(width, dim=-1))
+
+
+def sampling_threshold(
+    scores: torch.Tensor,
+    top: TopCandidates,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    log_min_p: torch.Tensor,
+    *,
+    has_top_p: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest score that each row keeps, [R, 1], and whether ``top`` was wide enough to know it, [R].
+
+    ``scores`` [R, V] are finite or -inf, and relative to the row's highest, which is 0; ``top_k`` [R] int64, 0 for all;
+    ``top_p`` [R] float64; ``log_min_p`` [R] float32, the logarithm of min-p. A ``top`` that holds every score above
+    -inf always is wide enough. Without ``has_top_p`` no row has a ``top_p`` below 1, and ``top_p`` is not used.
+    """
+    vocab_size, width = scores.shape[1], top.scores.shape[1]
+    last = top.scores[:, -1]
+    unlimited = (top_k == 0) | (top_k >= vocab_size)
+    kth = top.scores.gather(1, top_k.clamp(1, width)[:, None] - 1).masked_fill(unlimited[:, None], -torch.inf)
+    nucleus, reached = _top_p_threshold(scores, kth, top, top_p) if has_top_p else (log_min_p[:, None], top_p >= 1)
+    above = log_min_p >= last
+    # The mass that top-p counts is of what top-k kept, so min-p makes top-k's threshold needless only without it.
+    kth_known = unlimited | (top_k <= width) | (above & (top_p >= 1))
+    known = kth_known & (reached | above | (kth.squeeze(1) >= last))
+    lowest = torch.maximum(torch.maximum(kth, nucleus), log_min_p[:, None])
+    return lowest, known | (last == -torch.inf) | (width == vocab_size)
+
+
+def _top_p_threshold(
+    scores: torch.Tensor, kth: torch.Tensor, top: TopCandidates, top_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lowest score [R, 1] in the nucleus of what is not below ``kth``, and whether it ends within ``top``, [R]."""
+    everything = top_p >= 1
+    # Over the whole row whatever the width of ``top``, so that a probability has the same bits for any width.
+    probabilities = scores.masked_fill(scores < kth, -torch.inf).softmax(-1).gather(1, top.token_ids)
+    mass = probabilities.double().cumsum(-1)
+    kept = 1 + (mass[:, :-1] < top_p[:, None]).sum(-1, keepdim=True)
+    lowest = top.scores.gather(1, kept - 1).masked_fill(everything[:, None], -torch.inf)
+    return lowest, everything | (mass[:, -1] >= top_p)
+
+
+# The most probable token of each row, the lowest id of equal ones: the whole cost of a greedy draw.
+
+
+def lowest_argmax(scores: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
+    """The lowest token id with the highest of ``scores`` [R, V], any float dtype: [R] int64 on their device. Any valid
+    id where a row has a NaN.
+
+    With ``allow_sync`` on the CPU the compiled kernel does it, or numpy, which looks at a vector of scores at a time
+    where torch looks at one score.
+    """
+    if not allow_sync or scores.device.type != "cpu" or not scores.numel():
+        return scores.max(-1).indices
+    ids = argmax_rows(scores)
+    if ids is not None:
+        return ids
+    if scores.dtype == torch.float32:
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    if scores.dtype == torch.bfloat16:
+        return torch.from_numpy(_bfloat16_argmax(scores))
+    return scores.max(-1).indices
+
+
+def _bfloat16_argmax(scores: torch.Tensor) -> TokenArray:
+    """The bits of positive numbers, read as integers, are in the numbers' order and above those of negative numbers,
+    whose order is the opposite one.
+    """
+    bits = scores.view(torch.int16).numpy()
+    ids: TokenArray = bits.argmax(-1)
+    highest = bits[np.arange(len(bits)), ids]
+    negative, zero = np.flatnonzero(highest < 0), np.flatnonzero(highest == 0)
+    if len(negative):
+        ids[negative] = bits[negative].argmin(-1)
+    if len(zero):  # 0 and -0 are equal numbers of different bits
+        ids[zero] = scores[torch.from_numpy(zero)].max(-1).indices.numpy()
+    return ids
+
+
+TOP_WIDTH = 1024
+# Noise is made for so many tokens at a time. A dozen passes over them stay in a processor's cache; on other devices a
+# pass costs a launch, and the number only bounds their memory.
+NOISE_TOKENS, DEVICE_NOISE_TOKENS = 1 << 16, 1 << 22
+# Dividing by less would overflow even for neighbouring float32 logits; such a row is greedy up to exact ties.
+MIN_TEMPERATURE = 1e-30
+
+_SampleFunction = Callable[[torch.Tensor, SamplingMetadata, bool], torch.Tensor]
+
+
+def sample(logits: torch.Tensor, rows: SamplingMetadata, *, allow_sync: bool = True) -> torch.Tensor:
+    """Token ids [B] int64, on the device of ``logits`` [B, V] float32, finite or -inf (never drawn), and in no row all
+    of them -inf; a row that is otherwise gets any valid id. ``logits`` are overwritten. Nothing is read from the
+    device without ``allow_sync``, which makes no difference to the ids.
+    """
+    methods = _sampling_methods(rows, logits.shape[1])
+    if len(methods) == 1:
+        return methods[0][0](logits, rows, allow_sync)
+    token_ids = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
+    indices = upload_arrays([selected for _, selected in methods], logits.device)
+    for (method, selected), index in zip(methods, indices, strict=True):
+        token_ids.index_copy_(0, index, method(logits.index_select(0, index), rows.select(selected), allow_sync))
+    return token_ids
+
+
+def finite_rows(logits: torch.Tensor, *, allow_sync: bool = True) -> torch.Tensor:
+    """Which rows hold only finite numbers, [B] bool. Without the compiled kernel: a sum that is finite proves it, at a
+    fraction of the cost, but must be read.
+    """
+    if not allow_sync:
+        return torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(0)
+    known = scan.finite_rows(logits)
+    if known is not None:
+        return known
+    finite = logits.sum(-1).isfinite()
+    return finite if bool(finite.all()) else logits.isfinite().all(-1)
+
+
+def _sampling_methods(rows: SamplingMetadata, vocab_size: int) -> list[tuple[_SampleFunction, TokenArray]]:
+    """The functions that sample rows, and the indices of the rows that each one is for."""
+    greedy, filtered = rows.is_greedy(), rows.is_filtered(vocab_size)
+    has_threshold = rows.has_threshold_within(TOP_WIDTH, vocab_size)
+    methods: list[tuple[_SampleFunction, BoolArray]] = [
+        (_sample_greedy, greedy),
+        (_sample_unfiltered, ~greedy & ~filtered),
+        (_sample_filtered, ~greedy & filtered & has_threshold),
+        (_sample_filtered, ~greedy & filtered & ~has_threshold),
+    ]
+    return [(method, np.flatnonzero(mask)) for method, mask in methods if mask.any()]
+
+
+def _sample_greedy(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
+    del rows
+    return lowest_argmax(logits, allow_sync=allow_sync)
+
+
+def _sample_unfiltered(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
+    metadata = rows.to(logits.device)
+    return _sample_from_all(_scale(logits, metadata), metadata.keys, allow_sync)
+
+
+def _sample_filtered(logits: torch.Tensor, rows: SamplingMetadata, allow_sync: bool) -> torch.Tensor:
+    metadata, vocab_size = rows.to(logits.device), logits.shape[1]
+    scores, width = _scale(logits, metadata), _top_width(rows, vocab_size)
+    if allow_sync:
+        return _sample_from_top(scores, TopCandidates.from_scores(scores, width), metadata, rows.has_top_p)
+    top = TopCandidates.from_scores(scores, width if rows.has_threshold_within(width, vocab_size).all() else vocab_size)
+    lowest, _ = _threshold(scores, top, metadata, rows.has_top_p)
+    return _sample_from_all(scores.masked_fill_(scores < lowest, -torch.inf), metadata.keys, allow_sync)
+
+
+def _sample_from_top(
+    scores: torch.Tensor, top: TopCandidates, metadata: DeviceSamplingMetadata, has_top_p: bool
+) -> torch.Tensor:
+    """Samples from the highest scores alone, except rows that may keep others too; which ones these are is read."""
+    lowest, known = _threshold(scores, top, metadata, has_top_p)
+    token_ids = _sample_from_candidates(top, lowest, metadata.keys)
+    # Where the threshold is the last score of ``top``, ties with it may lie outside; -inf is not drawn anyway.
+    last = top.scores[:, -1]
+    wide = ((~known | (lowest.squeeze(1) <= last)) & (last > -torch.inf)).nonzero().squeeze(1)
+    if len(wide) and top.scores.shape[1] < scores.shape[1]:
+        scores, metadata, lowest = scores[wide], metadata.select(wide), lowest[wide]
+        if not bool(known.all()):
+            lowest, _ = _threshold(scores, TopCandidates.from_scores(scores, scores.shape[1]), metadata, has_top_p)
+        token_ids[wide] = _sample_from_all(
+            scores.masked_fill(scores < lowest, -torch.inf), metadata.keys, allow_sync=True
+        )
+    return token_ids
+
+
+def _scale(logits: torch.Tensor, metadata: DeviceSamplingMetadata) -> torch.Tensor:
+    """Scores, 0 for the highest of each row; ``logits`` are overwritten."""
+    temperature = metadata.temperature.clamp(min=MIN_TEMPERATURE)
+    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+
+
+def _threshold(
+    scores: torch.Tensor, top: TopCandidates, metadata: DeviceSamplingMetadata, has_top_p: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return sampling_threshold(scores, top, metadata.top_k, metadata.top_p, metadata.log_min_p, has_top_p=has_top_p)
+
+
+def _sample_from_all(scores: torch.Tensor, keys: torch.Tensor, allow_sync: bool) -> torch.Tensor:
+    """Token ids [R] drawn from every token with a score above -inf."""
+    width = max(1, (NOISE_TOKENS if scores.device.type == "cpu" else DEVICE_NOISE_TOKENS) // len(keys))
+    best = torch.full((len(keys),), -torch.inf, device=scores.device)
+    token_ids = torch.zeros(len(keys), dtype=torch.int64, device=scores.device)
+    for start, part in zip(range(0, scores.shape[1], width), scores.split(width, dim=1), strict=True):
+        ids = torch.arange(start, start + part.shape[1], dtype=torch.int32, device=scores.device)
+        noisy = gumbel_noise(keys, ids).add_(part)
+        index = lowest_argmax(noisy, allow_sync=allow_sync)
+        highest = noisy.gather(1, index[:, None]).squeeze(1)
+        better = highest > best
+        best = torch.where(better, highest, best)
+        token_ids = torch.where(better, index + start, token_ids)
+    return token_ids
+
+
+def _sample_from_candidates(top: TopCandidates, lowest: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    noisy = gumbel_noise(keys, top.token_ids.int()).add_(top.scores).masked_fill_(top.scores < lowest, -torch.inf)
+    # Losers rather than winners, so that a row of NaN, which compares as neither, has a winner too.
+    losers = noisy < noisy.amax(-1, keepdim=True)
+    return top.token_ids.masked_fill(losers, torch.iinfo(torch.int64).max).amin(-1)
+
+
+def _top_width(rows: SamplingMetadata, vocab_size: int) -> int:
+    """Well above the largest top-k, as all ties with the last token are kept too; wider where no top-k is small."""
+    bounded = (rows.top_k > 0) & (rows.top_k < TOP_WIDTH)
+    width = 2 * int(rows.top_k.max()) + 64 if bool(bounded.all()) else TOP_WIDTH
+    return min(width, TOP_WIDTH, vocab_size)
+
+
+# A top-k with a defined order: falling scores, and equal ones by rising token id.
+
+
+_LOW_BITS = (1 << 32) - 1
+
+
+def stable_topk(scores: torch.Tensor, count: int, *, allow_sync: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``count`` highest of ``scores`` [R, V] float32, no NaN, and their token ids, both [R, min(count, V)].
+    With ``allow_sync`` they are on the host; otherwise on the device of ``scores``, which is not waited for. The ids of
+    scores of -inf are not defined.
+    """
+    count = min(count, scores.shape[1])
+    return _topk_with_ties_resolved(scores, count) if allow_sync else _topk_by_unique_keys(scores, count)
+
+
+def _topk_by_unique_keys(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorts integers that are unique: above, the bits of the score in the order of the scores; below, the id."""
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(_LOW_BITS, _LOW_BITS - scores.shape[1], -1, device=scores.device)
+    indices = (ordered.long() << 32).bitwise_or_(ids).topk(count, dim=-1).indices
+    return scores.gather(1, indices), indices
+
+
+def _topk_with_ties_resolved(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Looks for equal scores only in rows where it matters which of them were chosen."""
+    # One more than asked for: only where it equals the last does it matter which of the equal ones were chosen.
+    values, ids = (part.cpu() for part in scores.topk(min(count + 1, scores.shape[1]), dim=-1))
+    border = values[:, count - 1]
+    cut = (values[:, -1] == border) if values.shape[1] > count else torch.zeros(len(scores), dtype=torch.bool)
+    values, ids = values[:, :count], ids[:, :count].clone()
+    for row in (cut & (border > -torch.inf)).nonzero().squeeze(1).tolist():
+        tied = values[row] == border[row]
+        ids[row, tied] = (scores[row] == border[row].item()).nonzero().squeeze(1)[: int(tied.sum())].cpu()
+    return _sort_by_value_then_id(values, ids)
+
+
+def _sort_by_value_then_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+# Log-probabilities of tokens under the model's own distribution: a float32 log-softmax of its logits.
+#
+# Computed for a bounded number of rows at a time, so that long prompts and wide vocabularies cost time but no memory.
+
+
+MAX_ROWS, MAX_VALUES = 256, 1 << 24
+
+
+def max_rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are normalised at a time."""
+    return max(1, min(MAX_ROWS, MAX_VALUES // vocab_size))
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """For each row i of ``logits`` [R, V], any float dtype and finite: the log-probability of ``token_ids[i]``, and the
+    ``num_prompt_logprobs[i]`` most probable tokens, best first, equal ones by rising id. Waits for the device.
+    """
+    (ids,) = upload_arrays((np.array(token_ids, dtype=np.int64),), logits.device)
+    return to_token_logprobs(compute_logprobs(logits, ids, max(num_top, default=0)), num_top)
+
+
+def compute_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int, *, allow_sync: bool = True
+) -> list[torch.Tensor]:
+    """The log-probability of the token of each row [R] float32, and with ``num_prompt_logprobs`` above 0 those of the
+    most probable tokens and their ids, both [R, min(num_top, V)].
+    """
+    size, chunks = max_rows_at_once(logits.shape[1]), []
+    for start in range(0, len(token_ids), size):
+        part = slice(start, start + size)
+        logprobs = logits[part].float().log_softmax(-1)
+        own = logprobs.gather(1, token_ids[part][:, None]).squeeze(1)
+        chunks.append((own, *stable_topk(logprobs, num_top, allow_sync=allow_sync)) if num_top else (own,))
+    return [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+
+
+def to_token_logprobs(measured: Sequence[torch.Tensor], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """The tensors of ``compute_logprobs`` as one object a row, row i with ``num_prompt_logprobs[i]`` most probable
+    tokens. Waits for the device.
+    """
+    if not num_top:
+        return []
+    own = measured[0].tolist()
+    if len(measured) == 1:
+        return [TokenLogprobs(logprob) for logprob in own]
+    values, ids = measured[1:]
+    tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True))
+    return [TokenLogprobs(logprob, top[:count]) for logprob, top, count in zip(own, tops, num_top, strict=True)]

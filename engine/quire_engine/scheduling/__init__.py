@@ -1,1 +1,0 @@
-"""Which tokens the next step computes, and what its results mean."""

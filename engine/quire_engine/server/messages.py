@@ -1,0 +1,127 @@
+"""Plain types of the core to protobuf and back. No state."""
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from quire.v1 import engine_pb2 as pb
+from quire_proto.convert import error_to_proto, finish_to_proto, logprobs_to_proto, sampling_from_proto
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import FinishReason
+
+from quire_engine.core.block_pool import BlockStored, KVCacheEvent, Tier
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
+from quire_engine.core.request import Request, ResumedOutput
+from quire_engine.server.step_time_model import StepTimeModel
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Log-probabilities of so many prompt tokens go into one message: a quarter of a MiB at most.
+PROMPT_PIECE = 1024
+_TIER = {Tier.DEVICE: pb.KV_TIER_DEVICE, Tier.HOST: pb.KV_TIER_HOST}
+
+
+def request_from_proto(message: pb.Submit, key: str) -> Request:
+    """The request under the core's ``key``, with id and parameters checked. Raises ``QuireError`` INVALID."""
+    if not _REQUEST_ID.fullmatch(message.request_id):
+        raise invalid("request_id", "A request id is 1 to 64 letters, digits, dashes or underscores.")
+    return Request(
+        request_id=key,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        output_token_ids=tuple(message.output_token_ids),
+        cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
+        resumed_outputs=tuple(
+            ResumedOutput(each.index, tuple(each.token_ids), each.finished) for each in message.delivered
+        ),
+        priority=message.priority,
+    )
+
+
+def output_to_proto(output: EngineCoreOutput, request_id: str) -> list[pb.SequenceOutput]:
+    """One choice's part of a step, under the id that the router chose. Several messages where many of the prompt's
+    log-probabilities are told; the last one has everything else.
+    """
+    told = range(0, len(output.prompt_logprobs), PROMPT_PIECE)
+    *pieces, last = [_prompt_piece(output, request_id, start) for start in told or [0]]
+    last.token_ids.extend(output.token_ids)
+    last.position = output.position
+    last.finish_reason = finish_to_proto(output.finish_reason)
+    last.cached_tokens = output.cached_tokens
+    last.logprobs.extend(map(logprobs_to_proto, output.logprobs))
+    if output.score is not None:
+        last.score = output.score
+    if output.error is not None:
+        last.error.CopyFrom(error_to_proto(output.error))
+    return [*pieces, last]
+
+
+def refusal_to_proto(request_id: str, error: QuireError) -> list[pb.SequenceOutput]:
+    """The answer to a request that never reached the core."""
+    return output_to_proto(EngineCoreOutput("", finish_reason=FinishReason.ERROR, error=error), request_id)
+
+
+def abort_to_proto(request_id: str, request: Request) -> list[pb.SequenceOutput]:
+    """The ends of all choices of a request that was cancelled before it reached the core."""
+    earlier = {delivered.index: delivered for delivered in request.all_resumed_outputs}
+    ends: list[pb.SequenceOutput] = []
+    for index in range(request.sampling.num_returned):
+        delivered = earlier.get(index, ResumedOutput(index, ()))
+        if not delivered.finished:
+            end = EngineCoreOutput("", position=len(delivered.token_ids), index=index, finish_reason=FinishReason.ABORT)
+            ends += output_to_proto(end, request_id)
+    return ends
+
+
+def load_to_proto(load: EngineLoad, pace: StepTimeModel | None) -> pb.Load:
+    """The load, field by field, and the pace once there is one."""
+    return pb.Load(
+        running=load.running,
+        waiting=load.waiting,
+        swapped=load.swapped,
+        uncomputed_tokens=load.uncomputed_tokens,
+        blocks_total=load.blocks_total,
+        blocks_free=load.blocks_free,
+        host_blocks_total=load.host_blocks_total,
+        host_blocks_free=load.host_blocks_free,
+        pace=None if pace is None else _pace_to_proto(pace),
+    )
+
+
+def events_to_proto(events: Iterable[KVCacheEvent]) -> list[pb.KvEvent]:
+    """Changes of the prefix cache, in their order; those of one kind that follow each other are one message."""
+    return [
+        _changes_to_proto(kind, tier, [event.block_hash for event in alike])
+        for (kind, tier), alike in groupby(events, key=lambda event: (type(event), event.tier))
+    ]
+
+
+def cached_to_proto(stored: Sequence[BlockStored]) -> list[pb.KvStored]:
+    """Everything that can be hit, tier by tier."""
+    hashes = {tier: [each.block_hash for each in stored if each.tier is tier] for tier in Tier}
+    return [pb.KvStored(block_hashes=held, tier=_TIER[tier]) for tier, held in hashes.items() if held]
+
+
+def _changes_to_proto(kind: type[KVCacheEvent], tier: Tier, hashes: Sequence[bytes]) -> pb.KvEvent:
+    if kind is BlockStored:
+        return pb.KvEvent(stored=pb.KvStored(block_hashes=hashes, tier=_TIER[tier]))
+    return pb.KvEvent(removed=pb.KvRemoved(block_hashes=hashes, tier=_TIER[tier]))
+
+
+def _pace_to_proto(pace: StepTimeModel) -> pb.Pace:
+    return pb.Pace(
+        step_seconds=pace.step_seconds,
+        token_seconds=pace.token_seconds,
+        sequence_seconds=pace.sequence_seconds,
+        host_block_seconds=pace.host_block_seconds,
+    )
+
+
+def _prompt_piece(output: EngineCoreOutput, request_id: str, start: int) -> pb.SequenceOutput:
+    piece = output.prompt_logprobs[start : start + PROMPT_PIECE]
+    return pb.SequenceOutput(
+        request_id=request_id,
+        index=output.index,
+        prompt_logprobs=map(logprobs_to_proto, piece),
+        prompt_position=output.prompt_position + start if piece else 0,
+    )

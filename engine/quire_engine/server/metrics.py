@@ -1,0 +1,200 @@
+"""The engine's Prometheus metrics, and the small HTTP server for them and for the probes."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from http.server import ThreadingHTTPServer
+from threading import Thread
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, MetricsHandler
+from quire_proto.telemetry import Metric
+
+from quire_engine.core.engine_core import EngineCoreOutputs
+from quire_engine.core.outputs import KVCacheFragmentation, SchedulerStats
+from quire_engine.structured_output.compiler import CompileOutcome
+
+_GRAMMAR_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+log = logging.getLogger(__name__)
+
+
+class EngineMetrics:
+    """Gauges and counters of one engine, under ``quire_*`` and under the ``vllm:*`` names that dashboards already
+    read.
+    """
+
+    def __init__(self, model: str, statistics: SchedulerStats, heartbeat_age: Callable[[], float]) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._statistics = statistics
+        self._running = self._gauge(Metric.ENGINE_RUNNING, "Sequences that hold device blocks")
+        self._waiting = self._gauge(Metric.ENGINE_WAITING, "Sequences not admitted yet")
+        self._swapped = self._gauge(Metric.ENGINE_SWAPPED, "Sequences in the host pool")
+        self._blocks = self._gauge(Metric.ENGINE_BLOCKS_TOTAL, "KV blocks", ("tier",))
+        self._free = self._gauge(Metric.ENGINE_BLOCKS_FREE, "KV blocks that are free or evictable", ("tier",))
+        self._gauge(Metric.ENGINE_HEARTBEAT_AGE, "Seconds since the loop last made progress").set_function(
+            heartbeat_age
+        )
+        self._phases = Histogram(
+            Metric.ENGINE_STEP_SECONDS,
+            "Duration of a step",
+            ("model", "phase"),
+            buckets=_STEP_BUCKETS,
+            registry=self.registry,
+        )
+        self._grammars = self._counter(Metric.ENGINE_GRAMMARS, "Grammars that were asked for", ("outcome",))
+        self._grammar_seconds = Histogram(
+            Metric.ENGINE_GRAMMAR_SECONDS,
+            "Time to compile a grammar, or to refuse it",
+            ("model",),
+            buckets=_GRAMMAR_BUCKETS,
+            registry=self.registry,
+        )
+        self._restarts = self._counter(
+            Metric.ENGINE_TASK_RESTARTS, "Tasks that failed and were started again", ("task",)
+        )
+        self._preemptions = self._counter(Metric.ENGINE_PREEMPTIONS, "Sequences that gave way", ("mode", "reason"))
+        self._empty_slots = self._gauge(Metric.ENGINE_EMPTY_SLOTS, "Slots of held KV blocks without a token")
+        self._unreachable = self._gauge(Metric.ENGINE_UNREACHABLE_BLOCKS, "KV blocks neither free nor held")
+        self._totals = self._counters()
+        self._seen: dict[Counter, int] = {}
+        self._vllm_waiting = self._gauge("vllm:num_requests_waiting", "Requests waiting")
+        self._vllm_running = self._gauge("vllm:num_requests_running", "Requests running")
+        self._vllm_usage = self._gauge("vllm:kv_cache_usage_perc", "KV cache in use, 0 to 1")
+
+    def on_grammar(self, outcome: CompileOutcome, seconds: float) -> None:
+        """Takes in what became of a grammar that a request asked for. May be called from any thread."""
+        self._grammars.labels(self._model, outcome).inc()
+        if seconds:
+            self._grammar_seconds.labels(self._model).observe(seconds)
+
+    def on_restart(self, task: str) -> None:
+        """Takes in that a task of the service failed and is started again."""
+        self._restarts.labels(self._model, task).inc()
+
+    def on_step(self, step: EngineCoreOutputs) -> None:
+        """Takes in one step."""
+        load, times = step.load, step.trace
+        for gauge, value in (
+            (self._running, load.running),
+            (self._waiting, load.waiting),
+            (self._swapped, load.swapped),
+            (self._vllm_running, load.running),
+            (self._vllm_waiting, load.waiting + load.swapped),
+            (self._vllm_usage, 1 - load.blocks_free / max(1, load.blocks_total)),
+        ):
+            gauge.set(value)
+        self._set_blocks("device", load.blocks_total, load.blocks_free)
+        self._set_blocks("host", load.host_blocks_total, load.host_blocks_free)
+        for phase, seconds in (
+            ("schedule", times.schedule),
+            ("swap", times.timings.swap),
+            ("forward", times.timings.forward),
+            ("sample", times.timings.sample),
+            ("emit", times.emit),
+        ):
+            self._phases.labels(self._model, phase).observe(seconds)
+        if step.fragmentation is not None:
+            self._set_waste(step.fragmentation)
+        self._count()
+
+    def _count(self) -> None:
+        for counter, now in self._readings():
+            counter.inc(now - self._seen.get(counter, 0))
+            self._seen[counter] = now
+
+    def _readings(self) -> Iterator[tuple[Counter, int]]:
+        """Each counter with what it has to stand at."""
+        for name, counter in self._totals.items():
+            yield counter, getattr(self._statistics, name)
+        # Copied first: the core's thread may add another reason meanwhile.
+        for (mode, reason), count in list(self._statistics.preemptions.items()):
+            yield self._preemptions.labels(self._model, mode, reason), count
+
+    def _set_waste(self, waste: KVCacheFragmentation) -> None:
+        self._empty_slots.set(waste.empty_slots)
+        if waste.leaked_blocks is not None:
+            self._unreachable.set(waste.leaked_blocks)
+
+    def _set_blocks(self, tier: str, total: int, free: int) -> None:
+        self._blocks.labels(self._model, tier).set(total)
+        self._free.labels(self._model, tier).set(free)
+
+    def _counters(self) -> dict[str, Counter]:
+        moved = self._counter(Metric.ENGINE_SWAP_BLOCKS, "KV blocks copied between the pools", ("direction",))
+        totals = {
+            "blocks_parted": (Metric.ENGINE_PARTED_BLOCKS, "KV blocks copied because a sequence wrote to a shared one"),
+            "out_of_memory": (Metric.ENGINE_OUT_OF_MEMORY, "Requests that were alone and could not grow"),
+            "prefix_query_tokens": (Metric.ENGINE_PREFIX_QUERIES, "Prompt tokens looked up"),
+            "computed_tokens": (Metric.ENGINE_COMPUTED_TOKENS, "Tokens computed"),
+            "generated_tokens": (Metric.ENGINE_GENERATION_TOKENS, "Tokens generated"),
+        }
+        counters = {key: self._counter(name, text).labels(self._model) for key, (name, text) in totals.items()}
+        hits = self._counter(Metric.ENGINE_PREFIX_HITS, "Prompt tokens found", ("tier",))
+        counters["prefix_device_tokens"] = hits.labels(self._model, "device")
+        counters["prefix_host_tokens"] = hits.labels(self._model, "host")
+        counters["blocks_copied_out"] = moved.labels(self._model, "out")
+        counters["blocks_copied_in"] = moved.labels(self._model, "in")
+        return counters
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(name, text, ("model", *labels), registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        model = "model_name" if name.startswith("vllm:") else "model"  # what dashboards made for vLLM ask for
+        gauge = Gauge(name, text, (model, *labels), registry=self.registry)
+        return gauge if labels else gauge.labels(self._model)
+
+
+_OK = HTTPStatus.OK, {"status": "ok"}
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE, {"status": "unavailable"}
+_ELSEWHERE = "There is no such page: an engine has metrics and probes here, and is reached by clients through a router."
+_NOT_FOUND = HTTPStatus.NOT_FOUND, {"error": _ELSEWHERE}
+
+
+class ProbeServer:
+    """Serves ``/metrics``, and each of ``probes`` at its path as 200 or 503, on threads of its own. Raises ``OSError``
+    with the address where it cannot be listened on.
+    """
+
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, probes: Mapping[str, Callable[[], bool]]
+    ) -> None:
+        class Handler(MetricsHandler):
+            timeout = 10  # seconds, so that a silent client cannot hold a thread for ever
+
+            def do_GET(self) -> None:  # noqa: N802 - named by the library
+                path = self.path.partition("?")[0]
+                if path in probes:
+                    _answer(self, *(_OK if probes[path]() else _UNAVAILABLE))
+                elif path == "/metrics":
+                    super().do_GET()
+                else:
+                    _answer(self, *_NOT_FOUND)
+
+            def log_message(self, format: str, *args: object) -> None:
+                log.debug(format, *args)
+
+        Handler.registry = registry
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
+
+    def close(self) -> None:
+        """Stops serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _answer(handler: MetricsHandler, status: HTTPStatus, said: Mapping[str, str]) -> None:
+    body = json.dumps(said).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)

@@ -1,0 +1,106 @@
+"""``quire.v1.Engine`` over gRPC: one stream a router, as the contract in ``engine.proto`` says."""
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc.aio import ServicerContext
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import engine_pb2_grpc
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_engine.server import session as sessions
+from quire_engine.server.session_manager import SessionManager
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT = 10.0
+_SESSION_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_Requests = AsyncIterator[pb.SessionRequest]
+_Context = ServicerContext[pb.SessionRequest, pb.SessionResponse]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Answers routers."""
+
+    def __init__(self, hub: SessionManager, description: pb.DescribeResponse) -> None:
+        self._sessions = hub
+        self._description = description
+
+    async def Describe(  # noqa: N802 - named by the contract
+        self, request: pb.DescribeRequest, context: ServicerContext[pb.DescribeRequest, pb.DescribeResponse]
+    ) -> pb.DescribeResponse:
+        """What this engine serves."""
+        del request, context
+        return self._description
+
+    async def Session(  # noqa: N802 - named by the contract
+        self, request_iterator: _Requests, context: _Context
+    ) -> AsyncIterator[pb.SessionResponse]:
+        """Runs one router's session for as long as its stream lives."""
+        try:
+            session, number, snapshot = await self._sessions.open(await _first_open(request_iterator))
+        except QuireError as error:
+            await context.abort(grpc.StatusCode[error.status.grpc], error.message)
+        reader = asyncio.create_task(self._read_commands(session, number, request_iterator))
+        try:
+            yield snapshot
+            async for batch in session.stream(number):
+                yield pb.SessionResponse(step_batch=batch)
+            if reader.done() and reader.exception() is not None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "A command could not be read.")
+            await context.abort(grpc.StatusCode.ABORTED, "The session was closed or taken over.")
+        finally:
+            reader.cancel()
+            self._sessions.detach(session, number)
+
+    async def _read_commands(self, session: sessions.Session, number: int, requests: _Requests) -> None:
+        """Carries out the router's commands. When it says no more, the stream to it goes on; when one cannot be read
+        or carried out, the stream ends, because what follows could depend on it.
+        """
+        try:
+            async for message in requests:
+                if not session.is_attached(number):
+                    return
+                self._handle_command(session, message)
+        except grpc.aio.AioRpcError:
+            return
+        except Exception:
+            if self._sessions.draining:
+                return  # the server was stopped under it
+            log.exception("a command of session %s failed", session.session_id)
+            session.break_stream(number)
+            raise
+
+    def _handle_command(self, session: sessions.Session, message: pb.SessionRequest) -> None:
+        match message.WhichOneof("command"):
+            case "submit":
+                self._sessions.submit(session, message.submit)
+            case "cancel":
+                self._sessions.cancel(session, message.cancel.request_id, tuple(message.cancel.indexes))
+            case "ack":
+                session.acknowledge(message.ack.sequence)
+            case _:
+                pass  # a second Open changes nothing, and a newer router may know commands that this engine does not
+
+
+async def _first_open(requests: _Requests) -> pb.Open:
+    """The Open that must come first. Raises ``QuireError``."""
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT):
+            first = await anext(aiter(requests))
+    except StopAsyncIteration:
+        raise invalid("open", "The stream ended before it was opened.") from None
+    except DecodeError:
+        raise invalid("open", "The first message could not be read.") from None
+    except TimeoutError:
+        raise QuireError(ErrorCode.DEADLINE, "No Open came in time.") from None
+    if first.WhichOneof("command") != "open":
+        raise invalid("open", "The first message of a session must be Open.")
+    if not _SESSION_ID.fullmatch(first.open.session_id):
+        raise invalid("session_id", "A session id is 1 to 64 letters, digits, dashes or underscores.")
+    return first.open

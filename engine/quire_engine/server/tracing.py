@@ -1,0 +1,201 @@
+"""Builds the engine's spans from what the core recorded, off the step loop. Free of cost when nothing is exported.
+
+A request's spans hang below the router's attempt. A step is a root of its own, because a batch has many parents, and
+is *linked* to the requests in it. Steps are traced one in an interval, and whenever they are slow, swap, preempt or
+fail, within a rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, SpanContext, SpanKind, Tracer
+from quire_proto.telemetry import Attribute, Event, Span
+from quire_proto.tracing import extract
+
+from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad
+from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
+
+SLOW_FACTOR = 4.0
+MAX_STEPS_PER_SECOND = 20.0
+_NANOSECONDS = 1_000_000_000
+
+
+@dataclass(slots=True)
+class _TracedRequest:
+    context: Context
+    parent: SpanContext
+    prompt_tokens: int
+    prompt_exported: bool = False
+
+
+class TraceExporter:
+    """Keeps the trace context of the requests that are traced, and exports what happened to them."""
+
+    def __init__(self, *, enabled: bool, step_interval: int, tracer: Tracer | None = None) -> None:
+        self._enabled = enabled
+        self._interval = step_interval
+        self._tracer = tracer or trace.get_tracer("quire.engine")
+        self._traced: dict[str, _TracedRequest] = {}
+        self._average_duration = 0.0
+        self._allowance = MAX_STEPS_PER_SECOND
+        self._refilled = monotonic()
+
+    def on_submit(self, request: Request) -> None:
+        """Remembers whom to report to."""
+        if not (self._enabled and request.traceparent):
+            return
+        context = extract({"traceparent": request.traceparent})
+        parent = trace.get_current_span(context).get_span_context()
+        if parent.is_valid:
+            self._traced[request.request_id] = _TracedRequest(context, parent, len(request.prompt_token_ids))
+
+    def on_abandoned(self, key: str) -> None:
+        """Forgets a request whose end nobody will report."""
+        self._traced.pop(key, None)
+
+    def on_step(self, step: EngineCoreOutputs) -> None:
+        """Exports the step, if it is one to export, and the requests that ended with it."""
+        if not self._enabled:
+            return
+        if self._should_trace(step.trace):
+            self._export_step(step.trace, step.load)
+        for output in step.outputs:
+            if output.finish_reason and (traced := self._traced.get(output.request_id)):
+                self._export_choice(traced, output)
+            if output.ends_request:
+                self._traced.pop(output.request_id, None)
+
+    def _should_trace(self, step: StepTrace) -> bool:
+        slow = step.duration > SLOW_FACTOR * self._average_duration > 0
+        self._average_duration += 0.05 * (step.duration - self._average_duration)
+        wanted = slow or step.failed or step.preempted or step.swapped_blocks or step.step % self._interval == 0
+        return bool(wanted) and self._take_from_budget()
+
+    def _take_from_budget(self) -> bool:
+        now = monotonic()
+        self._allowance = min(MAX_STEPS_PER_SECOND, self._allowance + (now - self._refilled) * MAX_STEPS_PER_SECOND)
+        self._refilled = now
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+    def _export_step(self, step: StepTrace, load: EngineLoad) -> None:
+        links = [Link(self._traced[key].parent) for key in step.request_ids if key in self._traced]
+        attributes = {
+            Attribute.STEP_ID: step.step,
+            Attribute.STEP_PREFILL: step.num_prefill,
+            Attribute.STEP_DECODE: step.num_decode,
+            Attribute.STEP_TOKENS: step.num_tokens,
+            Attribute.STEP_PREEMPTED: step.preempted,
+            Attribute.BLOCKS_FREE: load.blocks_free,
+            Attribute.BLOCKS_TOTAL: load.blocks_total,
+        }
+        root = self._tracer.start_span(
+            Span.STEP,
+            context=Context(),
+            kind=SpanKind.INTERNAL,
+            attributes=attributes,
+            links=links,
+            start_time=step.started,
+        )
+        inside = trace.set_span_in_context(root)
+        begin = step.started
+        for name, pause, seconds in _phases(step):
+            begin += int(pause * _NANOSECONDS)
+            end = begin + int(seconds * _NANOSECONDS)
+            self._span(name, inside, begin, end)
+            begin = end
+        root.end(begin)
+
+    def _export_choice(self, traced: _TracedRequest, output: EngineCoreOutput) -> None:
+        """The choices of a request wait and read the prompt together, so that is told with the first that ends."""
+        times = output.timings
+        if times is None:
+            return
+        if not traced.prompt_exported:
+            self._export_prompt(traced, output, times)
+            traced.prompt_exported = True
+        if times.first_token:
+            self._export_decode(traced, output, times)
+        self._export_swaps(traced, times)
+
+    def _export_prompt(self, traced: _TracedRequest, output: EngineCoreOutput, times: SequenceTimings) -> None:
+        end = times.finished
+        self._span(Span.WAIT, traced.context, times.arrived, times.admitted or end)
+        if times.admitted:
+            attributes = {
+                Attribute.INPUT_TOKENS: traced.prompt_tokens,
+                Attribute.CACHED_TOKENS: output.cached_tokens,
+                Attribute.FIRST_STEP: times.first_step,
+            }
+            read = times.first_token or end
+            early = [moment for moment in times.events if moment.time < read]
+            self._span(Span.PREFILL, traced.context, times.admitted, read, attributes, moments=early)
+
+    def _export_decode(self, traced: _TracedRequest, output: EngineCoreOutput, times: SequenceTimings) -> None:
+        span = self._tracer.start_span(
+            Span.DECODE,
+            context=traced.context,
+            start_time=times.first_token,
+            attributes={
+                Attribute.CHOICE: output.index,
+                Attribute.OUTPUT_TOKENS: output.position + len(output.token_ids),
+                Attribute.FINISH_REASONS: (str(output.finish_reason),),
+                Attribute.LAST_STEP: times.last_step,
+            },
+        )
+        span.add_event(Event.FIRST_TOKEN, timestamp=times.first_token)
+        _add_events(span, [moment for moment in times.events if moment.time >= times.first_token])
+        span.end(times.finished)
+
+    def _export_swaps(self, traced: _TracedRequest, times: SequenceTimings) -> None:
+        """A ``swap_out`` lasts for as long as the sequence was off the device."""
+        for index, moment in enumerate(times.events):
+            attributes = {Attribute.BLOCKS: moment.blocks}
+            if moment.name == "swap_out":
+                later = times.events[index + 1 :]
+                end = next((other.time for other in later if other.name == "swap_in"), times.finished)
+                self._span(Span.SWAP_OUT, traced.context, moment.time, end, attributes)
+            elif moment.name == "swap_in":
+                self._span(Span.SWAP_IN, traced.context, moment.time, moment.time, attributes)
+
+    def _span(
+        self,
+        name: str,
+        context: Context,
+        start: int,
+        end: int,
+        attributes: dict[str, int] | None = None,
+        *,
+        moments: Sequence[SequenceEvent] = (),
+    ) -> None:
+        span = self._tracer.start_span(name, context=context, start_time=start, attributes=attributes)
+        _add_events(span, moments)
+        span.end(end)
+
+
+def _add_events(span: trace.Span, moments: Sequence[SequenceEvent]) -> None:
+    for moment in moments:
+        name = Event.RESUMED if moment.name == "swap_in" else Event.PREEMPTED
+        span.add_event(name, _preemption(moment), timestamp=moment.time)
+
+
+def _preemption(moment: SequenceEvent) -> dict[str, str | int]:
+    attributes: dict[str, str | int] = {Attribute.PREEMPTION: moment.name, Attribute.BLOCKS: moment.blocks}
+    return attributes | ({Attribute.PREEMPTION_REASON: str(moment.reason)} if moment.reason else {})
+
+
+def _phases(step: StepTrace) -> list[tuple[str, float, float]]:
+    """The parts of a step in their order, each with the seconds between the one before and it, and its own."""
+    return [
+        (Span.STEP_SCHEDULE, 0.0, step.schedule),
+        (Span.STEP_SWAP, 0.0, step.timings.swap),
+        (Span.STEP_FORWARD, step.pause, step.timings.forward),
+        (Span.STEP_SAMPLE, 0.0, step.timings.sample),
+        (Span.STEP_EMIT, 0.0, step.emit),
+    ]

@@ -1,0 +1,1 @@
+"""Grammars that outputs follow: tried out in a sandbox, compiled by llguidance, matched as bitmasks."""

@@ -1,0 +1,180 @@
+"""Tries grammars out in a process of its own, where one that takes all time, all memory or the stack harms nobody.
+
+The library bounds most of what a grammar can cost, but not all: one pattern more, and compiling takes hours, or a chain
+of rules overflows the stack, which would end the engine. So each definition is compiled here first, at low priority,
+under limits that the operating system keeps; the engine itself compiles what came through.
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from quire_engine.structured_output.llguidance import EBNF, Guidance, RejectedError, lark, to_lark
+
+# Seconds of processor time for one definition; the system counts them in whole seconds, so it gets up to one more.
+CPU_SECONDS = 1
+MEMORY = 256 << 20
+# What a compiled grammar may go on taking. A schema of some thousand characters takes about one MiB.
+MAX_BYTES = 16 << 20
+# Less than what a thread of the engine has, so that what is deep enough to fail fails here.
+STACK = 2 << 20
+# Seconds to wait for an answer, and for the process to begin. Only a machine with no time to spare needs so many.
+ANSWER_TIMEOUT = 20.0
+START_TIMEOUT = 60.0
+_TOO_LARGE = "compiling it takes too much time or memory"
+# How the process ends when a grammar takes too much: processor time, stack, memory.
+RESOURCE_SIGNALS = {-signal.SIGXCPU, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
+
+
+class SandboxLostError(Exception):
+    """The process ended, or did not answer in time, and the grammar need not be to blame."""
+
+
+class GrammarSandbox:
+    """The process, started when it is first needed and again after a grammar ended it. May be used from any thread, by
+    one after the other.
+    """
+
+    def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._arguments = [str(path), str(vocab_size), *map(str, eos_token_ids)]
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def check(self, definition: str) -> tuple[int, str]:
+        """Returns the bytes that the compiled ``definition`` takes, and what to compile (EBNF as Lark). Raises
+        ``RejectedError`` when it cannot be compiled within the limits, ``SandboxLostError`` when the process ended or
+        timed out for another reason, and ``OSError`` when the process cannot be started.
+        """
+        with self._lock:
+            process = self._started()
+            with suppress(BrokenPipeError):
+                _write(process, definition)
+            answer = _answer(process, ANSWER_TIMEOUT)
+            if answer is None:
+                raise self._verdict(process)
+        if answer["reason"] is not None:
+            raise RejectedError(answer["reason"])
+        return int(answer["bytes"]), str(answer["definition"] or definition)
+
+    def close(self) -> None:
+        """Ends the process, whatever it is doing."""
+        process = self._process
+        if process is not None:
+            process.kill()  # so that whoever waits for its answer lets go of the lock
+        with self._lock:
+            self._end()
+
+    def _verdict(self, process: "subprocess.Popen[str]") -> Exception:
+        """What it means that no answer came: whose fault it was shows in how the process ended by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.2)
+        guilty = process.returncode in RESOURCE_SIGNALS
+        self._end()
+        return RejectedError(_TOO_LARGE) if guilty else SandboxLostError()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # something else ended it while it waited: the next grammar is not to blame
+        if self._process is None:
+            command = [sys.executable, "-m", __name__, *self._arguments]
+            self._process = subprocess.Popen(  # noqa: S603 - our own module, with numbers and a path
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+            if _answer(self._process, START_TIMEOUT) is None:
+                self._end()
+                raise ChildProcessError("the process that tries grammars out did not start")
+        return self._process
+
+
+def _answer(process: "subprocess.Popen[str]", patience: float) -> dict[str, Any] | None:
+    """The next line that the process writes, None when it ends or does not answer in time."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    line = process.stdout.readline() if poll.poll(1000 * patience) else ""
+    return json.loads(line) if line.endswith("\n") else None
+
+
+def _write(process: "subprocess.Popen[str]", definition: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(definition) + "\n")
+    process.stdin.flush()
+
+
+def main() -> None:
+    """The process: one definition a line comes in, one answer a line goes out, until the input ends."""
+    path, vocab_size, *eos_token_ids = sys.argv[1:]
+    guidance = Guidance.load(Path(path), int(vocab_size), list(map(int, eos_token_ids)))
+    os.nice(10)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine; it would look like a grammar's fault here
+    threading.stack_size(STACK)
+    worker = threading.Thread(target=_serve, args=(guidance,))
+    worker.start()
+    worker.join()
+
+
+def _serve(guidance: Guidance) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc = ctypes.CDLL(None)
+    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY,) * 2)
+    _write_answer(None)
+    for line in sys.stdin:
+        _limit_cpu_time(CPU_SECONDS)
+        before = _resident()
+        try:
+            definition, written = json.loads(line), None
+            if definition.startswith(EBNF):
+                definition = written = lark(to_lark(definition.removeprefix(EBNF)))
+            grammar = guidance.compile(definition)
+        except (RejectedError, ValueError) as error:
+            _write_answer(str(error))
+        except MemoryError:
+            _write_answer(_TOO_LARGE)
+        else:
+            size = max(0, _resident() - before)
+            _write_answer(_TOO_LARGE if size > MAX_BYTES else None, size, written)
+            del grammar
+        # What was free but not given back would make the next grammar look small.
+        libc.malloc_trim(0)
+
+
+def _write_answer(reason: str | None, num_bytes: int = 0, definition: str | None = None) -> None:
+    sys.stdout.write(json.dumps({"reason": reason, "bytes": num_bytes, "definition": definition}) + "\n")
+    sys.stdout.flush()
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+def _limit_cpu_time(seconds: int) -> None:
+    """So much processor time from now on; then the system ends the process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + seconds, hard))
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
+
+
+if __name__ == "__main__":
+    main()

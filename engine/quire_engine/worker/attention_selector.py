@@ -1,0 +1,100 @@
+"""Chooses the attention backend of an executor. Knows which ones there are, not how they work."""
+
+import logging
+from importlib import import_module
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, AttentionShape
+from quire_engine.attention.cpu import CpuAttention
+from quire_engine.attention.flashinfer import FlashInferAttention, unsupported_reason, unsupported_shape_reason
+from quire_engine.attention.reference import ReferenceAttention
+from quire_engine.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+
+def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> None:
+    """Raises ``ModelError`` where ``make_attention`` would for a model of any shape: it can be asked before there is
+    one.
+    """
+    on_gpu = device.type == "cuda"
+    match name:
+        case "auto" if on_gpu and deterministic:
+            _check_flashinfer(device, dtype, deterministic=True)
+        case "flashinfer" if on_gpu:
+            _check_flashinfer(device, dtype, deterministic=deterministic)
+        case "reference" if on_gpu and deterministic:
+            raise ModelError("The attention backend reference is not deterministic on a GPU; use flashinfer.")
+        case "cpu" if on_gpu:
+            raise ModelError("The attention backend cpu does not run on a GPU.")
+        case "flashinfer":
+            raise ModelError("The attention backend flashinfer does not run on the CPU.")
+        case "auto" | "cpu" | "reference":
+            pass
+        case _:
+            raise ModelError(f"The attention backend {name!r} does not exist; use auto, cpu, flashinfer or reference.")
+
+
+def make_attention(
+    name: str, shape: AttentionShape, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False
+) -> AttentionBackend:
+    """The backend called ``name``: cpu, flashinfer, reference or auto.
+
+    On the CPU, auto is cpu, in torch where its kernel cannot be compiled. On a GPU it is flashinfer, and where that
+    cannot be had reference, with a warning. ``deterministic`` asks that what is computed for a token depends on its
+    sequence alone. Raises ``ModelError``.
+    """
+    check_attention(name, device, dtype, deterministic=deterministic)
+    match name:
+        case "auto" if device.type == "cuda":
+            return _auto_for_gpu(shape, device, dtype, deterministic)
+        case "auto":
+            return CpuAttention(shape)
+        case "cpu":
+            return _compiled_cpu(shape)
+        case "flashinfer":
+            return _flashinfer(shape, device, dtype, deterministic)
+    return ReferenceAttention(shape)
+
+
+def _auto_for_gpu(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> AttentionBackend:
+    try:
+        return _flashinfer(shape, device, dtype, deterministic)
+    except ModelError as error:
+        if deterministic:
+            raise
+        log.warning("attention is computed by its formula, which is slow: %s", error)
+        return ReferenceAttention(shape)
+
+
+def _flashinfer(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, deterministic: bool
+) -> FlashInferAttention:
+    _check_flashinfer(device, dtype, deterministic=deterministic)
+    if reason := unsupported_shape_reason(shape):
+        raise ModelError(f"FlashInfer {reason}.")
+    return FlashInferAttention(shape, device, dtype, deterministic=deterministic)
+
+
+def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic: bool) -> None:
+    try:
+        import_module("flashinfer")
+    except ModuleNotFoundError:
+        raise ModelError("FlashInfer is not installed; it comes with quire-engine[cuda].") from None
+    except (ImportError, OSError, RuntimeError) as error:  # parts of unlike versions, or no CUDA libraries
+        raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
+    capability = torch.cuda.get_device_capability(device)
+    if reason := unsupported_reason(dtype, capability):
+        raise ModelError(f"FlashInfer {reason}.")
+    if deterministic and capability < (8, 0):  # Triton has no products for older ones
+        raise ModelError("On a GPU, --deterministic needs one of compute capability 8.0 or newer.")
+
+
+def _compiled_cpu(shape: AttentionShape) -> CpuAttention:
+    try:
+        return CpuAttention(shape, use_kernel=True)
+    except RuntimeError:
+        raise ModelError("The attention backend cpu needs a C++ compiler, and the log says what failed.") from None

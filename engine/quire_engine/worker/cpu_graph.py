@@ -1,0 +1,256 @@
+"""Tapes of decode steps on the CPU: recorded when a batch size first comes, replayed whenever it comes again.
+
+A decode step of a small model is hundreds of short kernels, and between two of them the interpreter takes as long as
+they do. What CUDA graphs are on a GPU (see ``graphs``); but recording costs no more than the step itself, so sizes need
+no ladder and batches no padding. Knows models and attention, neither batches nor plans.
+"""
+
+import ctypes
+import functools
+import logging
+import struct
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire_engine.attention.base import AttentionBackend
+from quire_engine.attention.cpu import CpuAttention
+from quire_engine.kernels.bindings import library
+from quire_engine.models.base import LayeredModel, LayerInputs, Model
+
+log = logging.getLogger(__name__)
+
+# Calls of the compiled kernels, recorded once and then made again in one call.
+#
+# What a CUDA graph is on a GPU: the work of a function is recorded together with the memory that it used, and repeating
+# it costs the interpreter nothing. Knows kernels by their names, and nothing of what they compute.
+
+
+KERNELS = (
+    *("quire_attention", "quire_linear", "quire_int8_linear"),
+    *("quire_rms_norm", "quire_silu_mul", "quire_rotate"),
+)
+"""Those that can be recorded, as in ``tape.cpp``."""
+
+# What torch may be asked for while a tape records: memory, and other views of it.
+_ALLOCATIONS = ("empty", "new_empty", "empty_like")
+_VIEWS = (
+    *("view", "_unsafe_view", "reshape", "split", "split_with_sizes", "tensor_split", "chunk", "unbind", "slice"),
+    *("select", "narrow", "unsqueeze", "squeeze", "transpose", "permute", "expand", "alias", "detach"),
+)
+_SLOTS = 16
+_ALIGNMENT = 64
+_Listener = Callable[[None, object, tuple[object, ...]], None]
+
+
+class NotCapturableError(RuntimeError):
+    """A function does what a tape cannot repeat; the text says what."""
+
+
+class CpuGraph:
+    """The recorded calls of a function on memory of their own. ``result`` is what the function returned, and where each
+    replay puts it.
+    """
+
+    def __init__(self, kernels: ctypes.CDLL, calls: "list[_Call]", kept: list[object], result: torch.Tensor) -> None:
+        self._replay = kernels.quire_replay
+        self._calls = (_Call * len(calls))(*calls)
+        self._kept = kept
+        self.result = result
+
+    def replay(self) -> None:
+        """Makes all calls again, in their order, on the same memory, with what that holds now."""
+        self._replay(self._calls, len(self._calls))
+
+
+def capture(work: Callable[[], torch.Tensor]) -> CpuGraph:
+    """Runs ``work`` once, and records what it asks of the kernels.
+
+    ``work`` may call kernels, make new tensors and take views of tensors. Memory that it lets go of is used again
+    within the tape, and nowhere else; what it did not make itself must outlive the tape. Raises ``NotCapturableError``
+    where it asks torch for anything else, after what it did before that.
+    """
+    kernels = library()
+    if kernels is None:
+        raise NotCapturableError("the kernels are not compiled")
+    recording = _Capture()
+    with recording.listen(kernels), _CaptureMode(recording.allocator):
+        result = work()
+    return CpuGraph(kernels, recording.calls, [recording.structs, recording.allocator], result)
+
+
+class _Call(ctypes.Structure):
+    """A call of a kernel as numbers: field by field the struct of that name in ``tape.cpp``."""
+
+    _fields_ = (("play", ctypes.c_void_p), ("slots", ctypes.c_int64 * _SLOTS))
+
+
+class _Capture:
+    """What one thread asks of the kernels while it listens."""
+
+    _one_at_a_time = threading.Lock()  # all threads call the same functions, and each of those has one listener
+    _of_this_thread = threading.local()
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.structs: list[ctypes.Structure] = []
+        self.allocator = _CaptureAllocator()
+
+    @classmethod
+    def of_this_thread(cls) -> "_Capture | None":
+        """The recording whose ``listening`` this thread is in."""
+        return getattr(cls._of_this_thread, "recording", None)
+
+    @contextmanager
+    def listen(self, kernels: ctypes.CDLL) -> Iterator[None]:
+        """Within, every call of a kernel by this thread is noted. ctypes shows a finished call to its function's
+        ``errcheck``.
+        """
+        functions = [getattr(kernels, name) for name in KERNELS]
+        with self._one_at_a_time:
+            self._of_this_thread.recording = self
+            try:
+                for name, function in zip(KERNELS, functions, strict=True):
+                    function.errcheck = _call_listener(kernels.quire_player(name.encode()))
+                yield
+            finally:
+                for function in functions:
+                    del function.errcheck
+                del self._of_this_thread.recording
+
+    def add_call(self, play: int, arguments: tuple[object, ...]) -> None:
+        """Notes a call that ``play`` can make again."""
+        self.calls.append(_Call(play, (ctypes.c_int64 * _SLOTS)(*map(self._slot, arguments))))
+
+    def _slot(self, argument: object) -> int:
+        match getattr(argument, "contents", argument):
+            case None:
+                return 0
+            case int() as number:
+                return number
+            case float() as number:
+                return int.from_bytes(struct.pack("<f", number), "little")
+            case ctypes.Structure() as arguments:
+                # Callers use one struct again and again; this call had what stands in it now.
+                self.structs.append(type(arguments).from_buffer_copy(arguments))
+                return ctypes.addressof(self.structs[-1])
+        raise NotCapturableError(f"a kernel was called with {argument!r}")
+
+
+@functools.cache  # never freed: ctypes does not hold it during a call of another thread, and shows it the call after
+def _call_listener(play: int) -> _Listener:
+    """Tells of calls that ``play`` can make again."""
+
+    def listen(_result: None, _function: object, arguments: tuple[object, ...]) -> None:
+        recording = _Capture.of_this_thread()
+        if recording is not None:
+            recording.add_call(play, arguments)
+
+    return listen
+
+
+class _CaptureMode(TorchDispatchMode):  # type: ignore[misc] # torch gives it no type
+    """Gives out memory of the arena, and lets nothing compute but the kernels."""
+
+    def __init__(self, arena: "_CaptureAllocator") -> None:
+        super().__init__()
+        self._arena = arena
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        name, options = func.overloadpacket.__name__, kwargs or {}
+        if name in _VIEWS:
+            return func(*args, **options)
+        if name in _ALLOCATIONS:
+            return self._arena.allocate_like(func(*args, **{**options, "device": "meta"}))
+        raise NotCapturableError(f"{name} is not one of the compiled kernels")
+
+
+class _CaptureAllocator:
+    """The memory of one tape. What a tensor had is given out again once nobody holds the tensor any more."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[ctypes.Array[ctypes.c_char]]] = {}
+
+    def allocate_like(self, wanted: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape, strides and dtype of ``wanted``. It holds anything."""
+        size = max(1, wanted.untyped_storage().nbytes())
+        free = self._free.setdefault(size, [])
+        memory = free.pop() if free else (ctypes.c_char * (size + _ALIGNMENT))()
+        lease = (ctypes.c_char * size).from_buffer(memory, -ctypes.addressof(memory) % _ALIGNMENT)
+        weakref.finalize(lease, free.append, memory).atexit = False
+        flat = torch.frombuffer(lease, dtype=wanted.dtype)
+        return flat.as_strided(wanted.shape, wanted.stride())
+
+
+# Beyond this the kernels are long enough to hide the interpreter.
+LARGEST_BATCH = 256
+# A tape takes about as much memory as one layer does while it computes.
+MAX_GRAPHS = 64
+
+
+class _CapturedStep(NamedTuple):
+    """A tape, and where it reads what is new in each step."""
+
+    graph: CpuGraph
+    inputs: LayerInputs
+
+
+def make_cpu_graphs(model: Model, kv: torch.Tensor, attention: AttentionBackend) -> "CpuGraphRunner | None":
+    """The tapes of ``model`` over ``kv``; None where it computes with more than the compiled kernels."""
+    compiled = isinstance(attention, CpuAttention) and attention.is_compiled
+    if not (compiled and model.capturable and hasattr(model, "layers")):
+        return None
+    return CpuGraphRunner(cast(LayeredModel, model), kv, cast(CpuAttention, attention))
+
+
+class CpuGraphRunner:
+    """The tapes of one model over one KV memory. Used by one thread, in inference mode."""
+
+    def __init__(self, model: LayeredModel, kv: torch.Tensor, attention: CpuAttention) -> None:
+        self._model = model
+        self._kv = kv
+        self._attention = attention
+        self._graphs: OrderedDict[int, _CapturedStep] = OrderedDict()
+        self._not_capturable = False
+
+    def can_run(self, size: int) -> bool:
+        """Whether a step of one token of each of ``size`` sequences may run from a tape."""
+        return size <= LARGEST_BATCH and not self._not_capturable
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As ``Model.forward``, for a step that fits and that the attention is prepared for. The hidden states hold
+        until the next call.
+        """
+        fresh = self._model.inputs(token_ids, positions)
+        known = self._graphs.get(len(token_ids))
+        if known is None:
+            return self._capture(fresh)
+        self._graphs.move_to_end(len(token_ids))
+        for place, new in zip(known.inputs, fresh, strict=True):
+            place.copy_(new)
+        self._attention.check_pages(self._kv)
+        known.graph.replay()
+        return known.graph.result
+
+    def _capture(self, inputs: LayerInputs) -> torch.Tensor:
+        states = inputs.hidden_states.clone()
+        try:
+            tape = capture(lambda: self._model.layers(inputs, self._kv, self._attention))
+        except NotCapturableError as error:
+            log.info("decode steps are not recorded: %s", error)
+            self._not_capturable = True
+            # What was computed so far only wrote what is now written again.
+            return self._model.layers(inputs._replace(hidden_states=states), self._kv, self._attention)
+        self._graphs[len(states)] = _CapturedStep(tape, inputs)
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        return tape.result

@@ -1,0 +1,147 @@
+"""The tensors of one step, made from its chunks. Knows plans and numpy, no model."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from quire_engine.attention.base import AttentionBatch, int32
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SampleRequest, ScheduledChunk
+from quire_engine.device.accelerator import upload
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """The tokens of a step, packed in the order of its chunks: all that a forward pass needs, as plain numbers.
+
+    ``token_ids`` [T] int64. ``sampled_rows`` [S] int64 are the places in the batch of the tokens whose logits are drawn
+    from, the last of each chunk with draws; ``prompt_logprob_rows`` [N] int64 those of the tokens that targets follow.
+    ``pending_rows`` [P] int64 are the places of tokens that are not known yet, as they are drawn by the step before.
+    """
+
+    token_ids: torch.Tensor
+    attention: AttentionBatch
+    sampled_rows: torch.Tensor
+    prompt_logprob_rows: torch.Tensor
+    pending_rows: torch.Tensor
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each chunk is one token."""
+        return len(self.token_ids) == len(self.attention.context_lens)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ``IndexError`` for a token that is none of the first ``size``: a GPU could not go on after it."""
+        lowest, highest = (int(bound) for bound in self.token_ids.aminmax())
+        if (
+            lowest < PLACEHOLDER_TOKEN_ID
+            or highest >= size
+            or (lowest == PLACEHOLDER_TOKEN_ID and not len(self.pending_rows))
+        ):
+            raise IndexError(f"A token between {lowest} and {highest} is none of the vocabulary's {size}.")
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """What a step computes and what is made of it.
+
+    ``draws`` are all of the step's; ``draw_rows`` says from which of the S sampled rows each one is, and
+    ``awaits_token`` whether a token before it is pending. ``prompt_logprob_chunks`` are those with
+    targets. ``pending_sequence_ids`` are the
+    sequences whose last token is pending, in the order of the forward batch's ``pending_rows``.
+    """
+
+    model_input: ModelInput
+    draws: list[SampleRequest]
+    draw_rows: list[int]
+    awaits_token: list[bool]
+    prompt_logprob_chunks: list[ScheduledChunk]
+    pending_sequence_ids: list[int]
+
+
+def prepare_inputs(chunks: Sequence[ScheduledChunk], block_size: int) -> InputBatch:
+    """The batch of ``chunks``, each of at least one token."""
+    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, len(chunks))
+    starts = np.fromiter((chunk.start for chunk in chunks), np.int64, len(chunks))
+    queries, ends = _indptr(lengths), starts + lengths
+    total = int(queries[-1])
+    positions = np.arange(total) + np.repeat(starts - queries[:-1], lengths)
+    page_counts = -(-ends // block_size)
+    pages = _indptr(page_counts)
+    page_lists = (chunk.block_ids[:count] for chunk, count in zip(chunks, page_counts.tolist(), strict=True))
+    sampling = np.fromiter((bool(chunk.draws) for chunk in chunks), np.bool_, len(chunks))
+    sampled = [chunk for chunk in chunks if chunk.draws]
+    token_ids = torch.from_numpy(_flatten((chunk.token_ids for chunk in chunks), np.int64, total))
+    forward = ModelInput(
+        token_ids=token_ids,
+        attention=AttentionBatch(
+            query_indptr=int32(queries),
+            page_indptr=int32(pages),
+            page_ids=torch.from_numpy(_flatten(page_lists, np.int32, int(pages[-1]))),
+            last_page_len=int32(ends - (page_counts - 1) * block_size),
+            context_lens=int32(ends),
+            positions=int32(positions),
+        ),
+        sampled_rows=torch.from_numpy((queries[1:] - 1)[sampling]),
+        prompt_logprob_rows=_prompt_logprob_rows(chunks, queries[:-1]),
+        pending_rows=(token_ids == PLACEHOLDER_TOKEN_ID).nonzero().squeeze(1),
+    )
+    return InputBatch(
+        forward,
+        draws=[draw for chunk in sampled for draw in chunk.draws],
+        draw_rows=[row for row, chunk in enumerate(sampled) for _ in chunk.draws],
+        awaits_token=[chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID for chunk in sampled for _ in chunk.draws],
+        prompt_logprob_chunks=[chunk for chunk in chunks if chunk.prompt_logprob_targets],
+        pending_sequence_ids=[chunk.sequence_id for chunk in chunks if chunk.token_ids[-1] == PLACEHOLDER_TOKEN_ID],
+    )
+
+
+def pad_decode(batch: AttentionBatch, size: int) -> AttentionBatch:
+    """The same batch, of chunks of one token, with as many more as make it ``size``: each the first token of a sequence
+    whose only page is the null page. What they store there means nothing to anybody.
+    """
+    missing = size - len(batch.context_lens)
+    if not missing:
+        return batch
+    zeros, ones = torch.zeros(missing, dtype=torch.int32), torch.ones(missing, dtype=torch.int32)
+    counts = ones.cumsum(0, dtype=torch.int32)
+    return AttentionBatch(
+        query_indptr=torch.cat((batch.query_indptr, batch.query_indptr[-1] + counts)),
+        page_indptr=torch.cat((batch.page_indptr, batch.page_indptr[-1] + counts)),
+        page_ids=torch.cat((batch.page_ids, zeros)),
+        last_page_len=torch.cat((batch.last_page_len, ones)),
+        context_lens=torch.cat((batch.context_lens, ones)),
+        positions=torch.cat((batch.positions, zeros)),
+    )
+
+
+def dummy_decode(size: int) -> AttentionBatch:
+    """A batch of nothing but pads."""
+    start, nothing = torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    return pad_decode(AttentionBatch(start, start, nothing, nothing, nothing, nothing), size)
+
+
+def scatter_pending(token_ids: torch.Tensor, rows: torch.Tensor, pending: torch.Tensor) -> None:
+    """Writes ``pending`` [P] into ``token_ids`` [T], both int64 on the device, at ``rows`` [P], which rise."""
+    if len(rows) == len(token_ids):
+        token_ids.copy_(pending)
+    else:
+        token_ids.index_copy_(0, upload(rows, token_ids.device), pending)
+
+
+def _prompt_logprob_rows(chunks: Sequence[ScheduledChunk], firsts: np.ndarray) -> torch.Tensor:
+    """The places of the tokens that targets follow: of each chunk, as many as it has, from its first token on."""
+    counts = np.fromiter((len(chunk.prompt_logprob_targets) for chunk in chunks), np.int64, len(chunks))
+    bounds = _indptr(counts)
+    return torch.from_numpy(np.arange(bounds[-1]) + np.repeat(firsts - bounds[:-1], counts))
+
+
+def _indptr(sizes: np.ndarray) -> np.ndarray:
+    """[0, and the running sum of ``sizes``]."""
+    return np.concatenate(([0], np.cumsum(sizes)))
+
+
+def _flatten(lists: Iterable[list[int]], dtype: type, total: int) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(lists), dtype, total)

@@ -1,0 +1,268 @@
+"""The KV memory itself: the device's blocks, the host's blocks, and copies between them.
+
+Both pools are ``[blocks, layers, 2, kv_heads, block_size, head_dim]``, so that a block of all layers is one
+contiguous copy, and so are neighbouring blocks that move to neighbouring places.
+"""
+
+import math
+import mmap
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Protocol
+
+import torch
+
+from quire_engine.checkpoint.config import AttentionLayout
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.executor import CopyError
+from quire_engine.errors import ModelError
+from quire_engine.worker.memory import CacheSizes
+
+# The order of work on a device: marks in it, and the stream that blocks are copied on. Knows streams, neither tensors
+# nor blocks.
+#
+# On the CPU everything has happened when its call returns, so there is nothing to order there.
+
+
+class StepEvent(Protocol):
+    """A place in the order of a device's work."""
+
+    def wait(self) -> None:
+        """Returns once everything is done that was launched before the mark was made."""
+        ...
+
+
+class SwapStream(Protocol):
+    """Where block copies stand among the work that computes with blocks. Used by one thread.
+
+    Copies run after all work that was launched before the last ``record_compute``, and before all work that is launched
+    after ``swap_region``. Among each other they keep their order.
+    """
+
+    def record_compute(self) -> None:
+        """Says that everything launched until now may have read or written blocks. Say it also after a failure."""
+        ...
+
+    def swap_region(self) -> AbstractContextManager[None]:
+        """The copies that are launched inside are ordered as above."""
+        ...
+
+
+class SyncSwapStream:
+    """A ``SwapStream`` for a device that does one thing after the other."""
+
+    def record_compute(self) -> None:
+        """Nothing to note."""
+
+    def swap_region(self) -> AbstractContextManager[None]:
+        """In the order of the calls."""
+        return nullcontext()
+
+
+class CudaSwapStream:
+    """A ``SwapStream`` on CUDA: copies have a stream of their own, beside the current one that computes.
+
+    They run beside what computes without blocks, which is the drawing of tokens, and beside the upload of the next
+    batch. Copies in both directions wait for the last forward pass, as it reads what is copied out and may still write
+    what is copied over.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._compute_done = torch.cuda.Event()
+
+    def record_compute(self) -> None:
+        """See ``SwapStream.record_compute``."""
+        self._compute_done.record(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def swap_region(self) -> Iterator[None]:
+        """See ``SwapStream.swap_region``."""
+        compute = torch.cuda.current_stream(self._device)
+        self._wait_for_compute()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # after a failure too: what was launched before it still reads and writes blocks
+            self._make_compute_wait(compute)
+
+    def _wait_for_compute(self) -> None:
+        self._stream.wait_event(self._compute_done)
+
+    def _make_compute_wait(self, compute: torch.cuda.Stream) -> None:
+        compute.wait_stream(self._stream)
+
+
+class _Passed:
+    """A ``StepEvent`` where everything is done at once."""
+
+    def wait(self) -> None:
+        """It is done."""
+
+
+class _CudaStepEvent:
+    """A ``StepEvent`` in the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """See ``StepEvent.wait``."""
+        self._event.synchronize()
+
+
+def make_swap_stream(device: torch.device) -> SwapStream:
+    """How blocks are copied on ``device``."""
+    return SyncSwapStream() if device.type == "cpu" else CudaSwapStream(device)
+
+
+def record_event(device: torch.device) -> StepEvent:
+    """A mark after everything that was launched until now."""
+    return _Passed() if device.type == "cpu" else _CudaStepEvent(device)
+
+
+MIN_BLOCKS = 2
+
+
+class KVCache:
+    """Device and host pool of one model, of the sizes that were decided in bytes.
+
+    ``swap_stream`` orders block copies among the work of the device. On CUDA the host pool is pinned.
+    """
+
+    def __init__(
+        self,
+        layout: AttentionLayout,
+        block_size: int,
+        sizes: CacheSizes,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        swap_stream: SwapStream | None = None,
+    ) -> None:
+        shape = _block_shape(layout, block_size)
+        block_bytes = math.prod(shape) * dtype.itemsize
+        blocks, host_blocks = sizes.kv_cache_bytes // block_bytes, max(0, sizes.swap_bytes) // block_bytes
+        if blocks < MIN_BLOCKS:
+            raise ModelError(
+                f"The KV cache of {sizes.kv_cache_bytes} bytes holds fewer than {MIN_BLOCKS} blocks "
+                f"of {block_size} tokens, which take {block_bytes} bytes each for this model."
+            )
+        self.capacity = KVCacheConfig(block_size, blocks, host_blocks, block_bytes)
+        self.blocks = _lazy_zeros((blocks, *shape), dtype, device)
+        self._host_blocks = _lazy_zeros((host_blocks, *shape), dtype, torch.device("cpu"))
+        self._unpin_host = _pin(self._host_blocks, device) if device.type == "cuda" and host_blocks else None
+        self._swap_stream = swap_stream or make_swap_stream(device)
+        self.record_compute()
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``; the
+        contents of all blocks are undefined then.
+        """
+        if not (out or within or into):
+            return
+        moves = (
+            (self.blocks, self._host_blocks, out),
+            (self.blocks, self.blocks, within),
+            (self._host_blocks, self.blocks, into),
+        )
+        with self._swap_stream.swap_region():
+            for sources, targets, copies in moves:
+                _copy_blocks(sources, targets, copies)
+
+    def record_compute(self) -> None:
+        """Records that everything launched until now may use blocks: later copies wait for it."""
+        self._swap_stream.record_compute()
+
+    def close(self) -> None:
+        """Frees the memory; nothing can be computed after that."""
+        if self._unpin_host is not None:
+            self._unpin_host()
+        self.blocks = self.blocks.new_empty(0)
+        self._host_blocks = self._host_blocks.new_empty(0)
+
+
+def min_cache_sizes(layout: AttentionLayout, block_size: int, dtype: torch.dtype) -> CacheSizes:
+    """The least that an executor can be made with. Raises ``ModelError`` for an impossible block size."""
+    return CacheSizes(MIN_BLOCKS * math.prod(_block_shape(layout, block_size)) * dtype.itemsize, 0)
+
+
+def _block_shape(layout: AttentionLayout, block_size: int) -> tuple[int, ...]:
+    if block_size < 1:
+        raise ModelError(f"The block size is {block_size} tokens, and it must be at least 1.")
+    return layout.num_layers, 2, layout.num_kv_heads, block_size, layout.head_dim
+
+
+def _copy_blocks(sources: torch.Tensor, targets: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
+    """Launches the copies; the host does not wait for those between it and another device."""
+    for copy in copies:
+        if not (0 <= copy.source < len(sources) and 0 <= copy.target < len(targets)):
+            raise CopyError(f"No such block: {copy}, of {len(sources)} and {len(targets)} blocks.")
+    for first, count in _contiguous_runs(copies, within=sources is targets):
+        source, target = (slice(start, start + count) for start in (first.source, first.target))
+        try:
+            targets[target].copy_(sources[source], non_blocking=True)
+        except RuntimeError as error:
+            raise CopyError(f"{count} blocks from {first} on failed: {error}") from error
+
+
+def _contiguous_runs(copies: Sequence[BlockCopy], *, within: bool) -> Iterator[tuple[BlockCopy, int]]:
+    """The same copies as runs of neighbouring blocks: the first of each, and how many there are.
+
+    ``within`` one pool a run must not reach into its own targets, as one large copy reads and writes at the same time.
+    """
+    start = 0
+    while start < len(copies):
+        first, count = copies[start], 1
+        most = max(1, abs(first.target - first.source)) if within else len(copies)
+        while count < most and start + count < len(copies):
+            if copies[start + count] != BlockCopy(first.source + count, first.target + count):
+                break
+            count += 1
+        yield first, count
+        start += count
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. On the CPU they are pages that the system gives when they are first written, so an idle pool
+    costs nothing.
+
+    ``torch.zeros`` writes every byte, which would make the whole pool resident at the start.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+    except (OSError, OverflowError, MemoryError, RuntimeError):
+        raise ModelError(f"There is no memory for a KV pool of {size} bytes on the {device.type}.") from None
+
+
+def _pin(pool: torch.Tensor, device: torch.device) -> Callable[[], object]:
+    """Keeps the pages of ``pool`` in memory, so that ``device`` copies them itself; this makes all of them resident.
+    Returns what ends that, which also happens when the pool's memory goes.
+
+    ``pin_memory`` would take the next power of two, which can be twice as much.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+    except RuntimeError as error:
+        raise ModelError(
+            f"The host pool of {pool.nbytes} bytes cannot be pinned ({str(error).strip()}); lower --swap-space."
+        ) from None
+    release = weakref.finalize(pool, _unpin, pool.data_ptr(), device)
+    release.atexit = False
+    return release
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    # A device that has failed refuses this too, and its memory goes with the process.
+    with suppress(RuntimeError):
+        torch.cuda.synchronize(device)
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

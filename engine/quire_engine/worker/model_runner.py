@@ -1,0 +1,212 @@
+"""``ModelRunner``: one model, its KV memory and its attention backend on one device. Every rank has one.
+
+It knows batches and block copies: neither plans nor what is made of logits. On CUDA nothing here waits for the device.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from quire_engine.attention.base import AttentionBackend, AttentionShape
+from quire_engine.checkpoint.config import AttentionLayout, ModelConfig
+from quire_engine.checkpoint.weights import LoadOptions
+from quire_engine.config import EngineArgs
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.device.accelerator import upload
+from quire_engine.distributed.communicator import SINGLE_RANK, Communicator
+from quire_engine.errors import ModelError
+from quire_engine.models.base import Model
+from quire_engine.models.loader import load_model
+from quire_engine.worker.attention_selector import check_attention, make_attention
+from quire_engine.worker.cpu_graph import make_cpu_graphs
+from quire_engine.worker.cuda_graph import (
+    NO_GRAPHS,
+    CudaGraphCapturer,
+    CudaGraphRunner,
+    GraphCapturer,
+    RecordingError,
+    capture_graphs,
+    capture_sizes,
+)
+from quire_engine.worker.input_batch import ModelInput, scatter_pending
+from quire_engine.worker.kv_cache import KVCache, min_cache_sizes
+from quire_engine.worker.memory import CacheSizes
+
+log = logging.getLogger(__name__)
+
+# All of a torch executor but its KV memory: the model, its attention, and what blocks for it look like. Knows no plans.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``max_model_len`` is the longest sequence in tokens. ``graph_sizes`` are the batch sizes of decode steps that are
+    recorded as graphs on a GPU, where model and attention allow it; where there are any, the CPU records tapes.
+    """
+
+    config: ModelConfig
+    model: Model
+    attention: AttentionBackend
+    block_size: int
+    max_model_len: int
+    device: torch.device
+    graph_sizes: Sequence[int] = ()
+
+    @property
+    def min_cache_sizes(self) -> CacheSizes:
+        """The least KV memory that anything can be run with. Raises ``ModelError`` for an impossible block size."""
+        return min_cache_sizes(self.model.layout, self.block_size, self.model.dtype)
+
+    def make_kv_cache(self, pools: CacheSizes) -> KVCache:
+        """KV memory for this model. Raises ``ModelError`` where it cannot be had."""
+        return KVCache(self.model.layout, self.block_size, pools, self.model.dtype, self.device)
+
+
+def load_model_and_attention(
+    config: EngineArgs, model_config: ModelConfig, device: torch.device, ranks: Communicator = SINGLE_RANK
+) -> LoadedModel:
+    """The model of ``config``, described by ``model_config``, on ``device``, and its attention; of a model that several
+    ``ranks`` share, this one's part. Raises ``ModelError``, for settings that cannot be before the weights are read.
+    """
+    length = _max_model_len(model_config, config.max_model_len)
+    deterministic = config.deterministic
+    check = partial(check_attention, config.attention, device, deterministic=deterministic)
+    model = load_model(model_config, config.model, LoadOptions(config, device, ranks), check)
+    shape = _attention_shape(model.layout, config.block_size)
+    backend = make_attention(config.attention, shape, device, model.dtype, deterministic=deterministic)
+    graph_sizes = () if config.enforce_eager else capture_sizes(config.max_num_seqs)
+    return LoadedModel(model_config, model, backend, config.block_size, length, device, graph_sizes)
+
+
+def _max_model_len(config: ModelConfig, asked: int | None) -> int:
+    if asked is None:
+        return config.max_length
+    if not 1 <= asked <= config.max_length:
+        raise ModelError(
+            f"The model length is set to {asked} tokens, but this model's is between 1 and {config.max_length}."
+        )
+    return asked
+
+
+def _attention_shape(layout: AttentionLayout, block_size: int) -> AttentionShape:
+    return AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, block_size, layout.scale)
+
+
+class Runner(Protocol):
+    """Computes batches, on one device or on several that act as one. Used by one thread, in inference mode."""
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """Blocks of both pools; constant."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What weights and KV memory are held in."""
+        ...
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """Copies blocks to the host, within the device, and from the host, in this order. Raises ``CopyError``."""
+        ...
+
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
+        """The hidden states [T, hidden] of the batch, on the device; they hold until the next call. ``pending`` [P]
+        int64, on the device too, are the tokens at ``batch.pending_rows``. Raises ``IndexError`` for a token that is
+        none of the vocabulary.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The logits [R, vocabulary] of the hidden states at ``rows`` [R], which rise."""
+        ...
+
+    def close(self) -> None:
+        """Gives the KV memory back. Nothing can be computed any more."""
+        ...
+
+
+class ModelRunner:
+    """The ``Runner`` of one device. ``capture`` captures the CUDA graphs of decode steps; by default a
+    ``CudaGraphCapturer`` does.
+
+    Where they cannot be captured, a runner that is ``alone`` logs a warning and does without. One of several that share
+    a model raises ``RecordingError``: a rank that left a capture without the others would leave them waiting in an
+    exchange.
+    """
+
+    def __init__(
+        self, model: LoadedModel, sizes: CacheSizes, capture: GraphCapturer | None = None, *, alone: bool = True
+    ) -> None:
+        self._model = model.model
+        self._attention = model.attention
+        self._vocab_size = model.config.vocab_size
+        self._kv_cache = model.make_kv_cache(sizes)
+        if capture is None and model.device.type == "cuda" and model.graph_sizes:
+            capture = CudaGraphCapturer()
+        self._cuda_graphs = self._cpu_graphs = None
+        if capture is None and model.device.type == "cpu" and model.graph_sizes:
+            self._cpu_graphs = make_cpu_graphs(model.model, self._kv_cache.blocks, model.attention)
+        if capture is not None:
+            self._cuda_graphs = self._capture_graphs(model, capture, alone)
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See ``Runner.kv_cache_config``."""
+        return self._kv_cache.capacity
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Runner.dtype``."""
+        return self._model.dtype
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """See ``Runner.copy``."""
+        self._kv_cache.copy(out, within, into)
+
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
+        """See ``Runner.forward``."""
+        batch.check_vocabulary(self._vocab_size)
+        try:
+            if self._cuda_graphs is not None and self._cuda_graphs.can_run(batch):
+                return self._cuda_graphs.forward(batch, pending)
+            return self._forward(batch, pending)
+        finally:
+            # After a failure too: what was launched before it still reads and writes blocks.
+            self._kv_cache.record_compute()
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.logits``."""
+        if len(rows) < len(hidden):
+            hidden = hidden.index_select(0, upload(rows, hidden.device))
+        return self._model.logits(hidden)
+
+    def _capture_graphs(self, model: LoadedModel, capture: GraphCapturer, alone: bool) -> CudaGraphRunner | None:
+        pages = -(-model.max_model_len // model.block_size)
+        kv, sizes = self._kv_cache.blocks, model.graph_sizes
+        try:
+            with torch.inference_mode():
+                return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)
+        except RecordingError as error:
+            if alone:
+                log.warning(NO_GRAPHS, error)
+                return None
+            self._kv_cache.close()
+            raise
+
+    def close(self) -> None:
+        """See ``Runner.close``."""
+        self._cuda_graphs = self._cpu_graphs = None
+        self._kv_cache.close()
+
+    def _forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
+        self._attention.prepare(batch.attention)
+        kv = self._kv_cache.blocks
+        token_ids, positions = upload(batch.token_ids, kv.device), upload(batch.attention.positions, kv.device)
+        if pending is not None:
+            scatter_pending(token_ids, batch.pending_rows, pending)
+        if self._cpu_graphs is not None and batch.is_decode and self._cpu_graphs.can_run(len(token_ids)):
+            return self._cpu_graphs.forward(token_ids, positions)
+        return self._model.forward(token_ids, positions, kv, self._attention)

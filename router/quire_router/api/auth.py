@@ -1,0 +1,122 @@
+"""Who asks: API keys, and what follows from them. Knows neither HTTP nor gRPC beyond the ``authorization`` value."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b, scrypt
+from secrets import token_bytes
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router.admission.tenants import Tenant, Tenants
+from quire_router.admission.tenants_file import TenantsFile
+from quire_router.core.errors import RefusalReason
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """``tenant`` names who asks without showing the key; ``cache_salt`` (16 bytes) keeps prefix caches apart. Both
+    are empty when no keys are configured. ``policy`` is what this tenant may use.
+    """
+
+    tenant: str = ""
+    cache_salt: bytes = b""
+    policy: Tenant = field(default_factory=Tenant, compare=False)
+
+    def check_model(self, model: str) -> None:
+        """Raises ``QuireError`` FORBIDDEN for a model that this caller's key does not open."""
+        if not self.policy.may_use(model):
+            message = f"This API key may not use the model {model[:128]!r}."
+            raise QuireError(ErrorCode.FORBIDDEN, message, param="model", reason=RefusalReason.MODEL)
+
+
+ANONYMOUS = Identity()
+_TENANT_BYTES, _SALT_BYTES = 6, 16
+
+
+class _KeyEntry:
+    """What one key opens. The caller's id and salt take a twentieth of a second to derive (``_derived``), on whichever
+    thread asks first; for two that ask at once they are the same.
+    """
+
+    __slots__ = ("_caller", "_first", "_policy", "_tenants")
+
+    def __init__(self, first: str, policy: Tenant | None, tenants: Tenants) -> None:
+        """``first`` is the key that the salt is made from, and ``policy`` that of the tenant whom the file names."""
+        self._first = first
+        self._policy = policy
+        self._tenants = tenants
+        self._caller: Identity | None = None
+
+    def caller(self) -> Identity:
+        """Who has the key."""
+        if self._caller is None:
+            tenant, salt = _derived(self._first.encode())
+            policy = self._tenants.get(tenant) if self._policy is None else self._policy
+            self._caller = Identity(tenant if self._policy is None else policy.id, salt, policy)
+        return self._caller
+
+
+class StaticKeys:
+    """The keys that open the API; none means that it is open to all. ``prepare`` derives ahead what each key opens; a
+    caller that comes before its turn waits a twentieth of a second, once.
+
+    Each of ``keys`` is a tenant of its own, unless the ``file`` names whose it is. A tenant of the file is known by its
+    name, so that its keys can change. Its salt is that of its first key: no name that others know leads to it, and a
+    key that moves into the file keeps what is cached.
+    """
+
+    def __init__(self, keys: Iterable[str], file: TenantsFile | None = None) -> None:
+        file = file or TenantsFile()
+        self._anyone = Identity(policy=file.tenants.get(""))
+        self._secret = token_bytes(32)
+        self._opened: dict[bytes, _KeyEntry] = {}
+        for name, own in file.keys.items():
+            opened = _KeyEntry(own[0], file.tenants.get(name), file.tenants)  # all keys of one tenant open the same
+            self._opened.update((self._digest(key), opened) for key in own)
+        for key in keys:
+            self._opened.setdefault(self._digest(key), _KeyEntry(key, None, file.tenants))
+
+    @property
+    def required(self) -> bool:
+        """Whether there is any key, so that each caller must have one."""
+        return bool(self._opened)
+
+    async def prepare(self) -> None:
+        """Derives what every key opens, on another thread, one after the other."""
+        for opened in set(self._opened.values()):
+            await asyncio.to_thread(opened.caller)
+
+    def authenticate(self, *authorizations: str) -> Identity:
+        """Who sent these ``authorization`` values, of which there must be one. Raises ``QuireError`` UNAUTHENTICATED.
+
+        Looks for a hash of the key that only this process can compute: timing says something about that hash at most,
+        and takes the same however many keys there are.
+        """
+        if not self._opened:
+            return self._anyone
+        authorization = authorizations[0] if len(authorizations) == 1 else ""
+        scheme, _, key = authorization.partition(" ")
+        opened = self._opened.get(self._digest(key.strip()))
+        if scheme.lower() != "bearer" or opened is None:
+            raise _refusal(authorizations)
+        return opened.caller()
+
+    def _digest(self, key: str) -> bytes:
+        return blake2b(key.encode(), key=self._secret, digest_size=32).digest()
+
+
+def _refusal(authorizations: Sequence[str]) -> QuireError:
+    if not any(value.lower().startswith("bearer ") for value in authorizations):
+        return QuireError(ErrorCode.UNAUTHENTICATED, "An API key is needed: send the header Authorization: Bearer KEY.")
+    if len(authorizations) > 1:
+        return QuireError(ErrorCode.UNAUTHENTICATED, "There is more than one Authorization header.")
+    return QuireError(ErrorCode.UNAUTHENTICATED, "This API key is not valid.")
+
+
+def _derived(key: bytes) -> tuple[str, bytes]:
+    """A tenant's id and salt. Both are written to databases, so that guessing keys against them must be slow: sixteen
+    characters may be a phrase. Every router derives the same ones, hence the fixed salt.
+    """
+    derived = scrypt(key, salt=b"quire caller", n=2**14, r=8, p=1, dklen=_TENANT_BYTES + _SALT_BYTES)
+    return derived[:_TENANT_BYTES].hex(), derived[_TENANT_BYTES:]

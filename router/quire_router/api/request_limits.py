@@ -1,0 +1,391 @@
+"""Requests in progress: how many there may be, and how many bytes of their bodies."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
+from ipaddress import IPv6Address
+from typing import Any, Protocol
+
+from quire_proto.errors import ErrorCode, QuireError, invalid
+
+from quire_router.admission.fair_queue import LazyHeap
+from quire_router.admission.limits import counting_refusals
+from quire_router.core.errors import RefusalReason, shutting_down_error
+from quire_router.core.generation import GenerationRequest
+
+BUSY_RETRY_AFTER = 1.0  # seconds
+MAX_BODY_BYTES_HELD = 128 * 2**20  # bytes
+INITIAL_RESERVATION = 4096  # of a body of which nothing has come
+
+
+class ConcurrencyLimit:
+    """The places for requests in progress, of both APIs: at most ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._in_progress = 0
+        self._accepting = True
+        self._draining = False
+
+    def __len__(self) -> int:
+        return self._in_progress
+
+    @property
+    def draining(self) -> bool:
+        """Whether clients had better go elsewhere with what is new, even if it is still accepted."""
+        return self._draining
+
+    @contextmanager
+    def acquire(self) -> Iterator[None]:
+        """A place for one request. Raises ``QuireError`` OVERLOADED or, when stopping, UNAVAILABLE."""
+        self._check_accepting()
+        self._in_progress += 1
+        try:
+            yield
+        finally:
+            self._in_progress -= 1
+
+    def start_draining(self) -> None:
+        """Everybody is told from now on that this router leaves."""
+        self._draining = True
+
+    def close(self) -> None:
+        """Refuses new requests from now on; those in progress go on."""
+        self._draining, self._accepting = True, False
+
+    def _check_accepting(self) -> None:
+        if not self._accepting:
+            raise shutting_down_error()
+        if self._in_progress >= self._limit:
+            message = f"{self._limit} requests are in progress, which is the most that this router takes."
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
+
+
+class TenantBudget:
+    """At most ``limit`` bytes or characters that all requests together hold. Where there are keys, one tenant has at
+    most half of them. A request that is alone, in all or of its tenant, may hold any number.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tenants: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        """What is held now."""
+        return self._tenants.total()
+
+    def try_acquire(self, tenant: str, size: int, *, held: int = 0) -> bool:
+        """Takes ``size`` more for a request of this tenant ("" without keys) that holds ``beside`` already; False, and
+        takes nothing, where that is above the limit.
+        """
+        others, own = self.used - held, self._tenants[tenant] - held
+        is_half_taken = bool(tenant and own) and own + held + size > self._limit // 2
+        if is_half_taken or (others and others + held + size > self._limit):
+            return False
+        self._tenants[tenant] += size
+        return True
+
+    def release(self, tenant: str, size: int) -> None:
+        """Of what ``take`` took."""
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+
+class BodyBudget:
+    """The bytes of request bodies that are held at once, as in ``TenantBudget``. A body may be several times as large
+    while it is parsed and tokenised.
+    """
+
+    def __init__(self, limit: int = MAX_BODY_BYTES_HELD) -> None:
+        self._bytes = TenantBudget(limit)
+        self._held: dict[str, list[ReservedBody]] = {}
+
+    @property
+    def used(self) -> int:
+        """The bytes that are reserved now."""
+        return self._bytes.used
+
+    @contextmanager
+    def reserve(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
+        """Room for a body of ``size`` bytes that are here, until the block ends or the request waits in the queue.
+        Raises ``QuireError`` OVERLOADED.
+        """
+        with self.reserve_incoming(tenant, 0) as body:
+            body.reserve(size)
+            yield body
+
+    @contextmanager
+    def reserve_incoming(self, tenant: str, size: int) -> Iterator["ReservedBody"]:
+        """As ``reserve`` for a body that comes, of ``size`` bytes as its sender states it; 0 where nothing is stated.
+        There must be room for all of it. What is taken of that is little at first, and twice what has come of it then,
+        so that a head which promises much keeps nobody out.
+        """
+        body = ReservedBody(self, tenant, size)
+        try:
+            body.reserve(size)
+            body.shrink(size - INITIAL_RESERVATION)
+            yield body
+        finally:
+            body.release()
+
+    def release_queued(self, request_id: str) -> None:
+        """The request waits in the queue, whose own bytes count from now on."""
+        for body in self._held.pop(request_id, ()):
+            body.release()
+
+    def hold_until_queued(self, request_id: str, body: "ReservedBody") -> None:
+        """``request_id`` is what the queue will know this body's request by."""
+        self._held.setdefault(request_id, []).append(body)
+
+    def stop_holding(self, request_id: str, body: "ReservedBody") -> None:
+        """The request of this body does not come to the queue any more."""
+        others = [each for each in self._held.pop(request_id, ()) if each is not body]
+        if others:
+            self._held[request_id] = others
+
+    def acquire(self, tenant: str, size: int, *, held: int) -> None:
+        """As ``TenantBudget.try_acquire``. Raises ``QuireError`` OVERLOADED."""
+        if not self._bytes.try_acquire(tenant, size, held=held):
+            message = "The bodies that are being read here take as much memory as this router gives them."
+            with counting_refusals():
+                raise QuireError(
+                    ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER, reason=RefusalReason.BODY_BYTES
+                )
+
+    def release(self, tenant: str, size: int) -> None:
+        """What ``take`` took."""
+        self._bytes.release(tenant, size)
+
+
+class ReservedBody:
+    """One request's body as it comes, and the bytes that are reserved for it."""
+
+    def __init__(self, budget: BodyBudget, tenant: str, stated: int) -> None:
+        self._budget = budget
+        self._tenant = tenant
+        self._stated = stated
+        self._reserved = 0
+        self._data = bytearray()
+        self._request_id: str | None = None
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def reserve(self, size: int) -> None:
+        """Makes what is reserved ``size`` bytes, if it is less. Raises ``QuireError`` OVERLOADED."""
+        if size > self._reserved:
+            self._budget.acquire(self._tenant, size - self._reserved, held=self._reserved)
+            self._reserved = size
+
+    def shrink(self, size: int) -> None:
+        """Reserves ``size`` bytes less; none where that is negative."""
+        size = max(0, size)
+        self._budget.release(self._tenant, size)
+        self._reserved -= size
+
+    def append(self, data: bytes) -> None:
+        """Some more of the body. Raises ``QuireError`` OVERLOADED where there is no room for it."""
+        size = len(self._data) + len(data)
+        self.reserve(max(size, min(self._stated, 2 * size + INITIAL_RESERVATION)))
+        self._data += data
+
+    def detach(self) -> bytearray:
+        """All of the body, which is not kept here any longer."""
+        data, self._data = self._data, bytearray()
+        return data
+
+    def hold_until_queued(self, request_id: str) -> None:
+        """The body has been read and validated, as ``request_id``. What is reserved for it stays so until that waits in
+        the queue.
+        """
+        self._request_id = request_id
+        self._budget.hold_until_queued(request_id, self)
+
+    def release(self) -> None:
+        """Gives back what is reserved."""
+        self.shrink(self._reserved)
+        if self._request_id is not None:
+            self._budget.stop_holding(self._request_id, self)
+            self._request_id = None
+
+
+# How long a client may leave its answer unread. Costs next to nothing for a write that does not wait.
+
+
+class WriteTimeout:
+    """Bounds every write of one answer by ``seconds``, with one timer for all of them: a timer for each token would
+    cost more than the token. ``close`` it when the answer has ended.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writer: asyncio.Task[Any] | None = None
+        self._started_at = 0.0
+        self._timed_out = False
+
+    async def wait(self, write: Awaitable[None]) -> None:
+        """Waits for one write. Raises ``TimeoutError`` when it takes too long."""
+        if self._timer is None:
+            self._arm(self._loop.time())
+        self._started_at = self._loop.time()
+        self._writer = asyncio.current_task()
+        try:
+            await write
+        except asyncio.CancelledError:
+            if not self._timed_out or self._writer is None:
+                raise
+            self._writer.uncancel()
+            raise TimeoutError from None
+        finally:
+            self._writer = None
+
+    def close(self) -> None:
+        """Ends the watch."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self, since: float) -> None:
+        self._timer = self._loop.call_at(since + self.seconds, self._check)
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if self._writer is None:
+            self._arm(now)
+        elif now < self._started_at + self.seconds:
+            self._arm(self._started_at)
+        else:
+            self._timed_out = True
+            self._writer.cancel()
+
+
+# How large an answer could get, judged before it is begun. A client can multiply prompts, outputs, tokens and
+# log-probabilities; each alone has its range, and this bounds their product.
+
+
+MAX_OUTPUTS = 128
+MAX_VALUES = 2**22  # a hundred megabytes or two as JSON; one output of 131,072 tokens with 20 log-probabilities each
+
+
+def check_response_size(generations: Sequence[GenerationRequest]) -> None:
+    """Raises ``QuireError`` INVALID for a request whose answer could be too large to be kept and written."""
+    param = "prompt" if len(generations) > 1 else "n"
+    outputs = sum(generation.params.num_sequences for generation in generations)
+    if outputs > MAX_OUTPUTS:
+        raise invalid(param, f"The request asks for {outputs} outputs in all but at most {MAX_OUTPUTS} are allowed.")
+    values = sum(map(_num_values, generations))
+    if values > MAX_VALUES:
+        raise invalid(
+            param if outputs > 1 else "max_tokens",
+            f"The answer could hold {values} tokens and log-probabilities but at most {MAX_VALUES} are allowed: "
+            "ask for fewer outputs, a smaller max_tokens or fewer log-probabilities.",
+        )
+
+
+def _num_values(generation: GenerationRequest) -> int:
+    params, prompt_tokens = generation.params, len(generation.prompt_token_ids)
+    output = params.num_sequences * (params.max_tokens + (prompt_tokens if generation.echo else 0))
+    return output + generation.num_logprobs(prompt_tokens, params.num_sequences * params.max_tokens)
+
+
+# Which connection of a full port is evicted for a new one: the longest idle one, of the peer with most idle ones. So no
+# address keeps others out with connections that it leaves idle.
+
+
+class Evictable(Protocol):
+    """A connection that can be closed while nothing is answered on it."""
+
+    def evict(self) -> None:
+        """Closes it."""
+        ...
+
+
+class ConnectionShares:
+    """At most ``limit`` connections. When there are as many, a new one evicts the connection that is idle for the
+    longest time, of the peer that has most idle ones. A peer that has ``peer_share`` of the limit (0 to 1) evicts its
+    own idle connections only.
+    """
+
+    def __init__(self, limit: int, peer_share: float = 0.5) -> None:
+        self._limit = limit
+        self._max_per_peer = max(1, int(limit * peer_share))
+        self._peers: dict[Evictable, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._idle: dict[str, dict[Evictable, None]] = {}  # of each peer, the idlest first
+        self._most_idle: LazyHeap[str] = LazyHeap()
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def add(self, connection: Evictable, peer: str) -> bool:
+        """Takes a place for a connection of ``peer`` (see ``peer_of``); False when there is none."""
+        if not self.evict_if_full(peer):
+            return False
+        self._peers[connection] = peer
+        self._counts[peer] += 1
+        return True
+
+    def evict_if_full(self, peer: str, uncounted: int = 0) -> bool:
+        """Evicts where it must, so that there is a place for one more connection of ``peer``, with ``beside`` that are
+        not counted here yet; False when there is none.
+        """
+        if len(self._peers) + uncounted < self._limit:
+            return True
+        if self._counts[peer] < self._max_per_peer and self._most_idle:
+            peer = self._most_idle.first()
+        victim = next(iter(self._idle.get(peer, ())), None)
+        if victim is None:
+            return False
+        self.remove(victim)
+        victim.evict()
+        return True
+
+    def mark_idle(self, connection: Evictable) -> None:
+        """Nothing is answered on the connection from now on; it may be so already."""
+        peer = self._peers.get(connection)
+        if peer is None:
+            return
+        idle = self._idle.setdefault(peer, {})
+        idle.pop(connection, None)
+        idle[connection] = None
+        self._rank(peer)
+
+    def mark_busy(self, connection: Evictable) -> None:
+        """The connection cannot be evicted until it is idle again."""
+        peer = self._peers.get(connection)
+        if peer is not None and self._idle.get(peer, {}).pop(connection, self) is None:
+            self._rank(peer)
+
+    def remove(self, connection: Evictable) -> None:
+        """The connection has ended, if it had a place."""
+        self.mark_busy(connection)
+        peer = self._peers.pop(connection, None)
+        if peer is not None:
+            self._counts[peer] -= 1
+            if not self._counts[peer]:
+                del self._counts[peer]
+
+    def _rank(self, peer: str) -> None:
+        idle = self._idle[peer]
+        if not idle:
+            del self._idle[peer]
+            self._most_idle.discard(peer)
+        elif peer not in self._most_idle or self._most_idle.key(peer) != -len(idle):
+            self._most_idle.put(peer, -len(idle))
+
+
+def peer_key(host: str) -> str:
+    """What counts as one peer: an IPv4 address, or the network of 64 bits that an IPv6 address is in, of which one
+    machine has as many as it likes.
+    """
+    if ":" not in host:
+        return host
+    try:
+        address = IPv6Address(host)
+    except ValueError:
+        return host
+    return str(address.ipv4_mapped or int(address) >> 64)

@@ -1,0 +1,380 @@
+"""One HTTP request and its answer, as the routes see them."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from http import HTTPStatus
+from typing import Any, Final, TypeVar
+
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from quire_router.api.auth import ANONYMOUS, Identity
+from quire_router.api.request_limits import ReservedBody, WriteTimeout
+
+# One HTTP answer's own way to its connection: its body, where that needs no waiting, and its end before its time.
+
+
+EXTENSION: Final = "quire"
+DIRECT: Final = "direct"
+"""Where it is among a scope's ``extensions``."""
+_UNWRITTEN = 16 * 1024
+"""Bytes that may wait in the transport. uvloop counts what it writes at the end of a turn, and one step of an engine
+may bring pieces of several choices; far more than that means that the client does not read.
+"""
+
+
+class DirectWriter:
+    """Chunks of the answer of ``cycle``: the same bytes that the server writes when it is sent a message for each,
+    without the message and the coroutine.
+    """
+
+    __slots__ = ("_cycle", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether the answer has begun in chunks, and has not ended."""
+        return bool(self._cycle.chunked_encoding) and not self._cycle.response_complete
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its client is there and has taken all that was written, or nearly all."""
+        transport = self._transport
+        return not (transport.is_closing() or transport.get_write_buffer_size() > _UNWRITTEN)
+
+    def write(self, data: bytes) -> None:
+        """Some of the body, not empty. Only once it has begun and while it is open."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def abort(self) -> None:
+        """Lets go of a client that left or does not read, and of all that was written and not taken."""
+        self._cycle.disconnected = True  # else the server takes the answer for one that was forgotten
+        self._transport.abort()
+
+
+def direct_writer(scope: Mapping[str, Any]) -> DirectWriter | None:
+    """The direct way to a request's connection, where its server gives one."""
+    found = scope.get("extensions", {}).get(EXTENSION, {}).get(DIRECT)
+    return found if isinstance(found, DirectWriter) else None
+
+
+# What HTTP itself refuses: routes, methods, sizes and content types. These have no gRPC twin, so they are not in the
+# table of ``quire_proto.errors``.
+
+
+_MAX_PATH = 128  # characters
+_CHAT = "use POST /v1/chat/completions"
+_COMPLETIONS = "use POST /v1/completions"
+_INSTEAD = {
+    "/responses": f"{_CHAT}, as most clients can be told to",
+    "/messages": f"{_CHAT}, directly or through a gateway that translates Anthropic's Messages",
+    "/embeddings": "this service makes no embeddings; use a server for an embedding model",
+    "/chat/completions": _CHAT,
+    "/chat/completion": _CHAT,
+    "/chat": _CHAT,
+    "/completions": _COMPLETIONS,
+    "/completion": _COMPLETIONS,
+    "/generate": _COMPLETIONS,
+    "/tokenize": "use POST /tokenize, without /v1",
+    "/detokenize": "use POST /detokenize, without /v1",
+    "/metrics": "metrics are on the metrics port, 8002 unless --metrics-port says otherwise",
+    "/models": "use GET /v1/models",
+    "/v1/chat/completions": f"{_CHAT}; the base URL ends with /v1 already",
+    "/v1/completions": f"{_COMPLETIONS}; the base URL ends with /v1 already",
+    "/v1/models": "use GET /v1/models; the base URL ends with /v1 already",
+    "/api/chat": _CHAT,
+    "/api/generate": _COMPLETIONS,
+}
+"""What to use in the place of what is often asked for, by the path without a first ``/v1``."""
+
+
+class HttpError(Exception):
+    """A request that is refused before it means anything to this service."""
+
+    def __init__(
+        self, status: HTTPStatus, code: str, message: str, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        super().__init__(message)
+        self.headers = headers
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+def body_too_large(limit: int) -> HttpError:
+    """The body has more than ``limit`` bytes."""
+    message = f"The body is larger than the limit of {limit} bytes."
+    return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "body_too_large", message)
+
+
+def body_too_slow(seconds: float) -> HttpError:
+    """The body did not arrive within ``seconds``."""
+    message = f"The body did not arrive within {seconds:g} seconds."
+    return HttpError(HTTPStatus.REQUEST_TIMEOUT, "body_too_slow", message)
+
+
+def head_too_large(limit: int) -> HttpError:
+    """The request line and headers have more than ``limit`` bytes."""
+    message = f"The headers are larger than the limit of {limit} bytes."
+    return HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
+
+
+def head_too_slow(seconds: float) -> HttpError:
+    """The request line and headers did not arrive within ``seconds``."""
+    message = f"The headers did not arrive within {seconds:g} seconds."
+    return HttpError(HTTPStatus.REQUEST_TIMEOUT, "headers_too_slow", message)
+
+
+def too_many_headers(limit: int) -> HttpError:
+    """There are more than ``limit`` headers."""
+    message = f"There are more than {limit} headers."
+    return HttpError(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "headers_too_large", message)
+
+
+def no_tunnel() -> HttpError:
+    """``CONNECT``, which asks a proxy for a tunnel."""
+    message = "This is no proxy: CONNECT is not served."
+    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", b"GET, POST, DELETE")])
+
+
+def wrong_host() -> HttpError:
+    """There is no Host, more than one, or one that cannot be."""
+    message = "A request needs exactly one Host header, with a valid value."
+    return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", message)
+
+
+def unknown_version() -> HttpError:
+    """The request line names an HTTP version that this port does not speak."""
+    message = "This port speaks HTTP/1.1 and HTTP/1.0."
+    return HttpError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "http_version_not_supported", message)
+
+
+def unknown_coding() -> HttpError:
+    """The body is in a transfer coding that is not read here."""
+    message = "The only transfer coding that is read here is chunked."
+    return HttpError(HTTPStatus.NOT_IMPLEMENTED, "transfer_coding_not_implemented", message)
+
+
+def not_http() -> HttpError:
+    """What was sent is not a request."""
+    return HttpError(HTTPStatus.BAD_REQUEST, "malformed_request", "This is not a valid HTTP request.")
+
+
+def not_json() -> HttpError:
+    """The body is said to be something other than JSON."""
+    message = "The body must be JSON: send the header Content-Type: application/json."
+    return HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message)
+
+
+def no_such_route(path: str, instead: str | None = None) -> HttpError:
+    """There is nothing at this path. ``instead`` is what to use; by default what suits the path."""
+    instead = instead or _INSTEAD.get(path.removeprefix("/v1").rstrip("/"), "docs/api.md lists what there is")
+    return HttpError(HTTPStatus.NOT_FOUND, "not_found", f"There is nothing at {path[:_MAX_PATH]}: {instead}.")
+
+
+def wrong_method(path: str, method: str, allowed: str) -> HttpError:
+    """The path exists, with the methods of ``allowed``, which is what the header ``Allow`` says."""
+    takes = " and ".join(sorted(allowed.split(", ")))
+    message = f"{path[:_MAX_PATH]} takes {takes}, not {method[:_MAX_PATH]}."
+    return HttpError(HTTPStatus.METHOD_NOT_ALLOWED, "method_not_allowed", message, [(b"allow", allowed.encode())])
+
+
+# One client's connection during one request: reading its body, noticing that it left, writing the answer.
+
+
+T = TypeVar("T")
+Header = tuple[bytes, bytes]
+JSON_HEADERS: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+SSE_HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks proxies not to collect events
+)
+_AT_A_TIME = 256 * 1024  # bytes
+
+
+class ClientDisconnectedError(Exception):
+    """The client disconnected, or did not read for too long. There is nobody left to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The most bytes of a request's body, and the seconds within which it must arrive."""
+
+    max_bytes: int
+    patience: float
+
+
+async def read_body(receive: Receive, limits: BodyLimits, body: ReservedBody) -> None:
+    """Reads all of ``body``, whatever its length was said to be. Raises ``HttpError``, ``ClientDisconnectedError``, and
+    ``QuireError`` OVERLOADED where more comes than there is room for.
+    """
+    try:
+        async with asyncio.timeout(limits.patience):
+            await _read(receive, limits.max_bytes, body)
+    except TimeoutError:
+        raise body_too_slow(limits.patience) from None
+
+
+async def _read(receive: Receive, limit: int, body: ReservedBody) -> None:
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnectedError
+        data, more = message.get("body", b""), message.get("more_body", False)
+        if len(body) + len(data) > limit:
+            raise body_too_large(limit)
+        body.append(data)
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled at once when the client disconnects. The body must have been read.
+    Raises ``ClientDisconnectedError``.
+    """
+    task = asyncio.create_task(work)
+    left = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError
+    finally:
+        left.cancel()
+        task.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class HttpResponse:
+    """The answer on its way: it starts once, names the request that it answers, and every write ends within
+    ``patience`` seconds or the client is given up.
+    """
+
+    def __init__(self, send: Send, patience: float, request_id: str, direct: DirectWriter | None = None) -> None:
+        self.request_id = request_id
+        self.direct = direct  # for what can be written without waiting
+        self.extra_headers: Callable[[], Iterable[Header]] = tuple  # what its head says beside, as it is then
+        self._send = send
+        self._patience = WriteTimeout(patience)
+        self.started = False
+        self.ended = False
+
+    async def send(self, status: int, body: bytes, headers: Iterable[Header] = JSON_HEADERS) -> None:
+        """An answer whose length is known. A long one is written bit by bit, so that patience is for each of them."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, (*headers, length))
+        last = max(0, len(body) - 1) // _AT_A_TIME * _AT_A_TIME
+        for begin in range(0, last, _AT_A_TIME):
+            await self.write(body[begin : begin + _AT_A_TIME])
+        await self.end(body[last:])
+
+    async def start(self, status: int, headers: Iterable[Header]) -> None:
+        """Status and headers."""
+        self.started = True
+        named = [*headers, *self.extra_headers(), (b"x-request-id", self.request_id.encode("ascii"))]
+        await self._write({"type": "http.response.start", "status": status, "headers": named})
+
+    async def write(self, data: bytes) -> None:
+        """Some of the body."""
+        await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        """The last of the body."""
+        self.ended = True
+        await self._write({"type": "http.response.body", "body": data, "more_body": False})
+
+    def close(self) -> None:
+        """Lets go of the client."""
+        self._patience.close()
+
+    async def _write(self, message: dict[str, Any]) -> None:
+        try:
+            await self._patience.wait(self._send(message))
+        except OSError:  # the connection broke, or (TimeoutError) the client does not read
+            raise ClientDisconnectedError from None
+
+
+LAST_EVENT_ID = "last-event-id"
+KEY_HEADERS = ("api-key", "x-api-key")  # those of Azure's and Anthropic's clients
+_STATE = "quire.exchange"
+
+
+@dataclass
+class HttpExchange:
+    """``caller`` is known once the key was checked. A stream has ``begun`` once a piece of its answer came. The request
+    of a ``lasting`` one can be come back to even before that. ``event_ids`` are those of its stream's events.
+    """
+
+    scope: Scope
+    receive: Receive
+    reply: HttpResponse
+    caller: Identity = ANONYMOUS
+    has_output: bool = False
+    resumable: bool = False
+    event_ids: bool = False
+
+    @classmethod
+    def from_scope(cls, scope: Scope) -> "HttpExchange":
+        """The exchange that a route was called with."""
+        exchange = scope[_STATE]
+        assert isinstance(exchange, cls)
+        return exchange
+
+    def attach(self) -> Scope:
+        """The scope for the routes, with this exchange in it."""
+        self.scope[_STATE] = self
+        return self.scope
+
+    @property
+    def request_id(self) -> str:
+        """That of the request which is answered: ours, whatever the client sent."""
+        return self.reply.request_id
+
+    @request_id.setter
+    def request_id(self, request_id: str) -> None:
+        self.reply.request_id = request_id
+
+    @property
+    def path(self) -> str:
+        """The path that routing uses; never one that a Host header could change."""
+        return str(self.scope["path"])
+
+    @cached_property
+    def headers(self) -> dict[str, str]:
+        """Headers by their names in small letters; of several with one name, the last."""
+        return {name.decode("latin-1"): value.decode("latin-1") for name, value in self.scope["headers"]}
+
+    def values(self, name: str) -> list[str]:
+        """Every value of a header."""
+        return [value.decode("latin-1") for key, value in self.scope["headers"] if key == name.encode()]
+
+    @property
+    def credentials(self) -> list[str]:
+        """Every ``authorization``; where there is none, the keys in the headers of clients that send them bare."""
+        return self.values("authorization") or [f"Bearer {key}" for name in KEY_HEADERS for key in self.values(name)]
+
+    @property
+    def content_length(self) -> int:
+        """Size of the body as its sender states it; 0 where nothing is stated."""
+        return int(self.headers.get("content-length", 0))
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of the request line and headers."""
+        target = len(self.scope["raw_path"]) + len(self.scope["query_string"])
+        return target + sum(len(name) + len(value) + 4 for name, value in self.scope["headers"])
+
+    @property
+    def path_parameters(self) -> dict[str, Any]:
+        """What the route's pattern took from the path."""
+        return dict(self.scope["path_params"])

@@ -1,0 +1,391 @@
+"""One HTTP connection below the application: how much a head may be, how long it may take, how many requests may wait
+behind one, and how many connections there are. What it refuses is told as the application would.
+"""
+
+import asyncio
+import errno
+import logging
+import math
+import os
+import re
+import select
+import socket
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, ClassVar
+
+import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from quire_proto.errors import ErrorCode, QuireError
+from starlette.types import ASGIApp
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from quire_router.api.request_limits import BUSY_RETRY_AFTER, ConnectionShares, peer_key
+from quire_router.api.rest.http import (
+    DIRECT,
+    EXTENSION,
+    DirectWriter,
+    HttpError,
+    head_too_large,
+    head_too_slow,
+    no_tunnel,
+    not_http,
+    too_many_headers,
+    unknown_coding,
+    unknown_version,
+    wrong_host,
+)
+from quire_router.api.rest.openai_format import error_response
+from quire_router.api.service import new_request_id
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 16 * 1024
+MAX_HEADERS = 128  # each costs the loop a microsecond or two before any key is looked at
+_OFFERS = (b"connection", b"upgrade", b"http2-settings")
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+MAX_PIPELINED = 16  # requests that wait on one connection for the answer to another
+_LOOK = 1.0  # seconds between looks for a client from which nothing is read
+_LAST_WRITE = 1.0  # seconds for what was written to a connection whose place is another one's by then
+_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; that the connection broke is always told
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """At most ``connections`` at once on one port, shared between peers' addresses as ``ConnectionShares`` says. A
+    request's head arrives within ``head`` seconds, and a connection may wait ``idle`` seconds for its next request:
+    longer than load balancers keep one that they may still use.
+    """
+
+    connections: int = 4096
+    head: float = 30.0
+    idle: float = 75.0
+    peer_share: float = 0.5
+
+
+class LimitedConfig(Config):
+    """uvicorn's configuration, which it hands to each connection's protocol, with the limits and shares of the port."""
+
+    limits: ConnectionLimits
+    shares: ConnectionShares
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """The parser alone would collect a head without end, and wait for the rest of it, or for the next one, for ever;
+    and requests that come before the answer to another would wait in any number.
+
+    One timer runs while no request is being answered: until the first head is complete, and again from each answer on.
+    While requests wait, nothing is read from the client, and another timer looks whether it is still there. A third
+    one ends what is closing: a transport waits for its client to take what was written, for as long as that is there.
+    """
+
+    def __init__(
+        self,
+        config: LimitedConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits, self._shares = config.limits, config.shares
+        self._timer: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._ending: asyncio.TimerHandle | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._head_bytes = 0
+        self._trailer_bytes = 0
+        self._head_begun = False
+        self._in_body = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes the connection, unless there are too many and none of them is idle."""
+        super().connection_made(transport)
+        if self._shares.add(self, peer_key(self.client[0] if self.client else "")):
+            self._wait(self._limits.head)
+        else:
+            message = f"{self._limits.connections} connections are open, which is the most that this router takes."
+            self._refuse(QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER))
+
+    def evict(self) -> None:
+        """Gives its place to another connection; only while nothing is answered on it."""
+        self._close(_LAST_WRITE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends every request on this connection, of which uvicorn ends only the last one, and stops the timers."""
+        self._stop_waiting()
+        self._shares.remove(self)
+        for timer in (self._looking, self._ending):
+            if timer is not None:
+                timer.cancel()
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unanswered.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what came. What is wrong with it is raised by the callbacks below, and answered here; nothing is read
+        on a connection that is closing.
+        """
+        if self.transport.is_closing():
+            return
+        self._unset_keepalive_if_required()
+        self._head_bytes += len(data)
+        try:
+            self._feed(data)
+        except (HttpParserError, HttpParserUpgrade) as error:
+            cause = error.__context__
+            self._refuse(cause if isinstance(cause, (HttpError, QuireError)) else not_http())
+        else:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(head_too_large(MAX_HEAD_BYTES))
+
+    def _feed(self, data: bytes) -> None:
+        """Parses all of ``data``. At a head that offers another protocol the parser stops, and a new one goes on behind
+        it. Raises ``HttpParserError``.
+        """
+        rest = memoryview(data)
+        while True:
+            try:
+                self.parser.feed_data(rest)
+            except HttpParserUpgrade as offer:
+                rest = rest[offer.args[0] :]
+                self._ignore_upgrade()
+            else:
+                return
+
+    def _ignore_upgrade(self) -> None:
+        """Reads the head that is complete just now once more, without its offer of another protocol: it is as if the
+        client had offered nothing, as RFC 9110 (7.8) allows. The parser would take such a request for the last one on
+        its connection, and for one without a body; some clients offer HTTP/2 with their first request, whatever it is.
+        Raises ``HttpParserError``, and ``HttpParserUpgrade`` if there is still an offer.
+        """
+        old, self.parser = self.parser, HttpRequestParser(self)
+        # As uvicorn has it: what comes behind a request that asks to be the last one is nobody's, and no error.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        version = old.get_http_version().encode("ascii")
+        head = b"%b %b HTTP/%b\r\n" % (old.get_method(), self.url, version)
+        kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] not in _OFFERS]
+        last = b"" if old.should_keep_alive() else b"connection: close\r\n"
+        self.parser.feed_data(b"".join([head, *kept, last, b"\r\n"]))
+
+    def on_message_begin(self) -> None:
+        """A head begins."""
+        super().on_message_begin()
+        self._head_begun = True
+        if not self._answering:
+            self._wait(self._limits.head)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header. Trailers are left out: whatever decides about a request was decided before its body, by proxies
+        too (RFC 9110, 6.5.1). Raises ``HttpError``.
+        """
+        if self._head_begun:
+            if len(self.headers) == MAX_HEADERS:
+                raise too_many_headers(MAX_HEADERS)
+            super().on_header(name, value)
+            return
+        self._trailer_bytes += len(name) + len(value) + 4
+        if self._trailer_bytes > MAX_HEAD_BYTES:
+            raise head_too_large(MAX_HEAD_BYTES)
+
+    def on_headers_complete(self) -> None:
+        """A head is complete; the application judges its size. Raises ``HttpError`` and ``QuireError``."""
+        if self.parser.get_method() == b"CONNECT":
+            raise no_tunnel()
+        check_head(self.parser.get_http_version(), self.headers)
+        if self.parser.should_upgrade():
+            return  # ``_decline`` comes next
+        self._head_begun, self._head_bytes, self._trailer_bytes, self._in_body = False, 0, 0, True
+        self._stop_waiting()
+        super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.flow.read_paused and self._looking is None:
+            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
+        if len(self.pipeline) > MAX_PIPELINED:
+            message = f"{MAX_PIPELINED} requests wait on this connection, which is the most that this router takes."
+            raise QuireError(ErrorCode.OVERLOADED, message, retry_after=BUSY_RETRY_AFTER)
+        if self.cycle.scope is self.scope:
+            self.scope["extensions"] = {EXTENSION: {DIRECT: DirectWriter(self.cycle)}}
+
+    def on_body(self, body: bytes) -> None:
+        """The application judges how much of it there is."""
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The next request's head may come."""
+        self._head_bytes = 0
+        if not self.parser.should_upgrade():
+            self._in_body = False
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """A request is answered, also one whose body is still coming."""
+        if self._unanswered:
+            answered = self._unanswered.popleft()
+            answered.body = bytearray()  # what came before the answer, and would stay as long as the connection idles
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close(self._limits.head)
+        elif not self._answering:
+            self._wait(self._limits.head if self._head_begun else self._limits.idle)
+
+    @property
+    def _answering(self) -> bool:
+        return bool(self._unanswered)
+
+    def _refuse(self, error: HttpError | QuireError) -> None:
+        """Ends the connection, with an answer where one can still begin: not within another one, and not behind the
+        one to a request whose body is still coming.
+        """
+        is_answered = self._in_body and self.cycle is not None and self.cycle.response_complete
+        if not (is_answered or (self._answering and self._unanswered[0].response_started)):
+            request_id = new_request_id()
+            status, body, headers = error_response(error, request_id)
+            fields = [*headers, (b"x-request-id", request_id.encode()), (b"connection", b"close")]
+            head = b"".join(b"%s: %s\r\n" % field for field in fields)
+            self.transport.write(b"%s%scontent-length: %d\r\n\r\n%s" % (STATUS_LINE[status], head, len(body), body))
+        self._close(self._limits.head)
+
+    def _close(self, seconds: float) -> None:
+        """Closes the connection as soon as the client has taken what was written to it, or else after ``seconds``."""
+        self.transport.close()
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = self.loop.call_later(seconds, self.transport.abort)
+
+    def _check_disconnect(self) -> None:
+        """Lets go of a client that has left: while nothing is read, its end is not read either."""
+        self._looking = None
+        if not self.flow.read_paused or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), _GONE)
+        if poll.poll(0):
+            self.transport.abort()
+        else:
+            self._looking = self.loop.call_later(_LOOK, self._check_disconnect)
+
+    def _wait(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(seconds, self._waited)
+        self._shares.mark_idle(self)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._shares.mark_busy(self)
+
+    def _waited(self) -> None:
+        if self._head_begun:
+            self._refuse(head_too_slow(self._limits.head))
+        else:
+            self._close(self._limits.head)
+
+
+def check_head(version: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """Refuses a head that another server or a proxy may read in another way than this one. Raises ``HttpError`` as
+    RFC 9112 says: 505 for another HTTP version than 1.0 and 1.1, 400 where there is not exactly one valid Host (none
+    is needed in 1.0) or a transfer coding in 1.0, 501 for another transfer coding than ``chunked``. Names of headers
+    are in small letters.
+    """
+    if version not in ("1.0", "1.1"):
+        raise unknown_version() if version != "0.9" else not_http()
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version == "1.1" and not hosts) or not all(map(_HOST.fullmatch, hosts)):
+        raise wrong_host()
+    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
+    if codings and version == "1.0":
+        raise not_http()
+    if codings not in ([], [b"chunked"]):
+        raise unknown_coding()
+
+
+# Runs ASGI applications inside the router's own event loop, on limited connections.
+
+
+_TICKS = 10  # of the server, a second together
+_SILENCE = 30.0  # seconds from one line about descriptors to the next
+
+
+class HttpServer(uvicorn.Server):
+    """One application on one socket. Signals are left to whoever runs it."""
+
+    _silent_until: ClassVar[float] = 0.0  # of the process: servers have their descriptors together
+
+    def __init__(self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits | None = None) -> None:
+        super().__init__(http_config(app, limits or ConnectionLimits()))
+        self._listener = listener
+        self.port: int = listener.getsockname()[1]
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield
+
+    async def on_tick(self, counter: int) -> bool:
+        """Looks each second whether connections can be accepted; True when the server ends. The event loop closes new
+        connections without a word when no descriptor is left.
+        """
+        if counter % _TICKS == 0 and monotonic() >= HttpServer._silent_until and not _is_descriptor_left():
+            HttpServer._silent_until = monotonic() + _SILENCE
+            log.error("no file descriptor is left (ulimit -n): new connections are closed until some others end")
+        return await super().on_tick(counter)
+
+    async def run_until_stopped(self) -> None:
+        """Serves until ``should_exit`` is set and the last answers are out."""
+        await self.serve([self._listener])
+
+
+def http_config(app: ASGIApp, limits: ConnectionLimits) -> LimitedConfig:
+    """How ``app`` is served, on connections within ``limits``."""
+    config = LimitedConfig(
+        app,
+        http=LimitedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )
+    config.limits = limits
+    config.shares = ConnectionShares(limits.connections, limits.peer_share)
+    config.timeout_keep_alive = math.ceil(limits.idle)
+    return config
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that listens on ``host`` and ``port`` (0: any free one), ``shared`` with other processes that say the
+    same. Raises ``OSError``.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a former process may linger
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{host}:{port} cannot be listened on: {error.strerror}") from error
+    return listener
+
+
+def _is_descriptor_left() -> bool:
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        return error.errno not in (errno.EMFILE, errno.ENFILE)
+    return True

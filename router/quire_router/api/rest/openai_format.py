@@ -1,0 +1,298 @@
+"""Answers as the OpenAI API writes them: what whole answers and streams have in common, errors and models. Does no
+I/O.
+"""
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from quire_proto.errors import QuireError, internal
+
+from quire_router.api.output_parser import ParsedDelta, ToolCallDelta, create_parsers
+from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.rest.http import JSON_HEADERS, Header, HttpError
+from quire_router.api.rest.logprobs import (
+    ChatLogprobsFormat,
+    CompletionLogprobsFormat,
+    LogprobLists,
+    LogprobsFormat,
+    LogprobsRenderer,
+    joined,
+    number,
+)
+from quire_router.api.service import ModelCard
+from quire_router.api.stored_requests import StoredRequest
+from quire_router.core.generation import Delta, GenerationRequest, Usage
+
+RECONNECT: Final = b"retry: 1000\n"
+"""How many milliseconds a client waits before it comes back; a line of the event that follows it. Only where events
+have ids: many clients that know only ``data:`` fail on any other line.
+"""
+
+
+def to_json(value: object) -> bytes:
+    """Compact JSON in ASCII, so that no reader of lines can take a character for the end of one."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def event(value: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAiFormat:
+    """How one route names things. ``opening`` and ``closing`` are the choices of a stream's first and last chunk, and
+    ``piece_before`` and ``piece_after`` surround the text of those between them; ``before`` and ``after`` that of a
+    whole answer. ``shape`` writes log-probabilities; those of the prompt stand in its choices or beside them.
+    """
+
+    id_prefix: str
+    whole: str
+    chunk: str
+    opening: dict[str, Any] | None
+    piece_before: str
+    piece_after: str
+    closing: dict[str, Any]
+    before: str
+    after: str
+    shape: type[LogprobsFormat]
+    prompt_in_choices: bool
+
+
+CHAT = OpenAiFormat(
+    id_prefix="chatcmpl-",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    opening={"delta": {"role": "assistant", "content": ""}},
+    piece_before='"delta":{"content":',
+    piece_after="}",
+    closing={"delta": {}},
+    before='"message":{"role":"assistant","content":',
+    after=',"refusal":null}',
+    shape=ChatLogprobsFormat,
+    prompt_in_choices=False,
+)
+COMPLETION = OpenAiFormat(
+    id_prefix="cmpl-",
+    whole="text_completion",
+    chunk="text_completion",
+    opening=None,
+    piece_before='"text":',
+    piece_after="",
+    closing={"text": ""},
+    before='"text":',
+    after="",
+    shape=CompletionLogprobsFormat,
+    prompt_in_choices=True,
+)
+
+
+def usage_object(usage: Usage | None) -> dict[str, Any] | None:
+    """Usage in the words of the OpenAI API."""
+    if usage is None:
+        return None
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def error_response(error: HttpError | QuireError, request_id: str) -> tuple[int, bytes, list[Header]]:
+    """Status, body and headers of a refusal."""
+    if isinstance(error, HttpError):
+        fields = _error_fields(error.message, "invalid_request_error", None, error.code, request_id)
+        return error.status, to_json(fields), [*JSON_HEADERS, *error.headers]
+    return error.status.http, to_json(error_object(error, request_id)), [*JSON_HEADERS, *_error_headers(error)]
+
+
+def error_object(error: QuireError, request_id: str) -> dict[str, Any]:
+    """An error in the shape of the OpenAI API, with the request's id beside it."""
+    code = error.reason or error.code.name.lower()
+    return _error_fields(error.message, error.status.kind, error.param, code, request_id)
+
+
+def _error_fields(message: str, kind: str, param: str | None, code: str, request_id: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code, "request_id": request_id}}
+
+
+def _error_headers(error: QuireError) -> list[Header]:
+    headers: list[Header] = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after)).encode()))
+    if error.reason is not None:
+        headers.append((b"x-quire-reason", error.reason.encode("ascii")))
+    if error.status.http == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    return headers
+
+
+def model_object(card: ModelCard) -> dict[str, Any]:
+    """One entry of ``/v1/models``."""
+    known = {"max_model_len": card.max_model_len} if card.max_model_len else {}
+    return {"id": card.name, "object": "model", "created": card.created, "owned_by": "quire", **known}
+
+
+def format_for(generation: GenerationRequest) -> OpenAiFormat:
+    """How a request's answer is written."""
+    return CHAT if generation.operation == "chat" else COMPLETION
+
+
+def request_object(earlier: StoredRequest) -> dict[str, Any]:
+    """How it is with a request."""
+    first, error = earlier.first, earlier.error
+    failure = {} if error is None else error_object(error, first.request_id)
+    return {
+        "id": first.request_id,
+        "object": "request",
+        "status": earlier.status,
+        "model": first.model,
+        "created": int(first.created),
+        "background": first.background,
+        "usage": usage_object(earlier.usage),
+        **failure,
+    }
+
+
+def error_event(error: QuireError, request_id: str, *, resumable: bool, event_ids: bool) -> bytes:
+    """The last event of a stream that cannot go on; whether it can at another router and, in a stream whose events have
+    ids, after which time.
+    """
+    fields = error_object(error, request_id)
+    fields["error"]["resumable"] = resumable
+    return (RECONNECT if resumable and event_ids else b"") + event(fields)
+
+
+def head(style: OpenAiFormat, kind: str, generation: GenerationRequest) -> dict[str, Any]:
+    """What every object of one answer begins with."""
+    return {
+        "id": style.id_prefix + generation.request_id,
+        "object": kind,
+        "created": int(generation.created),
+        "model": generation.model,
+    }
+
+
+# What a chat's choice says beside plain content, as the OpenAI API writes it. Does no I/O.
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def delta_json(said: ParsedDelta) -> str:
+    """``choices[].delta`` of one event. Thoughts have both names that clients look for."""
+    parts = []
+    if said.reasoning:
+        thoughts = _encode(said.reasoning)
+        parts.append(f'"reasoning_content":{thoughts},"reasoning":{thoughts}')
+    if said.content:
+        parts.append(f'"content":{_encode(said.content)}')
+    if said.calls:
+        parts.append(f'"tool_calls":[{",".join(map(_part, said.calls))}]')
+    return f"{{{','.join(parts)}}}"
+
+
+def message_object(parts: Sequence[ParsedDelta]) -> dict[str, Any]:
+    """``choices[].message`` of a whole answer. There is no content where there are only calls."""
+    content = "".join(said.content for said in parts)
+    reasoning = "".join(said.reasoning for said in parts)
+    calls: dict[int, dict[str, Any]] = {}
+    for call in (call for said in parts for call in said.calls):
+        if call.index in calls:
+            calls[call.index]["function"]["arguments"] += call.arguments
+        else:
+            calls[call.index] = _begun(call)
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    return {**message, "tool_calls": list(calls.values())} if calls else message
+
+
+def _part(call: ToolCallDelta) -> str:
+    if call.id:
+        return _encode({"index": call.index, **_begun(call)})
+    return f'{{"index":{call.index},"function":{{"arguments":{_encode(call.arguments)}}}}}'
+
+
+def _begun(call: ToolCallDelta) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+# An answer in one piece, as the OpenAI API writes it, put together while it comes. Does no I/O.
+
+
+@dataclass(slots=True)
+class _ChoiceBuilder:
+    """What came of one choice."""
+
+    texts: list[str] = field(default_factory=list)
+    said: list[ParsedDelta] = field(default_factory=list)
+    logprobs: list[LogprobLists] = field(default_factory=list)
+    finish_reason: str | None = None
+    score: float | None = None
+
+
+class CompletionBuilder:
+    """Collects the pieces of all choices."""
+
+    def __init__(self, style: OpenAiFormat, admitted: PreparedRequest) -> None:
+        self.shown = LogprobsRenderer(admitted, style.shape)
+        self._readers = create_parsers(admitted)
+        self._style = style
+        self._head = head(style, style.whole, admitted.first)
+        self._choices = [_ChoiceBuilder() for _ in range(admitted.num_choices)]
+
+    def add(self, delta: Delta) -> None:
+        """The next piece."""
+        choice = self._choices[delta.index]
+        if self._readers is None:
+            choice.texts.append(delta.text)
+        else:
+            choice.said.append(self._readers[delta.index].parse(delta))
+        if self.shown.anything:
+            choice.logprobs.append(self.shown.logprobs(delta))
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.score = delta.finish_reason, delta.score
+            if choice.said:
+                choice.finish_reason = choice.said[-1].finish_reason
+
+    async def body(self, usage: Usage) -> bytes:
+        """The answer, choice by choice, between which others get their turn. Raises ``QuireError`` when a choice has
+        not ended: it is never passed on as a complete one.
+        """
+        if any(choice.finish_reason is None for choice in self._choices):
+            raise internal()
+        choices = []
+        for index, choice in enumerate(self._choices):
+            choices.append(self._choice_object(index, choice).encode("ascii"))
+            await asyncio.sleep(0)
+        after = "" if self._style.prompt_in_choices else self._prompt_logprobs(0)
+        end = f'],"usage":{_json(usage_object(usage))}{after}}}'
+        return b"".join(
+            (f'{_json(self._head)[:-1]},"choices":['.encode("ascii"), b",".join(choices), end.encode("ascii"))
+        )
+
+    def _choice_object(self, index: int, choice: _ChoiceBuilder) -> str:
+        if self._readers is None:
+            text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
+        else:
+            text = f'"message":{_json(message_object(choice.said))}'
+        logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
+        after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
+        if choice.score is not None:
+            after += f',"score":{number(choice.score)}'
+        reason = _json(choice.finish_reason)
+        return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
+
+    def _prompt_logprobs(self, index: int) -> str:
+        listed = self.shown.prompt_logprobs(index)
+        return f',"prompt_logprobs":{listed}' if listed else ""
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

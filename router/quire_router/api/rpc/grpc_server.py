@@ -1,0 +1,200 @@
+"""The gRPC server: ``quire.v1.Inference``, health that follows the fleet, and reflection."""
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
+from grpc_health.v1 import health, health_pb2
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+from quire.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from quire_proto.supervise import SupervisedTask
+
+from quire_router.api.rpc.context import Context
+from quire_router.api.rpc.interceptors import (
+    AuthInterceptor,
+    CallLimitInterceptor,
+    DecodeErrorInterceptor,
+    MessageTimeoutInterceptor,
+)
+from quire_router.api.rpc.servicer import SERVICE, InferenceService
+from quire_router.api.service import ApiService
+from quire_router.core.retry import supervise
+
+MAX_METADATA_BYTES = 16 * 1024
+_HEALTH_PERIOD = 0.2  # seconds
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_BESIDE = (health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
+_SERVICES = (SERVICE, *_BESIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """At most ``connections`` at once on one port, and ``beside`` calls of each method of health and reflection, next
+    to the ``requests`` that the door lets in and ``short`` ones that are answered or refused at once. A connection
+    without calls may wait ``idle`` seconds for the next one. One with calls, whose client says nothing for ``silence``
+    seconds, is asked whether it is still there, and closed when it does not answer within a third of that.
+    """
+
+    requests: int = 1024
+    beside: int = 64
+    short: int = 256
+    connections: int = 4096
+    idle: float = 300.0
+    silence: float = 60.0
+
+    @property
+    def calls(self) -> int:
+        """The most calls at once, on one connection or on all. The gRPC library refuses what is above that, without a
+        reason, and a client's own library keeps it waiting where it is one connection's.
+        """
+        return self.requests + 5 * self.beside + self.short
+
+
+class RpcServer:
+    """Listens on ``address`` (port 0: any free one; ``port`` tells which), ``shared`` with other processes that say the
+    same. ``patience`` is how many seconds a client may take to send a message, and to read one. Raises ``OSError`` when
+    it cannot listen.
+    """
+
+    def __init__(
+        self,
+        frontend: ApiService,
+        address: str,
+        *,
+        max_message_bytes: int,
+        patience: float,
+        shared: bool = False,
+        limits: CallLimits | None = None,
+    ) -> None:
+        self._frontend = frontend
+        limits = limits or CallLimits()
+        # From the outside in: who has no valid key takes no place, and a call holds its place while it is awaited.
+        interceptors = [
+            AuthInterceptor(frontend.keys),
+            CallLimitInterceptor(_BESIDE, limits.beside),
+            MessageTimeoutInterceptor(patience),
+            DecodeErrorInterceptor(SERVICE),
+        ]
+        self._server = grpc.aio.server(
+            interceptors=interceptors,
+            options=[*options(max_message_bytes, shared), *connection_options(limits, patience)],
+            maximum_concurrent_rpcs=limits.calls,
+        )
+        self._health = Health()
+        add_InferenceServicer_to_server(InferenceService(frontend, patience), self._server)
+        add_HealthServicer_to_server(self._health, self._server)
+        _add_reflection(self._server)
+        self.port = bind(self._server, address)
+        self._following: SupervisedTask | None = None
+
+    async def start(self) -> None:
+        """Begins to accept calls."""
+        await self._tell_health()
+        await self._server.start()
+        self._following = supervise("grpc health", self._follow_health)
+
+    async def stop(self, grace: float) -> None:
+        """Refuses new calls, and lets running ones end within ``grace`` seconds."""
+        if self._following is not None:
+            await self._following.stop()
+        try:
+            await self._health.enter_graceful_shutdown()
+        finally:
+            await self._server.stop(grace)
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._tell_health()
+            await asyncio.sleep(_HEALTH_PERIOD)
+
+    async def _tell_health(self) -> None:
+        status = health_pb2.HealthCheckResponse
+        state = status.SERVING if self._frontend.serving() else status.NOT_SERVING
+        for service in ("", SERVICE):
+            await self._health.set(service, state)
+
+
+class Health(health.aio.HealthServicer):  # type: ignore[misc]
+    """The library's health service, which lacks ``List``."""
+
+    async def List(  # noqa: N802
+        self, _request: health_pb2.HealthListRequest, context: Context
+    ) -> health_pb2.HealthListResponse:
+        """The status of each service that has one."""
+        checks = {name: health_pb2.HealthCheckRequest(service=name) for name in ("", SERVICE)}
+        statuses = {name: await self.Check(check, context) for name, check in checks.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
+def _add_reflection(server: grpc.aio.Server) -> None:
+    """Reflection under both of its names, ``v1`` and ``v1alpha``. Their messages are the same but for the package, so
+    one implementation answers both.
+    """
+    servicer = reflection.aio.ReflectionServicer(_SERVICES)
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    for name in (reflection.SERVICE_NAME, _REFLECTION_V1):
+        handlers = {"ServerReflectionInfo": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    _describe_reflection_v1()
+
+
+def _describe_reflection_v1() -> None:
+    """Adds the description of ``grpc.reflection.v1``, of which grpcio-reflection has no module, to those that can be
+    asked for: that of ``v1alpha`` under the other name.
+    """
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    renamed = text_format.MessageToString(file).replace("v1alpha", "v1")
+    descriptor_pool.Default().Add(text_format.Parse(renamed, descriptor_pb2.FileDescriptorProto()))
+
+
+def options(max_message_bytes: int, shared: bool) -> list[tuple[str, int]]:
+    """What a server takes in one message, and whether others may listen on its port."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.so_reuseport", int(shared)),  # without it a port that is in use is an error, not a second server
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def connection_options(limits: CallLimits, patience: float) -> list[tuple[str, int]]:
+    """What one client may hold open. No option ends a connection that has calls and whose client is there."""
+    return [
+        ("grpc.max_concurrent_streams", limits.calls),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        (
+            "grpc.server_handshake_timeout_ms",
+            _milliseconds(patience),
+        ),  # until the client has said that it speaks HTTP/2
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle)),
+        ("grpc.http2.max_pings_without_data", 0),  # a request may wait long before it has any
+        ("grpc.keepalive_time_ms", _milliseconds(limits.silence)),
+        ("grpc.keepalive_timeout_ms", _milliseconds(limits.silence / 3)),
+        ("grpc.http2.ping_timeout_ms", _milliseconds(limits.silence / 3)),  # a minute otherwise, whatever the former is
+    ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(round(seconds * 1000), 2**31 - 1)  # an option is a signed number of 32 bits
+
+
+def bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """The port on which it will listen, over TLS where there are ``credentials``. Raises ``OSError``."""
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"{address} cannot be listened on") from error
+    if port == 0:
+        raise OSError(f"{address} cannot be listened on")
+    return port

@@ -1,0 +1,1 @@
+"""Request bodies as pydantic models: OpenAI's fields, messages and tools."""

@@ -1,0 +1,331 @@
+"""How requests are read: values as they are, parameters of other servers refused where they would change the answer,
+and what is wrong told in this API's words.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationError,
+)
+from quire_proto.errors import ErrorCode, QuireError, invalid
+from quire_proto.sampling import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKEN_IDS
+
+# What a body would cost to read, judged before it is parsed. Knows JSON's marks, and no field.
+#
+# Parsing and validating hold the interpreter, so they hold up every stream of this process, in whatever thread they
+# run. The bytes of a text cost next to nothing, but each field, list and object costs up to microseconds: four
+# megabytes of them would take a second. Such a body says nothing to this service, and is refused.
+
+
+MAX_VALUES = 300_000
+MAX_PARTS = 16_384  # a conversation as long as is allowed, each message with one part
+_LIMITS = {
+    b",": (MAX_VALUES, "values"),
+    b'"': (4 * MAX_PARTS, "quotation marks"),  # those of a name and of a value for each field
+    b":": (MAX_PARTS, "fields"),
+    b"[": (MAX_PARTS, "lists"),
+    b"{": (MAX_PARTS, "objects"),
+}
+
+
+def check_complexity(body: bytes | bytearray) -> None:
+    """Raises ``QuireError`` INVALID for JSON with more values or parts than any request needs."""
+    if _excess(body) is None:
+        return
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    excess = _excess(unescaped, b'"') or _excess(b"".join(unescaped.split(b'"')[::2]))
+    if excess is not None:
+        raise QuireError(ErrorCode.INVALID, f"The body holds more than {excess}.")
+
+
+def _excess(text: bytes | bytearray, marks: bytes = b'",:[{') -> str | None:
+    """What ``text`` has too much of, judged by its ``marks``."""
+    for mark, (most, name) in _LIMITS.items():
+        if mark in marks and text.count(mark) > most:
+            return f"{most} {name}"
+    return None
+
+
+T = TypeVar("T")
+_MOST_PROBLEMS = 100
+Model = TypeVar("Model", bound="StrictModel")
+
+_MAX_PARAM = 128  # characters
+_MAX_NAMES, _MAX_NAME = 16, 64  # of a header, and characters of one
+_UNPRINTABLE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A parameter that is known by its name only. ``neutral`` values of it say nothing, as null does. Any other would
+    change the answer, so it is refused with what to use ``instead``, a phrase; with None there it would not change the
+    answer, and is ignored.
+    """
+
+    neutral: tuple[object, ...] = ()
+    instead: str | None = None
+
+    def is_neutral(self, value: object) -> bool:
+        """Whether a value says nothing. True is not 1 here."""
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
+
+
+class StrictModel(BaseModel):
+    """Reads values as they are, without guessing. Fields that it does not know are kept aside in ``model_extra``; those
+    of them that are ``unsupported`` are refused unless they change nothing, and ``ignored_parameters`` names the rest.
+    """
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+
+    @classmethod
+    def from_json(cls, body: bytes | bytearray) -> Self:
+        """The object in a request's body. Raises ``QuireError`` INVALID with the field at fault."""
+        check_complexity(body)
+        return _supported(_refusing(lambda: cls.model_validate_json(body)))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """The object with these fields. Raises as ``from_json`` does."""
+        return _supported(_refusing(lambda: cls.model_validate(fields)))
+
+
+class LenientModel(StrictModel):
+    """A part of a conversation: what it does not know is dropped, because client libraries add to the messages that
+    they hand back.
+    """
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def ignored_parameters(request: StrictModel) -> Iterator[tuple[str, bool]]:
+    """What a request says beyond its schema, in its order: where it stands, and whether it is known so that only its
+    value is not followed. Null says nothing.
+    """
+    for owner, prefix in _objects(request):
+        known = owner.unsupported
+        for name, value in (owner.model_extra or {}).items():
+            if value is not None and not (name in known and known[name].is_neutral(value)):
+                yield prefix + name, name in known
+
+
+def as_header_value(params: Sequence[str]) -> str:
+    """Names of parameters as the value of a header. Clients chose them, so they are few, short and of plain letters;
+    ``+7`` stands for seven more.
+    """
+    names = [_UNPRINTABLE.sub("?", param[:_MAX_NAME]) or "?" for param in params[:_MAX_NAMES]]
+    return ", ".join([*names, f"+{len(params) - _MAX_NAMES}"] if len(params) > _MAX_NAMES else names)
+
+
+def unknown_parameter(param: str) -> QuireError:
+    """The refusal of a parameter that is not known."""
+    return invalid(param[:_MAX_PARAM], f"{param[:_MAX_PARAM]} is not a known parameter.")
+
+
+def _supported(request: Model) -> Model:
+    for owner, prefix in _objects(request):
+        extra = owner.model_extra or {}
+        for name in filter(owner.unsupported.__contains__, extra):
+            known, value = owner.unsupported[name], extra[name]
+            if known.instead is not None and value is not None and not known.is_neutral(value):
+                raise invalid(prefix + name, f"{prefix}{name} is not supported here: {known.instead}.")
+    return request
+
+
+def _objects(model: StrictModel, prefix: str = "") -> Iterator[tuple[StrictModel, str]]:
+    """The object, and those in it that keep what they do not know, with what stands before the names of their fields.
+    Conversations, which may be long, are not gone through.
+    """
+    yield model, prefix
+    for name, value in model.__dict__.items():
+        if isinstance(value, StrictModel) and not isinstance(value, LenientModel):
+            yield from _objects(value, f"{prefix}{name}.")
+        elif (
+            isinstance(value, list)
+            and value
+            and isinstance(value[0], StrictModel)
+            and not isinstance(value[0], LenientModel)
+        ):
+            for number, each in enumerate(value):
+                yield from _objects(each, f"{prefix}{name}[{number}].")
+
+
+def _refusing(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except ValidationError as error:
+        raise _explain(error) from None
+    except RecursionError:
+        raise QuireError(ErrorCode.INVALID, "The body is nested too deeply.") from None
+
+
+def _explain(error: ValidationError) -> QuireError:
+    """The first problem in the words of this API; the input itself is not repeated. Each problem is written out by the
+    library before one can be seen, so thousands of them are only counted.
+    """
+    if error.error_count() > _MOST_PROBLEMS:
+        return QuireError(ErrorCode.INVALID, f"{error.error_count()} values in the body are not what was expected.")
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location, kind, text = problem["loc"], problem["type"], problem["msg"]
+    if kind == "json_invalid":
+        return QuireError(ErrorCode.INVALID, f"The body is not valid JSON: {text.removeprefix('Invalid JSON: ')}.")
+    if not location:
+        return QuireError(ErrorCode.INVALID, "The body must be a JSON object.")
+    param = _param(location)
+    if kind == "missing":
+        return invalid(param, f"{param} is missing.")
+    return invalid(param, f"{param}: {text.removeprefix('Value error, ').replace(' after validation', '')}.")
+
+
+def _param(location: tuple[int | str, ...]) -> str:
+    """``("messages", 0, "content")`` as ``messages[0].content``."""
+    param = ""
+    for part in location:
+        param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else part
+    return param[:_MAX_PARAM]
+
+
+# Parts of the request schemas: how single fields are read.
+
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_LABEL_CHARACTERS = 512
+MAX_METADATA, MAX_METADATA_KEY_CHARACTERS = 16, 64
+MAX_PROMPT_TOKENS = 2**18  # so many ids are read in ten milliseconds; a longer prompt can come as text
+MAX_PROMPTS = 128
+_MAX_ABS = 2**64
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,9}")  # one way to write each, so that none comes twice
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """Marks a field that is read as ``kind``; whatever is wrong inside of it is told as ``refusal``, at the field."""
+
+    kind: Any
+    refusal: str
+
+    def __get_pydantic_core_schema__(self, _source: object, handler: GetCoreSchemaHandler) -> Any:
+        return {
+            "type": "custom-error",
+            "schema": handler.generate_schema(self.kind),
+            "custom_error_type": "refusal",
+            "custom_error_message": self.refusal,
+        }
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """All prompts, also where there is only one."""
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return prompt if several else [prompt]
+
+
+def _stop(value: object) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if isinstance(stops, list) and len(stops) > MAX_STOPS:
+        raise invalid("stop", f"stop holds {len(stops)} strings but at most {MAX_STOPS} are allowed.")
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise invalid("stop", "stop must be a string or a list of strings.")
+    if not all(0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        raise invalid("stop", f"Each stop string must have 1 to {MAX_STOP_CHARACTERS} characters.")
+    return stops
+
+
+def _logit_bias(value: object) -> dict[int, float]:
+    """Biases by token id, which JSON can only write as text."""
+    if not isinstance(value, dict):
+        raise invalid("logit_bias", "logit_bias must be an object of token ids and numbers.")
+    if len(value) > MAX_BIASES:
+        raise invalid("logit_bias", f"logit_bias names {len(value)} tokens but at most {MAX_BIASES} are allowed.")
+    return {_token_id(key): _bias(bias) for key, bias in value.items()}
+
+
+def _token_id(key: object) -> int:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return key
+    if isinstance(key, str) and _TOKEN_ID.fullmatch(key):
+        return int(key)
+    raise invalid("logit_bias", "Each name in logit_bias must be a token id in decimal digits.")
+
+
+def _bias(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MAX_ABS < value < _MAX_ABS:
+        raise invalid("logit_bias", "Each value in logit_bias must be a number.")
+    return float(value)
+
+
+def _content(value: object) -> object:
+    """A message's text, also where it comes as a list of text parts that belong together."""
+    return "".join(map(_text_part, value)) if isinstance(value, list) else value
+
+
+def _text_part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise ValueError("each part must be an object with a type")
+    field = _TEXT_PARTS.get(kind)
+    if field is None:
+        raise ValueError(f"parts of type {kind[:32]!r} are not supported; only text is")
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"a part of type {kind} has the field {field}, which must be a string")
+    return str(part[field])
+
+
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Tokens = Annotated[list[_Token], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_Word = Annotated[list[_Token], Field(max_length=MAX_BAD_WORD_TOKENS)]
+_MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARACTERS)]
+_MetadataValue = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)]
+
+Prompts = Annotated[
+    list[str | list[int]],
+    Parsed(
+        Annotated[
+            str | _Tokens | Annotated[list[str], _Several] | Annotated[list[_Tokens], _Several],
+            AfterValidator(_prompts),
+        ],
+        f"it must be one text, or one list of at most {MAX_PROMPT_TOKENS} token ids, "
+        f"or a list of at most {MAX_PROMPTS} of the one or of the other",
+    ),
+]
+Metadata = Annotated[
+    dict[str, str],
+    Parsed(
+        Annotated[dict[_MetadataKey, _MetadataValue], Field(max_length=MAX_METADATA)],
+        f"it must be an object of at most {MAX_METADATA} texts of at most {MAX_LABEL_CHARACTERS} characters, "
+        f"under keys of at most {MAX_METADATA_KEY_CHARACTERS}",
+    ),
+]
+Stops = Annotated[list[str], PlainValidator(_stop)]
+Content = Annotated[str, BeforeValidator(_content)]
+LogitBias = Annotated[dict[int, float], PlainValidator(_logit_bias)]
+BadWords = Annotated[
+    list[str | list[int]],
+    Parsed(
+        Annotated[list[str | _Word], Field(max_length=MAX_BAD_WORDS)],
+        f"it must be a list of at most {MAX_BAD_WORDS} texts or lists of at most {MAX_BAD_WORD_TOKENS} token ids",
+    ),
+]
+EarlyStopping = Annotated[bool | Literal["never"], Parsed(bool | Literal["never"], 'it must be true, false or "never"')]
+StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
+Number = float | None
+Integer = Annotated[int, Field(gt=-_MAX_ABS, lt=_MAX_ABS)] | None  # wide enough: the true ranges are quire_proto's
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None
+Effort = Annotated[
+    str,
+    Parsed(Annotated[str, Field(pattern="^[a-z0-9_-]{1,32}$")], "it must be a word, such as none, low, medium or high"),
+]

@@ -1,0 +1,263 @@
+"""The messages of a chat: what one may say, and that calls and their answers belong together."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter
+from quire_proto.errors import QuireError, invalid
+from quire_proto.structured_output import MAX_TEXT
+
+from quire_router.api.schemas.base import Content, Label, LenientModel, Parsed, StrictModel
+
+# Tools in a chat request, as pydantic models of the OpenAI API: what may be called, and what answers have called.
+
+
+_OBJECT = TypeAdapter(dict[str, Any])
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # of one message
+MAX_DESCRIPTION_CHARACTERS = 16_384
+MAX_ID_CHARACTERS = 128
+MAX_TOOLS_CHARACTERS = 4 * MAX_TEXT  # of all schemas and descriptions
+
+Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+CallId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)]
+
+
+class Function(StrictModel):
+    """What a tool is called and takes. ``parameters`` is a JSON Schema of an object; without it nothing is taken.
+    ``strict`` holds calls to it also where none is forced.
+    """
+
+    name: Name
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS)] | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """``parameters``, also where there are none."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
+
+class Tool(StrictModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+    cache_control: Any = None  # Anthropic's mark of a prefix to keep: here prefixes are kept anyway
+
+    @property
+    def size(self) -> int:
+        """Characters that a template makes of it, about."""
+        return len(json.dumps(self.as_template_sees_it(), ensure_ascii=False))
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """As templates expect it: always with parameters."""
+        function = self.function
+        described = {"description": function.description or "", "parameters": function.schema_of_arguments}
+        return {"type": "function", "function": {"name": function.name, **described}}
+
+
+class ChosenFunction(StrictModel):
+    """The function that is to be called."""
+
+    name: Name
+
+
+class ChosenTool(StrictModel):
+    """The one tool that is to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | ChosenTool,
+    Parsed(
+        Literal["none", "auto", "required"] | ChosenTool,
+        'it must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}',
+    ),
+]
+
+
+def _arguments(value: object) -> object:
+    """Arguments as text, also where a client library has read them, or has none."""
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value
+
+
+class CalledFunction(LenientModel):
+    """What was called, with arguments as the model wrote them, which need not be JSON."""
+
+    name: Name
+    arguments: Annotated[str, BeforeValidator(_arguments)] = ""
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments, none where they are no JSON object: templates go through them by name, and a conversation
+        with a slip of the model in it must go on.
+        """
+        try:
+            return _OBJECT.validate_json(self.arguments)
+        except ValueError:
+            return {}
+
+
+class ToolCall(LenientModel):
+    """A call that an earlier answer made."""
+
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_sees_it(self) -> dict[str, Any]:
+        """As templates expect it: with arguments as an object."""
+        function = {"name": self.function.name, "arguments": self.function.parsed}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def check_tools(tools: Sequence[Tool], choice: "ToolChoice | None") -> None:
+    """Raises ``QuireError`` for tools of one name, schemas that are too large or of no object, and the choice of a tool
+    that is not there.
+    """
+    names: set[str] = set()
+    for number, tool in enumerate(tools):
+        if tool.function.name in names:
+            raise invalid(f"tools[{number}].function.name", f"There are two tools named {tool.function.name}.")
+        names.add(tool.function.name)
+    if sum(_sizes(tools)) > MAX_TOOLS_CHARACTERS:
+        raise too_many_characters()
+    if choice == "required" and not names:
+        raise invalid("tool_choice", "tool_choice needs tools.")
+    if isinstance(choice, ChosenTool) and choice.function.name not in names:
+        raise invalid("tool_choice", f"tool_choice names {choice.function.name}, which is not among the tools.")
+
+
+def _sizes(tools: Sequence[Tool]) -> Iterator[int]:
+    for number, tool in enumerate(tools):
+        param, parameters = f"tools[{number}].function.parameters", tool.function.schema_of_arguments
+        if parameters.get("type", "object") != "object":
+            raise invalid(param, "parameters must be a JSON Schema of an object.")
+        try:
+            size = len(json.dumps(parameters, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+        except (ValueError, RecursionError):
+            raise invalid(param, "parameters must be a JSON Schema.") from None
+        if size > MAX_TEXT:
+            raise invalid(param, f"parameters has {size} characters but must have at most {MAX_TEXT}.")
+        yield size + len(tool.function.description or "")
+
+
+def too_many_characters() -> QuireError:
+    """The refusal of tools that are too large to be looked at."""
+    return invalid("tools", f"The tools have more than {MAX_TOOLS_CHARACTERS} characters in all.")
+
+
+def too_large(characters: int) -> QuireError:
+    """The refusal of tools whose grammar has so many characters."""
+    return invalid("tools", f"The tools' schemas have {characters} characters in all but may have {MAX_TEXT} here.")
+
+
+_MESSAGE, _CALL = 64, 128  # what a template makes of an empty message and of a call without arguments, in characters
+
+MAX_ARGUMENTS_CHARACTERS = 2**20  # of all calls: they are parsed, which holds up everything else
+
+
+def _text_or_nothing(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+class ChatMessage(LenientModel):
+    """One message of a conversation. Its ``reasoning_content``, or ``reasoning``, is what an assistant thought, and its
+    ``refusal`` what it said in the place of an answer.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Label = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Annotated[str | None, BeforeValidator(_text_or_nothing)] = None
+
+    @property
+    def size(self) -> int:
+        """Characters that a template makes of it, about."""
+        calls = sum(len(call.function.arguments) + _CALL for call in self.tool_calls or ())
+        return _MESSAGE + len(self.text) + len(self.thoughts) + calls
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.content or (self.refusal if self.role == "assistant" and self.refusal else "")
+
+    @property
+    def thoughts(self) -> str:
+        """What the assistant thought; empty where nothing is said of it."""
+        return self.reasoning_content or self.reasoning or ""
+
+    def as_template_sees_it(self, names: Mapping[str, str] = {}) -> dict[str, Any]:
+        """What templates read; ``developer`` is the newer word for the system's role, which they know. ``names`` are
+        those of the tools that were called, by the ids of the calls.
+        """
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_template_sees_it() for call in self.tool_calls]
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
+        if self.tool_call_id is not None:
+            message |= {"tool_call_id": self.tool_call_id, "name": names[self.tool_call_id]}
+        return message
+
+
+def as_template_sees_them(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """A conversation that was checked."""
+    names = {call.id: call.function.name for message in messages for call in message.tool_calls or ()}
+    return [message.as_template_sees_it(names) for message in messages]
+
+
+def check_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises ``QuireError`` where something is missing, stands in a message of another role or is too much, or where
+    a message answers a call that was not made.
+    """
+    arguments = sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
+    if arguments > MAX_ARGUMENTS_CHARACTERS:
+        raise invalid("messages", f"The calls in messages have more than {MAX_ARGUMENTS_CHARACTERS} characters in all.")
+    called: set[str] = set()
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        _check_parts(message, where)
+        if message.role == "tool" and message.tool_call_id not in called:
+            raise _wrong(f"{where}.tool_call_id", "answers no call of an earlier message")
+        called.update(_checked_calls(message, where))
+
+
+def _check_parts(message: ChatMessage, where: str) -> None:
+    if message.content is None and message.role != "assistant":
+        raise invalid(f"{where}.content", f"{where}.content is missing.")
+    if message.tool_calls and message.role != "assistant":
+        raise _wrong(f"{where}.tool_calls", "belongs to messages of the assistant")
+    if message.thoughts and message.role != "assistant":
+        raise _wrong(f"{where}.reasoning_content", "belongs to messages of the assistant")
+    if message.role == "tool" and message.tool_call_id is None:
+        raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing.")
+    if message.role != "tool" and message.tool_call_id is not None:
+        raise _wrong(f"{where}.tool_call_id", "belongs to messages of the role tool")
+
+
+def _checked_calls(message: ChatMessage, where: str) -> set[str]:
+    ids: set[str] = set()
+    for number, call in enumerate(message.tool_calls or ()):
+        if call.id in ids:
+            raise _wrong(f"{where}.tool_calls[{number}].id", "is that of another call of this message")
+        ids.add(call.id)
+    return ids
+
+
+def _wrong(param: str, problem: str) -> QuireError:
+    return invalid(param, f"{param} {problem}.")

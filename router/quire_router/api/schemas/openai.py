@@ -1,0 +1,507 @@
+"""What a request may say, as pydantic models: the OpenAI API's fields, and those that vLLM or this service add to it.
+
+Both APIs build these objects, so that what one refuses the other refuses. Parameters of other servers that would change
+the answer are refused here too, with what to use instead (``UNSUPPORTED``).
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from quire_proto.errors import QuireError, invalid
+from quire_proto.sampling import MAX_LOGPROBS
+from quire_proto.structured_output import MAX_OPTIONS, MAX_TEXT, Structured, StructuredKind, choice
+
+from quire_router.api.schemas.base import (
+    BadWords,
+    EarlyStopping,
+    Effort,
+    Integer,
+    Label,
+    LogitBias,
+    Metadata,
+    Number,
+    Parsed,
+    Prompts,
+    Stops,
+    StopTokenIds,
+    StrictModel,
+    Unsupported,
+    unknown_parameter,
+)
+from quire_router.api.schemas.conversation import (
+    MAX_TOOLS,
+    ChatMessage,
+    ChosenTool,
+    Tool,
+    ToolChoice,
+    check_messages,
+    check_tools,
+)
+
+# What a client says about the form of an output, in OpenAI's words, in vLLM's newer and older ones and in SGLang's, as
+# one ``Structured``.
+
+
+_OBJECT = TypeAdapter(dict[str, Any])
+
+JsonSchema = Annotated[
+    str | dict[str, Any] | None,
+    Parsed(str | dict[str, Any] | None, "it must be a JSON Schema, as an object or as text"),
+]
+Choices = Annotated[
+    list[str] | None,
+    Parsed(
+        Annotated[list[str], Field(max_length=MAX_OPTIONS)] | None, f"it must be a list of at most {MAX_OPTIONS} texts"
+    ),
+]
+
+
+class NamedSchema(StrictModel):
+    """OpenAI's envelope of a JSON Schema. ``strict`` changes nothing: the schema always holds."""
+
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictModel):
+    """``response_format``: any text, any JSON object, or JSON of a schema."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "schema": Unsupported((), "use the type json_schema, with the schema in json_schema.schema"),
+    }
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(StrictModel):
+    """vLLM's ``structured_outputs``: one of its fields. Of what else it may say nothing is ignored: it would be about
+    the form of the output.
+    """
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "disable_additional_properties": Unsupported((False,), "set additionalProperties to false in the schema"),
+        "disable_any_whitespace": Unsupported((False,), "there is never more than a line break between two tokens"),
+        "disable_fallback": Unsupported((False, True)),
+        "structural_tag": Unsupported((), "use tools with strict set to true, or grammar"),
+        "whitespace_pattern": Unsupported((), "use regex or grammar"),
+    }
+
+    json_: Annotated[JsonSchema, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Choices = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in self.unsupported:
+                raise unknown_parameter(f"structured_outputs.{name}")
+        return self
+
+
+class StructuredBody(StrictModel):
+    """The fields of a request that say what its output must look like."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema = None
+    guided_regex: str | None = None
+    guided_choice: Choices = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None  # there is one, for which the words mean the same
+    regex: str | None = None
+    ebnf: str | None = None
+
+    @property
+    def structured(self) -> Structured | None:
+        """What is asked for; None for any text. Raises ``QuireError`` INVALID with the field at fault, or with both
+        names of two that differ.
+        """
+        asked = [*_from_response_format(self.response_format), *_from_others(self)]
+        forms = [field.read() for field in asked]
+        for field, form in zip(asked, forms, strict=True):
+            if form != forms[0]:  # some clients send one form in the words of several versions of vLLM
+                raise invalid(asked[0].param, f"{asked[0].param} and {field.param} exclude each other.")
+        return forms[0] if forms else None
+
+
+@dataclass(frozen=True, slots=True)
+class _StructuredField:
+    """One wish: which field said it, and what."""
+
+    param: str
+    kind: StructuredKind
+    value: Any = ""
+
+    def read(self) -> Structured:
+        try:
+            if self.kind is StructuredKind.CHOICE:
+                return choice(self.value)
+            return Structured(self.kind, self._schema() if self.kind is StructuredKind.JSON_SCHEMA else self.value)
+        except QuireError as error:
+            raise invalid(self.param, error.message) from None
+
+    def _schema(self) -> str:
+        """One text for one schema, however it was spaced; its order is kept, for it is the order of the output."""
+        if isinstance(self.value, str) and len(self.value) > MAX_TEXT:
+            return self.value  # refused for its length, and not read first
+        try:
+            schema = _OBJECT.validate_json(self.value) if isinstance(self.value, str) else self.value
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (ValidationError, ValueError):
+            raise invalid(self.param, f"{self.param} is not a JSON Schema: it must be a JSON object.") from None
+
+
+def _from_response_format(given: ResponseFormat | None) -> Iterator[_StructuredField]:
+    if given is None:
+        return
+    if (given.json_schema is not None) != (given.type == "json_schema"):
+        param = "response_format.json_schema"
+        raise invalid(param, f"{param} and the type json_schema go together.")
+    if given.json_schema is not None:
+        yield _StructuredField("response_format", StructuredKind.JSON_SCHEMA, given.json_schema.schema_)
+    elif given.type == "json_object":
+        yield _StructuredField("response_format", StructuredKind.JSON_OBJECT)
+
+
+def _from_others(request: StructuredBody) -> Iterator[_StructuredField]:
+    newer = request.structured_outputs or StructuredOutputs()
+    fields = [
+        ("structured_outputs.json", StructuredKind.JSON_SCHEMA, newer.json_),
+        ("structured_outputs.regex", StructuredKind.REGEX, newer.regex),
+        ("structured_outputs.choice", StructuredKind.CHOICE, newer.choice),
+        ("structured_outputs.grammar", StructuredKind.GRAMMAR, newer.grammar),
+        ("structured_outputs.json_object", StructuredKind.JSON_OBJECT, "" if newer.json_object else None),
+        ("guided_json", StructuredKind.JSON_SCHEMA, request.guided_json),
+        ("guided_regex", StructuredKind.REGEX, request.guided_regex),
+        ("guided_choice", StructuredKind.CHOICE, request.guided_choice),
+        ("guided_grammar", StructuredKind.GRAMMAR, request.guided_grammar),
+        ("regex", StructuredKind.REGEX, request.regex),
+        ("ebnf", StructuredKind.GRAMMAR, request.ebnf),
+    ]
+    return (_StructuredField(param, kind, value) for param, kind, value in fields if value is not None)
+
+
+MAX_MESSAGES = 4096
+
+_SAMPLERS = "of the samplers there are temperature, top_p, top_k and min_p"
+_REPETITION = "use repetition_penalty, frequency_penalty or presence_penalty"
+_FORM = "use response_format or structured_outputs"
+_MEDIA = "there is text only"
+_CHAT = "use /v1/chat/completions"
+
+UNSUPPORTED: Final[Mapping[str, Unsupported]] = {
+    # OpenAI's
+    "audio": Unsupported((), _MEDIA),
+    "function_call": Unsupported(("none", "auto"), "use tool_choice"),
+    "functions": Unsupported(([],), "use tools"),
+    "input": Unsupported((), "use messages or, for completions, prompt"),
+    "instructions": Unsupported((), "write a message of the role system"),
+    "max_output_tokens": Unsupported((), "use max_tokens"),
+    "modalities": Unsupported((["text"],), _MEDIA),
+    "prediction": Unsupported(),
+    "prompt_cache_retention": Unsupported(),
+    "service_tier": Unsupported(("auto", "default")),
+    "verbosity": Unsupported(("medium",)),
+    "web_search_options": Unsupported((), "describe a function that searches in tools"),
+    # vLLM's
+    "allowed_token_ids": Unsupported((), "use guided_choice, guided_regex or logit_bias"),
+    "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
+    "continue_final_message": Unsupported((False,), "use /v1/completions with the prompt that /tokenize makes"),
+    "documents": Unsupported(([],), "write them into messages"),
+    "guided_whitespace_pattern": Unsupported((), "use guided_regex or guided_grammar"),
+    "logits_processors": Unsupported(([],), "use logit_bias or bad_words"),
+    "prompt_embeds": Unsupported((), "use prompt"),
+    "return_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC, which tell them"),
+    "return_tokens_as_token_ids": Unsupported((False,), "use /tokenize, or Generate and Chat over gRPC"),
+    "spaces_between_special_tokens": Unsupported((True,), "leave it out"),
+    "structural_tag": Unsupported((), "use tools with strict set to true, or guided_grammar"),
+    "truncate_prompt_tokens": Unsupported((), "shorten the prompt; /tokenize counts its tokens"),
+    # SGLang's
+    "custom_logit_processor": Unsupported((), "use logit_bias or bad_words"),
+    "input_ids": Unsupported((), "use /v1/completions with token ids as its prompt"),
+    "json_schema": Unsupported((), _FORM),
+    "lora_path": Unsupported((), "there are no adapters; serve the merged model"),
+    "max_new_tokens": Unsupported((), "use max_tokens"),
+    "min_new_tokens": Unsupported((0,), "use min_tokens"),
+    "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
+    "return_hidden_states": Unsupported((False,), "there is nothing like it; log-probabilities come with logprobs"),
+    "stop_regex": Unsupported(([],), "use stop, or guided_regex for the whole output"),
+    # Ollama's, llama.cpp's and those of others
+    "do_sample": Unsupported((True,), "set temperature to 0"),
+    "dry_multiplier": Unsupported((0,), _REPETITION),
+    "dynatemp_range": Unsupported((0,), _SAMPLERS),
+    "format": Unsupported(("",), _FORM),
+    "grammar": Unsupported(("",), "use guided_grammar"),
+    "max_tokens_to_sample": Unsupported((), "use max_tokens"),
+    "mirostat": Unsupported((0,), _SAMPLERS),
+    "n_predict": Unsupported((-1,), "use max_tokens"),
+    "no_repeat_ngram_size": Unsupported((0,), _REPETITION),
+    "num_beams": Unsupported((1,), "use beam_width"),
+    "num_predict": Unsupported((-1, -2), "use max_tokens"),
+    "num_return_sequences": Unsupported((1,), "use n"),
+    "options": Unsupported(({},), "write its fields beside model, under the names of this API"),
+    "random_seed": Unsupported((), "use seed"),
+    "repeat_penalty": Unsupported((1,), "use repetition_penalty"),
+    "stop_sequences": Unsupported(([],), "use stop"),
+    "system": Unsupported(("",), "write a message of the role system"),
+    "tfs_z": Unsupported((1,), _SAMPLERS),
+    "top_a": Unsupported((0,), _SAMPLERS),
+    "top_n_sigma": Unsupported((0, -1), _SAMPLERS),
+    "typical_p": Unsupported((0, 1), _SAMPLERS),
+    "xtc_probability": Unsupported((0,), _SAMPLERS),
+}
+"""Parameters of other servers, by their names in the body of a request; docs/api.md tells of them."""
+
+
+class StreamOptions(StrictModel):
+    """How a stream is sent. ``continuous_usage_stats`` is vLLM's: the usage so far in every chunk."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"include_obfuscation": Unsupported((False,))}
+
+    include_usage: bool | None = None
+    include_event_ids: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(StructuredBody):
+    """What completions and chat completions have in common."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = UNSUPPORTED
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+
+    temperature: Number = None
+    top_p: Number = None
+    top_k: Integer = None
+    min_p: Number = None
+    presence_penalty: Number = None
+    frequency_penalty: Number = None
+    repetition_penalty: Number = None
+    logit_bias: LogitBias | None = None
+    bad_words: BadWords | None = None
+    seed: Integer = None
+
+    n: Integer = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    beam_width: Integer = None
+    length_penalty: Number = None
+    early_stopping: EarlyStopping | None = None
+
+    max_tokens: Integer = None
+    min_tokens: Integer = None
+    stop: Stops = Field(default=[], validate_default=True)
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+
+    prompt_logprobs: Integer = None
+    skip_special_tokens: bool | None = None
+    priority: Integer = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+
+    user: Label = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far. As in vLLM that does not go without its end's."""
+        options = self.stream_options
+        return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
+
+    @property
+    def size(self) -> int:
+        """Characters of its prompts, about."""
+        raise NotImplementedError
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.continuous_usage or (self.stream_options is not None and bool(self.stream_options.include_usage))
+
+    @property
+    def include_event_ids(self) -> bool:
+        """Whether the events of a stream have ids, after which it can be read on."""
+        return self.stream_options is not None and bool(self.stream_options.include_event_ids)
+
+    @property
+    def output_limit(self) -> int | None:
+        """The most tokens that the client asked for; None when it did not say."""
+        return self.max_tokens
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """How many most probable tokens come beside each of the output; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """The same for the prompt, also where another field needs them."""
+        return self.prompt_logprobs
+
+    @property
+    def width(self) -> int:
+        """The beams of the search that is asked for, 0 for none. vLLM's ``use_beam_search`` takes ``n`` or ``best_of``
+        for it. Raises ``QuireError``.
+        """
+        if self.use_beam_search is False and self.beam_width:
+            raise invalid("beam_width", "beam_width and use_beam_search set to false exclude each other.")
+        if not self.use_beam_search:
+            return self.beam_width or 0
+        width = self.beam_width or self.best_of or self.n or 1
+        if width == 1:
+            raise invalid("use_beam_search", "use_beam_search needs n, best_of or beam_width of at least 2.")
+        return width
+
+    @property
+    def drawn(self) -> int | None:
+        """``best_of``, where it does not mean the width of a search."""
+        return None if self.use_beam_search and not self.beam_width else self.best_of
+
+
+class CompletionRequest(GenerationBody):
+    """The body of ``POST /v1/completions``."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED,
+        "add_special_tokens": Unsupported((True,), "use the token ids that /tokenize makes as prompt"),
+        "max_completion_tokens": Unsupported((), "use max_tokens"),
+        "messages": Unsupported(([],), _CHAT),
+        "suffix": Unsupported(("",), "write it into the prompt with the model's own marks for it"),
+        "tool_choice": Unsupported(("none", "auto"), _CHAT),
+        "tools": Unsupported(([],), _CHAT),
+        "top_logprobs": Unsupported((0,), "use logprobs"),
+    }
+
+    prompt: Prompts
+
+    echo: bool | None = None
+    logprobs: Integer = None
+
+    @property
+    def size(self) -> int:
+        """Characters and tokens of its prompts."""
+        return sum(map(len, self.prompt))
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """As it is said."""
+        return self.logprobs
+
+    @property
+    def all_prompt_logprobs(self) -> int | None:
+        """Those of a prompt that is echoed come with the output's."""
+        return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+
+
+class TemplateOptions(StrictModel):
+    """vLLM's ``chat_template_kwargs``: switches of thinking, and nothing that could take the place of a message."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class TemplatedBody(StrictModel):
+    """What the model's chat template is asked for beside messages."""
+
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the chat template writes into the prompt."""
+        return self.tools or ()
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return False
+
+
+class ChatRequest(TemplatedBody, GenerationBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED,
+        "add_generation_prompt": Unsupported((True,), "use /v1/completions with the prompt that /tokenize makes"),
+        "add_special_tokens": Unsupported((False,), "the chat template writes them"),
+        "echo": Unsupported((False,), "use /v1/completions"),
+        "prompt": Unsupported(("",), "use messages or, for completions, /v1/completions"),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+
+    logprobs: bool | None = None
+    max_completion_tokens: Integer = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_messages(self.messages)
+        check_tools(self.tools or (), self.tool_choice)
+        if self.offered and self.separate_reasoning is False:
+            raise invalid("separate_reasoning", "separate_reasoning set to false and tools exclude each other.")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Characters that a template makes of it, about."""
+        return sum(message.size for message in self.messages) + sum(tool.size for tool in self.offered)
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that the model is told of: none where it may call none."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def callable(self) -> Sequence[Tool]:
+        """The tools that the model may call."""
+        if not isinstance(self.tool_choice, ChosenTool):
+            return self.offered
+        return [tool for tool in self.offered if tool.function.name == self.tool_choice.function.name]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether something about calls must hold, so that a grammar has to see to it."""
+        strict = any(tool.function.strict for tool in self.offered)
+        return bool(self.offered) and (self.forced or strict or self.parallel_tool_calls is False)
+
+    @property
+    def output_limit(self) -> int | None:
+        """``max_completion_tokens`` or its older name ``max_tokens``. Raises ``QuireError`` when they differ."""
+        newer, older = self.max_completion_tokens, self.max_tokens
+        if newer is not None and older is not None and newer != older:
+            raise invalid("max_tokens", "max_tokens and max_completion_tokens mean the same but differ.")
+        return older if newer is None else newer
+
+    @property
+    def output_logprobs(self) -> int | None:
+        """``top_logprobs``, where ``logprobs`` is true. Raises ``QuireError`` when it is not."""
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs to be true.")
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,344 @@
+"""What REST and gRPC share between reading a request and writing its answer."""
+
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from secrets import token_hex
+from time import time
+from typing import Protocol, TypeVar
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, StatusCode
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.telemetry import Attribute, Span
+from quire_proto.text.tokenizer import ModelTokenizer
+from quire_proto.tracing import extract
+
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.rate_limit import rate_limit_headers
+from quire_router.api.auth import ANONYMOUS, Identity, StaticKeys
+from quire_router.api.multi_prompt import MultiPromptRunner
+from quire_router.api.prepared_request import EnginePoolView, PreparedRequest, ResponseOptions, Runner
+from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.request_options import NO_OPTIONS, RequestOptions, apply_options
+from quire_router.api.responses import Response, ResponseOpener
+from quire_router.api.schemas.base import as_header_value
+from quire_router.api.schemas.openai import GenerationBody
+from quire_router.api.stored_requests import RequestStatus, RequestStore, StoredRequest
+from quire_router.api.tokenize import DetokenizeRequest, TokenizeRequest, TokenizeResult, detokenize, tokenize
+from quire_router.api.tokenizer_pool import TokenizerPool
+from quire_router.api.validation import Validator, unknown_model
+from quire_router.core import metrics
+
+_TRACER = trace.get_tracer("quire.router")
+_REQUEST_LABEL = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_LONG_TEXT = 2048  # characters or tokens from which tokenising would hold up the streams of others
+_LONG_BODY = 16 * 1024  # bytes from which parsing would
+_CLIENT_ERRORS = (ErrorCode.INVALID, ErrorCode.FORBIDDEN, ErrorCode.NOT_FOUND)
+T = TypeVar("T")
+
+
+class SizedRequest(Protocol):
+    """A request for a ``model``, with about ``size`` characters or tokens of text."""
+
+    @property
+    def model(self) -> str: ...  # noqa: D102
+
+    @property
+    def size(self) -> int: ...  # noqa: D102
+
+
+SizedT = TypeVar("SizedT", bound=SizedRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One configured model. ``max_model_len`` is 0 while no engine has told it."""
+
+    name: str
+    created: int
+    ready_engines: int
+    max_model_len: int
+
+
+class ApiService:
+    """The common half of both APIs: who asks, what is running, validation, the models and their health. No request may
+    take more than ``request_timeout`` seconds. ``durable`` says whether what is admitted now will be remembered.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, ModelTokenizer],
+        fleet: EnginePoolView,
+        runner: Runner,
+        keys: StaticKeys,
+        concurrency: ConcurrencyLimit,
+        *,
+        allow_priority: bool = False,
+        refuse_unknown: bool = False,
+        request_timeout: float | None = None,
+        durable: Callable[[], bool] = lambda: True,
+        tenant_limits: RateLimiter | None = None,
+        bodies: BodyBudget | None = None,
+    ) -> None:
+        self.keys = keys
+        self.concurrency = concurrency
+        self.bodies = bodies or BodyBudget()
+        self._models = tuple(texts)
+        self._engine_pool = fleet
+        self._runner = MultiPromptRunner(runner, concurrency)
+        self._store = RequestStore(self._runner, texts)
+        self.responses = ResponseOpener(self._runner, self._store)
+        self._request_timeout = request_timeout
+        self._durable = durable
+        self._tenant_limits = tenant_limits
+        self._validator = Validator(texts, fleet.limits, allow_priority=allow_priority, refuse_unknown=refuse_unknown)
+        self._tokenizer_pool = TokenizerPool()
+        self._created = int(time())
+
+    @contextmanager
+    def request_scope(self, name: str, request_id: str, headers: Mapping[str, str]) -> Iterator[None]:
+        """One request from the door to its end, as a span named ``name`` that continues the caller's trace. Raises
+        ``QuireError`` at the door when there is no room.
+        """
+        with _server_span(name, request_id, headers) as span:
+            try:
+                with ExitStack() as stack:
+                    with counting_rejections():
+                        stack.enter_context(self.concurrency.acquire())
+                    yield
+            except QuireError as error:
+                _record_error(span, error)
+                raise
+
+    async def prepare(
+        self,
+        read: Callable[[], GenerationBody],
+        request_id: str,
+        caller: Identity,
+        terms: RequestOptions = NO_OPTIONS,
+        *,
+        size: int = 0,
+    ) -> PreparedRequest:
+        """The request that ``read`` makes of a body of ``size`` bytes, validated. Raises ``QuireError``, and counts
+        the refusal; one for what the request says is charged as a request.
+        """
+
+        def validated(request: GenerationBody) -> PreparedRequest:
+            request, ignored = self._validator.drop_ignored(request, request.model)
+            generations = self._validator.generations(request, request_id, caller)
+            ids = request.include_event_ids or bool(terms.key)
+            text = self._validator.text(request.model)
+            admitted = PreparedRequest(generations, ResponseOptions.from_request(request), text, ids, ignored)
+            return apply_options(request, admitted, terms, caller, self._request_timeout)
+
+        with counting_rejections(), _internal_span(Span.ADMIT):
+            async with self._charging_refusals(caller):
+                admitted = await self._run_or_offload(read, validated, caller, size)
+                if self._tenant_limits is not None:
+                    tokens = [generation.max_cost for generation in admitted.generations]
+                    self._tenant_limits.check_size(caller.tenant, tokens)
+                return admitted
+
+    async def answer(self, admitted: PreparedRequest, caller: Identity) -> Response:
+        """See ``ResponseOpener.open``."""
+        return await self.responses.open(admitted, caller)
+
+    async def start(self, admitted: PreparedRequest) -> tuple[StoredRequest, bool]:
+        """See ``ResponseOpener.start_background``."""
+        return await self.responses.start_background(admitted)
+
+    async def status(self, request_id: str, caller: Identity) -> StoredRequest:
+        """See ``RequestStore.status``. Raises as ``find``."""
+        self._check_polls(caller)
+        return await self._store.status(request_id, caller)
+
+    async def find(self, request_id: str, caller: Identity) -> StoredRequest:
+        """See ``RequestStore.get``. Raises ``QuireError`` OVERLOADED, too, where the caller looks too often."""
+        self._check_polls(caller)
+        return await self._store.get(request_id, caller)
+
+    async def replay(self, earlier: StoredRequest, caller: Identity) -> Response:
+        """The whole answer to a request whose status is known. Raises as ``find``."""
+        whole = await self._store.get(earlier.first.request_id, caller)
+        return await self.responses.resume(whole, "", caller)
+
+    async def resume(
+        self, earlier: StoredRequest, after: str, caller: Identity, terms: RequestOptions = NO_OPTIONS
+    ) -> Response:
+        """See ``ResponseOpener.resume``. Of the terms only the time counts."""
+        deadline = None if terms.timeout is None else time() + terms.timeout
+        return await self.responses.resume(earlier, after, caller, deadline)
+
+    async def cancel(self, request_id: str, caller: Identity) -> StoredRequest:
+        """Ends what has not ended of a request of this caller; how it was with it just before. Raises as ``find``."""
+        earlier = await self.status(request_id, caller)
+        if await self._runner.cancel(earlier.request_ids) or earlier.status is not RequestStatus.RUNNING:
+            return earlier
+        return await self._store.status(request_id, caller)  # it ended meanwhile, and not by this
+
+    async def delete(self, request_id: str, caller: Identity) -> StoredRequest:
+        """Forgets a request of this caller, and ends it for that; how it was with it just before. Raises as
+        ``find``.
+        """
+        earlier = await self.status(request_id, caller)
+        await self._runner.delete(earlier.request_ids)
+        return earlier
+
+    async def tokenize(
+        self,
+        read: Callable[[], TokenizeRequest],
+        caller: Identity,
+        write: Callable[[TokenizeResult], T],
+        *,
+        size: int = 0,
+    ) -> T:
+        """What ``write`` makes of the tokens of a text; see ``tokenized`` and ``admit``. It is charged as a request.
+        Raises ``QuireError``, and counts the refusal.
+        """
+
+        def written(request: TokenizeRequest) -> T:
+            request, ignored = self._validator.drop_ignored(request, request.model)
+            max_model_len = self._card(request.model).max_model_len
+            return write(tokenize(request, self._validator.text(request.model), max_model_len, ignored))
+
+        with counting_rejections():
+            await self._charge(caller)
+            return await self._run_or_offload(read, written, caller, size)
+
+    async def detokenize(
+        self, read: Callable[[], DetokenizeRequest], caller: Identity, *, size: int = 0
+    ) -> tuple[str, Sequence[str]]:
+        """See ``detokenized`` and ``tokenize``; and the parameters that are ignored."""
+
+        def text_of(request: DetokenizeRequest) -> tuple[str, Sequence[str]]:
+            request, ignored = self._validator.drop_ignored(request, request.model)
+            return detokenize(request, self._validator.text(request.model)), ignored
+
+        with counting_rejections():
+            await self._charge(caller)
+            return await self._run_or_offload(read, text_of, caller, size)
+
+    def response_headers(self, admitted: PreparedRequest, *, replayed: bool = False) -> dict[str, str]:
+        """What an answer says of itself before it begins, by names of headers and of metadata."""
+        notes = {} if self._durable() else {"quire-journal": "unavailable"}
+        notes |= ignored_parameters_header(admitted.ignored)
+        return {**notes, "quire-idempotent-replay": "true"} if replayed else notes
+
+    def rate_limit_headers(self, caller: Identity) -> dict[str, str]:
+        """How the caller stands with its limits a minute, by names of headers and of metadata."""
+        limits = self._tenant_limits
+        return {} if limits is None else rate_limit_headers(limits.status(caller.tenant))
+
+    def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
+        """The configured models that the caller may use, in order."""
+        return [self._card(name) for name in self._models if caller.policy.may_use(name)]
+
+    def model(self, name: str) -> ModelCard:
+        """One configured model. Raises ``QuireError`` NOT_FOUND."""
+        if name not in self._models:
+            raise unknown_model(name)
+        return self._card(name)
+
+    def serving(self) -> bool:
+        """Whether new requests are wanted here and some model has an engine."""
+        return not self.concurrency.draining and any(self._engine_pool.ready(name) for name in self._models)
+
+    def close(self) -> None:
+        """Lets go of threads."""
+        self._tokenizer_pool.close()
+
+    async def _run_or_offload(
+        self, read: Callable[[], SizedT], make: Callable[[SizedT], T], caller: Identity, size: int
+    ) -> T:
+        """What ``make`` makes of the request that ``read`` gives, both on a thread where they would hold up the streams
+        of others: a body of ``size`` bytes is long to parse, or what it says is long to tokenise.
+        """
+
+        def checked() -> SizedT:
+            request = read()
+            caller.check_model(request.model)
+            return request
+
+        if size > _LONG_BODY:
+            return await self._tokenizer_pool.run(caller.tenant, size, lambda: make(checked()))
+        request = checked()
+        if request.size <= _LONG_TEXT and not self._validator.text(request.model).renders_slowly:
+            return make(request)
+        return await self._tokenizer_pool.run(caller.tenant, request.size, lambda: make(request))
+
+    @asynccontextmanager
+    async def _charging_refusals(self, caller: Identity) -> AsyncIterator[None]:
+        """Charges what is refused for what it says as one request: looking at it was work, too. Where no request is
+        left, nothing is looked at.
+        """
+        if self._tenant_limits is not None:
+            self._tenant_limits.check_rate(caller.tenant)
+        try:
+            yield
+        except QuireError as error:
+            if error.code in _CLIENT_ERRORS:
+                with suppress(QuireError):  # no request is left by now, and the first error says more
+                    await self._charge(caller)
+            raise
+
+    def _check_polls(self, caller: Identity) -> None:
+        if self._tenant_limits is not None:
+            with counting_rejections():
+                self._tenant_limits.count_poll(caller.tenant)
+
+    async def _charge(self, caller: Identity) -> None:
+        if self._tenant_limits is not None:
+            await self._tenant_limits.consume_request(caller.tenant)
+
+    def _card(self, name: str) -> ModelCard:
+        limits = self._engine_pool.limits(name)
+        return ModelCard(name, self._created, self._engine_pool.ready(name), limits.max_model_len if limits else 0)
+
+
+def ignored_parameters_header(params: Sequence[str]) -> dict[str, str]:
+    """That parameters changed nothing, by the name of a header or of metadata."""
+    return {"quire-ignored-parameters": as_header_value(params)} if params else {}
+
+
+def new_request_id() -> str:
+    """An opaque id, 32 hexadecimal digits."""
+    return token_hex(16)
+
+
+@contextmanager
+def counting_rejections() -> Iterator[None]:
+    """Counts a request that is refused before it reaches an engine. What limits refuse is counted by its reason."""
+    try:
+        yield
+    except QuireError as error:
+        if error.code is ErrorCode.OVERLOADED and error.reason is not None:
+            raise
+        metrics.REJECTIONS.labels(error.code.name.lower()).inc()
+        raise
+
+
+def _internal_span(name: str) -> AbstractContextManager[trace.Span]:
+    return _TRACER.start_as_current_span(name, record_exception=False, set_status_on_exception=False)
+
+
+def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> AbstractContextManager[trace.Span]:
+    attributes = {Attribute.REQUEST_ID: request_id}
+    label = headers.get("x-request-id", "")
+    if _REQUEST_LABEL.fullmatch(label):
+        attributes[Attribute.CLIENT_REQUEST_ID] = label
+    return _TRACER.start_as_current_span(
+        name,
+        context=extract(headers),
+        kind=SpanKind.SERVER,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    )
+
+
+def _record_error(span: trace.Span, error: QuireError) -> None:
+    span.set_attribute(Attribute.ERROR_TYPE, error.code.name.lower())
+    if error.status.http >= 500:
+        span.set_status(StatusCode.ERROR, error.message)

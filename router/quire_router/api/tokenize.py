@@ -1,0 +1,120 @@
+"""Text to tokens and back for clients: what ``/tokenize`` and ``/detokenize`` read and say, in vLLM's words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+from quire_proto.errors import QuireError, invalid
+from quire_proto.text.tokenizer import ModelTokenizer
+
+from quire_router.api.schemas.base import MAX_PROMPT_TOKENS, StrictModel, Unsupported
+from quire_router.api.schemas.conversation import ChatMessage, as_template_sees_them, check_messages, check_tools
+from quire_router.api.schemas.openai import MAX_MESSAGES, TemplatedBody
+from quire_router.api.validation import template_options
+
+
+class TokenizeRequest(TemplatedBody):
+    """Either a text or a conversation."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "chat_template": Unsupported((), "put chat_template.jinja into the model's folder"),
+        "continue_final_message": Unsupported((False,), "leave the last message out and add its text to the prompt"),
+    }
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.messages is None and self.prompt is None:
+            raise invalid("prompt", "prompt or messages is missing.")
+        if self.messages is None:
+            self._refuse_beside("prompt", "tools", "add_generation_prompt", "reasoning_effort", "chat_template_kwargs")
+        else:
+            self._refuse_beside("messages", "prompt", "add_special_tokens")
+            check_messages(self.messages)
+            check_tools(self.tools or (), None)
+        return self
+
+    @property
+    def size(self) -> int:
+        """Its characters, about."""
+        tools = sum(tool.size for tool in self.tools or ())
+        return len(self.prompt or "") + sum(message.size for message in self.messages or ()) + tools
+
+    def _refuse_beside(self, given: str, *others: str) -> None:
+        """A template writes its own special tokens, and a text has no template."""
+        for other in others:
+            if getattr(self, other):
+                raise invalid(other, f"{other} and {given} exclude each other.")
+
+
+class DetokenizeRequest(StrictModel):
+    """Tokens of a model."""
+
+    model: Annotated[str, Field(min_length=1, max_length=128)]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+
+    @property
+    def size(self) -> int:
+        """Its tokens."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeResult:
+    """``token_strs`` are the tokens as the tokenizer calls them, None where they were not asked for.
+    ``max_model_len`` is 0 while no engine has told it. ``ignored`` are the parameters that changed nothing.
+    """
+
+    tokens: Sequence[int]
+    token_strs: Sequence[str] | None
+    max_model_len: int
+    ignored: Sequence[str] = ()
+
+
+def tokenize(
+    request: TokenizeRequest, text: ModelTokenizer, max_model_len: int, ignored: Sequence[str] = ()
+) -> TokenizeResult:
+    """The tokens that the same text or conversation has in a request for an answer. Raises ``QuireError`` as that
+    would, except that more tokens than the model takes are told.
+    """
+    try:
+        tokens = _tokens_of(request, text)
+    except QuireError as error:
+        raise _too_many(request) if error.param == "prompt" else error from None
+    if len(tokens) > MAX_PROMPT_TOKENS:
+        raise _too_many(request)
+    strings = [text.name_of(token_id) for token_id in tokens] if request.return_token_strs else None
+    return TokenizeResult(tokens, strings, max_model_len, ignored)
+
+
+def detokenize(request: DetokenizeRequest, text: ModelTokenizer) -> str:
+    """The text of tokens, special ones and all. Raises ``QuireError`` for a token that the model does not have."""
+    if request.tokens and max(request.tokens) >= text.vocab_size:
+        raise invalid("tokens", f"tokens holds a token id outside of this model's vocabulary of {text.vocab_size}.")
+    return text.decode(request.tokens)
+
+
+def _tokens_of(request: TokenizeRequest, text: ModelTokenizer) -> list[int]:
+    if request.messages is None:
+        special = request.add_special_tokens is not False
+        return text.encode_text(request.prompt or "", MAX_PROMPT_TOKENS, add_special_tokens=special)
+    tools = [tool.as_template_sees_it() for tool in request.offered]
+    return text.encode_chat(
+        as_template_sees_them(request.messages),
+        MAX_PROMPT_TOKENS,
+        tools=tools,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        options=template_options(request.chat_template_kwargs, request.reasoning_effort, text),
+    )
+
+
+def _too_many(request: TokenizeRequest) -> QuireError:
+    param = "prompt" if request.messages is None else "messages"
+    return invalid(param, f"{param} has more than {MAX_PROMPT_TOKENS} tokens, which is the limit here.")

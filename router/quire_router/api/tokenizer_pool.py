@@ -1,0 +1,67 @@
+"""Work that would hold up the streams of others, such as tokenising a long prompt: done on threads, in fair turns."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+from weakref import WeakValueDictionary
+
+from quire_proto.errors import ErrorCode, QuireError
+
+from quire_router.admission.limits import counting_refusals
+from quire_router.api.request_limits import TenantBudget
+from quire_router.core.errors import RefusalReason
+
+T = TypeVar("T")
+
+THREADS, THREADS_PER_TENANT = 3, 2
+MAX_QUEUED_TEXT = 16 * 2**20  # characters or bytes of text, of all tenants together; see ``TenantBudget``
+_CHARACTERS_PER_SECOND = 2**20  # characters that are tokenised in a second at least, for Retry-After
+
+
+class TokenizerPool:
+    """A tenant never has all of the threads: one is left for the others, however much it asks for at once. The
+    texts that wait for one of their tenant's threads are bounded by a ``TenantBudget``.
+    """
+
+    def __init__(self, *, max_queued: int = MAX_QUEUED_TEXT) -> None:
+        self._threads = ThreadPoolExecutor(THREADS, "text")
+        self._semaphores: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._queued = TenantBudget(max_queued)
+
+    async def run(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+        """What the work on ``size`` characters or bytes of text gives, or raises. Raises ``QuireError`` OVERLOADED
+        where too much waits already. A caller that is cancelled keeps its thread until the work has ended.
+        """
+        places = self._semaphores.get(tenant)
+        if places is None:
+            places = self._semaphores[tenant] = asyncio.Semaphore(THREADS_PER_TENANT)
+        with self._queue_slot(tenant, size):
+            await places.acquire()
+        done = self._threads.submit(work)
+        done.add_done_callback(partial(_release, places, asyncio.get_running_loop()))
+        return await asyncio.wrap_future(done)
+
+    def close(self) -> None:
+        """Lets go of the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _queue_slot(self, tenant: str, size: int) -> Iterator[None]:
+        """Counts what waits for one of its tenant's threads."""
+        waiting = self._queued.used
+        if not self._queued.try_acquire(tenant, size):
+            message, retry = "Too much text waits to be read and tokenised here.", 1 + waiting / _CHARACTERS_PER_SECOND
+            with counting_refusals():
+                raise QuireError(ErrorCode.OVERLOADED, message, retry_after=retry, reason=RefusalReason.TOKENIZER_FULL)
+        try:
+            yield
+        finally:
+            self._queued.release(tenant, size)
+
+
+def _release(places: asyncio.Semaphore, loop: asyncio.AbstractEventLoop, _done: object) -> None:
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+        loop.call_soon_threadsafe(places.release)

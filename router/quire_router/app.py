@@ -1,0 +1,439 @@
+"""A router's parts from its settings, connected to each other. Opens no port."""
+
+import asyncio
+import ctypes
+import gc
+import logging
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import uvloop
+from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.errors import QuireError, TokenizerLoadError
+from quire_proto.supervise import SupervisedTask
+from quire_proto.text.tokenizer import ModelTokenizer
+from quire_proto.tracing import setup_tracing, shutdown_tracing
+
+from quire_router.admission.fair_queue import QueueBounds
+from quire_router.admission.limits import RateLimiter
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
+from quire_router.admission.redis_rate_limit import RedisRateLimiter
+from quire_router.admission.tenants_file import TenantsFile, TenantsFileError, read_tenants
+from quire_router.api.auth import StaticKeys
+from quire_router.api.request_limits import BodyBudget, ConcurrencyLimit
+from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
+from quire_router.api.rest.rest_app import build_admin, build_api
+from quire_router.api.rest.sse import KeepAlive
+from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
+from quire_router.api.service import ApiService
+from quire_router.autoscale.load_totals import Load, LoadTeller, OwnLoad, RedisLoad
+from quire_router.autoscale.scaling_server import open_to_autoscalers
+from quire_router.clients.redis_client import RedisAccess
+from quire_router.config import Settings, connections_within, raise_descriptor_limit, warn_of
+from quire_router.core import metrics
+from quire_router.core import metrics as tally
+from quire_router.core.metrics import Place
+from quire_router.core.retry import failing_tasks, supervise
+from quire_router.discovery.combined import discovery_of
+from quire_router.engines.cache_events import CacheEvents
+from quire_router.engines.load_messages import SpeculativeBlocks
+from quire_router.engines.load_sharing import LoadSharing
+from quire_router.engines.output_stream import ATTEMPT_FAILURES
+from quire_router.engines.pool import EnginePool, ModelIdentity
+from quire_router.engines.settings import ConnectionSettings, assumed_limits
+from quire_router.journal.codec import JournalSettings
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis.redis_journal import RedisJournal
+from quire_router.placement.placer import Placer
+from quire_router.placement.prefix_index import PrefixIndex
+from quire_router.placement.query import PlacementSettings
+from quire_router.requests.dispatch import Dispatcher
+from quire_router.requests.runner import RequestRunner
+
+log = logging.getLogger(__name__)
+
+# What a router does beside its requests, again and again: looks for orphans, tidies the index, counts tokens, gives
+# memory back.
+
+
+ADOPTION_PERIOD = 1.0  # seconds
+SWEEP_PERIOD, SWEEP_PAUSE = 1.0, 0.02  # seconds between looks, and between parts while there is something to sweep
+SWEEP_BLOCKS = 2_000  # a millisecond or so of work at once
+TRIM_PERIOD, TRIM_GROWTH = 1.0, 64 << 20  # seconds between looks, and the bytes more that are worth it
+TRIM_PATIENCE = 10.0  # seconds at most between one attempt and the next, where the memory seems to be in use
+_PAGE = resource.getpagesize()
+
+
+class Upkeep:
+    """From ``start`` to ``stop``; what fails is tried again the next time."""
+
+    def __init__(self, lifecycle: RequestRunner, index: PrefixIndex) -> None:
+        self._lifecycle = lifecycle
+        self._index = index
+        self._tasks: list[SupervisedTask] = []
+
+    def start(self) -> None:
+        """Begins; never waits."""
+        self._tasks = [
+            supervise("orphans", self._adopt),
+            supervise("prefix index", self._sweep),
+            supervise("tally", _tally),
+            supervise("memory", _trim),
+        ]
+
+    async def stop(self) -> None:
+        """Ends what was begun."""
+        await asyncio.gather(*(task.stop() for task in self._tasks))
+
+    async def _adopt(self) -> None:
+        while True:
+            await asyncio.sleep(ADOPTION_PERIOD)
+            try:
+                adopted = await self._lifecycle.claim_orphans()
+            except QuireError:
+                continue  # request state cannot be read now, which the journal tells itself
+            except Exception:  # one record that cannot be taken up is no reason to start a router again
+                log.exception("looking for orphans failed")
+                continue
+            if adopted:
+                log.info("took up %d background requests that their routers had left", adopted)
+
+    async def _sweep(self) -> None:
+        """Rarely while there is nothing to do, so that an idle router is not woken for it."""
+        left = False
+        while True:
+            await asyncio.sleep(SWEEP_PAUSE if left else SWEEP_PERIOD)
+            left = self._index.sweep(SWEEP_BLOCKS)
+
+
+async def _tally() -> None:
+    while True:
+        await asyncio.sleep(tally.FLUSH_PERIOD)
+        tally.flush()
+
+
+async def _trim() -> None:
+    """Gives free memory back to the system whenever the process has grown. Refused gRPC calls are garbage in cycles, of
+    which Python sees a few objects and not the megabyte of headers behind each, and the C library keeps what its
+    threads have freed in many small parts. So what hostile headers cost would stay, and add up to gigabytes.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:  # not glibc, which alone has it
+        return
+    least = after = _resident()
+    patience, idle = TRIM_PERIOD, 0.0
+    while True:
+        await asyncio.sleep(TRIM_PERIOD)
+        idle += TRIM_PERIOD
+        before = _resident()
+        least = min(least, before)
+        if before > after + TRIM_GROWTH or (before > least + TRIM_GROWTH and idle >= patience):
+            gc.collect(1)
+            await asyncio.to_thread(trim, 0)
+            after, idle = _resident(), 0.0
+            helped = before - after > TRIM_GROWTH / 4
+            patience = TRIM_PERIOD if helped else min(2 * patience, TRIM_PATIENCE)
+
+
+def _resident() -> int:
+    """Bytes of memory that the process has; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+    except OSError:
+        return 0
+
+
+class Parts:
+    """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
+
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
+        metrics.init_series(settings.models, ATTEMPT_FAILURES)
+        file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
+        self.index = PrefixIndex()
+        self.fleet = EnginePool(
+            discovery_of(settings.engine, dns_period=settings.engine_dns_period),
+            settings.models,
+            ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
+            assumed=assumed_limits(settings.models),
+            vocabularies={
+                name: ModelIdentity.of(folder, texts[name].vocabulary_digest)
+                for name, folder in settings.models.items()
+            },
+        )
+        self.fleet.on_kv_event = CacheEvents(self.index, self.fleet.table)
+        self.queue = AdmissionQueue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
+        self.fleet.on_room = self.queue.notify_capacity
+        redis = settings.redis
+        self.journal = _journal(redis, settings.retention)
+        self.meter = None if redis is None else RedisRateLimiter(redis)
+        self.expectations = SpeculativeBlocks(self.fleet.table, self.index)
+        self.peers = None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations)
+        limits = RateLimiter(file.tenants, self.meter)
+        self.lifecycle = self._lifecycle(settings, texts, limits)
+        self.frontend = ApiService(
+            texts,
+            self.fleet,
+            self.lifecycle,
+            StaticKeys((key.get_secret_value() for key in settings.api_key), file),
+            ConcurrencyLimit(settings.max_concurrent_requests),
+            allow_priority=settings.allow_priority,
+            refuse_unknown=settings.unknown_parameters == "refuse",
+            request_timeout=settings.request_timeout,
+            durable=lambda: self.journal.available,
+            tenant_limits=limits,
+            bodies=BodyBudget(settings.max_inflight_body_bytes),
+        )
+        self.queue.on_queued = self.frontend.bodies.release_queued
+        own = OwnLoad(settings.models, self.lifecycle.load)
+        self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
+        self._teller = None if redis is None else LoadTeller(redis, own.now)
+        self._upkeep = Upkeep(self.lifecycle, self.index)
+
+    async def start(self, ending: AsyncExitStack) -> None:
+        """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
+        ending.callback(self.frontend.close)
+        ending.push_async_callback(supervise("keys", self.frontend.keys.prepare).stop)
+        ending.push_async_callback(self.journal.close)
+        if self.meter is not None:
+            ending.push_async_callback(self.meter.close)
+        if self.peers is not None:
+            ending.push_async_callback(self.peers.close)
+            self.peers.start()
+        if self._teller is not None:
+            ending.push_async_callback(self._teller.close)
+            self.lifecycle.on_load_changed(self._teller.changed)
+            self._teller.start()
+        ending.push_async_callback(self.load.close)
+        ending.push_async_callback(self.fleet.close)
+        await self.fleet.start()
+        ending.push_async_callback(self._upkeep.stop)
+        self._upkeep.start()
+
+    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: RateLimiter) -> RequestRunner:
+        placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
+        placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
+        if self.peers is not None:
+            placer.on_speculative_blocks = self.expectations.add
+        routing = Dispatcher(
+            self.fleet,
+            placer,
+            self.queue,
+            policy=settings.placement_policy,
+            hold_timeout=settings.hold_timeout,
+            explain=settings.debug_route,
+        )
+        return RequestRunner(
+            self.fleet,
+            placer,
+            routing,
+            self.journal,
+            texts,
+            limits=limits,
+            request_timeout=settings.request_timeout,
+            max_background=settings.max_concurrent_requests,
+            expose_route=settings.debug_route,
+        )
+
+
+def _queue_settings(settings: Settings) -> QueueSettings:
+    return QueueSettings(
+        hold_timeout=settings.hold_timeout,
+        max_seconds=max(settings.max_queue_seconds, settings.hold_timeout),
+        bounds=QueueBounds(max_requests=settings.max_queued_requests, max_bytes=settings.max_queued_bytes),
+    )
+
+
+def _journal(redis: RedisAccess | None, retention: float) -> RedisJournal | MemoryJournal:
+    if redis is None:
+        return MemoryJournal(retention=retention)
+    journal = RedisJournal(redis, settings=JournalSettings(retention=retention))
+    journal.start()
+    return journal
+
+
+# The router's process: builds the rooms, opens the doors, and closes them in order.
+
+
+if TYPE_CHECKING:
+    from quire_router.workers.supervisor import Supervisor
+
+_LOOK = 5.0  # seconds from one look at its tasks to the next, of a worker
+_SWITCH_SECONDS = 0.0005  # how long the loop waits for its turn at most while a thread renders; Python has 0.005
+_LAST_WORDS = 2.0  # seconds for answers that are already decided to leave
+
+
+class Router:
+    """One router. ``run`` serves until ``stop`` is called; every part is closed on every way out. ``place`` is a
+    worker's among several.
+    """
+
+    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer], place: Place | None = None) -> None:
+        self._settings = settings
+        self._place = place
+        self._parts = Parts(settings, texts)
+        self._stopping, self._hurried = asyncio.Event(), asyncio.Event()
+
+    def stop(self) -> None:
+        """Begins the orderly end; the second time, without serving on before it."""
+        (self._hurried if self._stopping.is_set() else self._stopping).set()
+
+    async def run(self) -> None:
+        """Raises ``OSError`` when a port cannot be had."""
+        parts = self._parts
+        async with AsyncExitStack() as ending:
+            doors = await self._open_doors(ending)
+            await parts.start(ending)
+            if self._place is not None:  # nobody asks a single worker for /live
+                ending.push_async_callback(supervise("worker", self._end_if_failing).stop)
+            await self._stopping.wait()
+            await self._linger()
+            log.info("stopping: %d requests in progress", len(parts.frontend.concurrency))
+            parts.frontend.concurrency.close()
+            await parts.lifecycle.drain(self._settings.shutdown_timeout)
+            parts.queue.close()  # only now: what waits there may have its turn while the router drains
+            for door in doors:
+                door.should_exit = True
+
+    async def _end_if_failing(self) -> None:
+        """Ends a worker in order once a task of it cannot be mended, so that its supervisor starts another."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            if failing := failing_tasks():
+                log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
+                return self.stop()
+
+    async def _linger(self) -> None:
+        """Serves on while everybody learns that this router leaves."""
+        delay = self._settings.shutdown_delay
+        self._parts.frontend.concurrency.start_draining()
+        if delay:
+            log.info("leaving: new requests are taken for %g seconds", delay)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._hurried.wait()
+
+    async def _open_doors(self, ending: AsyncExitStack) -> list[HttpServer]:
+        """Opens all ports before anything is served on one of them."""
+        settings, patience = self._settings, self._settings.slow_client_timeout
+        doors = self._http_doors()
+        rpc = RpcServer(
+            self._parts.frontend,
+            _address(settings.host, self._place.grpc_port if self._place else settings.grpc_port),
+            max_message_bytes=settings.max_body_bytes,
+            patience=patience,
+            shared=self._place is not None,
+            limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
+        )
+        if self._place is None:  # of workers, their supervisor tells autoscalers
+            await open_to_autoscalers(settings, self._parts.load, ending)
+        serving = await ending.enter_async_context(asyncio.TaskGroup())
+        ending.push_async_callback(rpc.stop, _LAST_WORDS)
+        await rpc.start()
+        for door in doors:
+            serving.create_task(door.run_until_stopped())
+        _tell(settings, [door.port for door in doors], rpc.port)
+        return doors
+
+    def _http_doors(self) -> list[HttpServer]:
+        """The API's, and the one for metrics, which workers leave to their supervisor."""
+        settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
+        share = settings.max_peer_share
+        limits = ConnectionLimits(connections=connections_within(settings), head=patience, peer_share=share)
+        keepalive = KeepAlive(settings.sse_keepalive_seconds)
+        api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
+        if self._place is not None:
+            return [HttpServer(api, listen(settings.host, self._place.http_port, shared=True), limits)]
+        admin = build_admin(frontend, patience=patience)
+        return [
+            HttpServer(app, listen(settings.host, port), limits)
+            for app, port in ((api, settings.http_port), (admin, settings.metrics_port))
+        ]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
+    place = Place.own()  # first: no variable that is not a setting may be left
+    reject_unknown_env(Settings)
+    settings = read_settings(Settings, arguments)
+    speaker = "" if place is None else f"[worker {place.number}] "
+    form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=settings.log_level.upper(), format=form)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
+    raise_descriptor_limit()
+    setup_tracing("quire-router")
+    try:
+        uvloop.run(_serve(settings, arguments, place))
+    except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
+        raise SystemExit(f"quire-router: {error}") from error
+    finally:
+        shutdown_tracing()
+
+
+async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
+    server: Router | Supervisor
+    texts = _load_texts(settings)
+    if place is None:
+        warn_of(settings)
+    # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
+    if settings.workers > 1 and place is None:
+        server = _supervisor(settings, arguments)
+    else:
+        server = Router(settings, texts, place)
+    loop = asyncio.get_running_loop()
+    # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
+    _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
+    if place is not None:
+        loop.add_reader(place.parent, _end_with_parent, loop, place, server)
+    _rest_collector()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        await server.run()
+    finally:
+        _on_signals(signal.SIG_IGN)
+
+
+def _supervisor(settings: Settings, arguments: Sequence[str]) -> "Supervisor":
+    from quire_router.workers.supervisor import Supervisor  # imports an HTTP client, which takes 12 MiB
+
+    return Supervisor(settings, arguments)
+
+
+def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: "Router | Supervisor") -> None:
+    """The supervisor is gone. A pipe that has ended says so for ever, so it is heard once."""
+    loop.remove_reader(place.parent)
+    server.stop()
+
+
+def _rest_collector() -> None:
+    """What was loaded stays, and need not be looked through again; what requests leave behind is rarely a cycle.
+    Without this a seventh of the time of streaming is spent looking for garbage.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+def _on_signals(handler: Callable[..., object] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _load_texts(settings: Settings) -> dict[str, ModelTokenizer]:
+    allowed = settings.allow_special_tokens_in_content
+    folders = settings.models.items()
+    return {name: ModelTokenizer.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tell(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
+    metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
+    log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)

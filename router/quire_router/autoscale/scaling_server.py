@@ -1,0 +1,243 @@
+"""The ports at which autoscalers ask, opened where the settings say so."""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from quire_proto.supervise import SupervisedTask
+from quire_proto.tls import CertKeyFiles, Identity, TlsError, read_cert_key
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from quire_router.api.request_limits import peer_key
+from quire_router.api.rest.http_server import ConnectionLimits, LimitedConfig, LimitedHttpProtocol, http_config, listen
+from quire_router.autoscale.external_metrics import ExternalMetrics
+from quire_router.autoscale.keda import KedaServer, Scaler
+from quire_router.autoscale.load_totals import Load
+from quire_router.autoscale.proxy_auth import PEER, FrontProxy, Peer, from_cluster, from_file
+from quire_router.clients.kube_access import pod_namespace
+from quire_router.config import Settings, labels_of
+from quire_router.core.retry import supervise
+
+log = logging.getLogger(__name__)
+
+# The TLS of a server whose certificate and whose clients' authorities change while it runs: a new connection has what
+# counts when it is made.
+
+
+_PERIOD = 5.0  # seconds from one look at the files to the next
+
+
+class Certificates:
+    """What a server shows of itself, from ``files``, and ``authorities``, which tells who may vouch for clients; they
+    need not show anything, but what they show has to be vouched for. Raises ``TlsError`` when the files are no good.
+    """
+
+    def __init__(self, files: CertKeyFiles, authorities: Callable[[], bytes]) -> None:
+        self._files = files
+        self._authorities = authorities
+        self._identity = read_cert_key(files)
+        self._made: tuple[Identity, bytes] | None = None
+        self._context = self._make(self._identity, b"")
+
+    def current(self) -> tuple[ssl.SSLContext, bytes]:
+        """The context for a new connection, and the authorities in it. Raises ``TlsError``."""
+        authorities = self._authorities()
+        if self._made != (self._identity, authorities):
+            self._context = self._make(self._identity, authorities)
+        return self._context, authorities
+
+    async def follow(self) -> None:
+        """Looks at the files again and again. Never returns."""
+        while True:
+            await asyncio.sleep(_PERIOD)
+            await self.refresh()
+
+    async def refresh(self) -> None:
+        """Looks once; files that are no good leave what is known."""
+        try:
+            identity = await asyncio.to_thread(read_cert_key, self._files)
+            if identity != self._identity:
+                self._context = self._make(identity, self._authorities())
+                log.info("the certificate %s is another one, and is shown from now on", self._files.certificate)
+        except TlsError as error:
+            log.warning("the certificate stays as it was: %s", error)
+            return
+        self._identity = identity
+
+    def _make(self, identity: Identity, authorities: bytes) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.options |= ssl.OP_NO_TICKET  # a connection that goes on from another would not be checked again
+        context.options |= ssl.OP_NO_RENEGOTIATION  # by which one client can have a key agreed upon without end
+        context.num_tickets = 0
+        try:
+            context.load_cert_chain(self._files.certificate, self._files.key)
+            if authorities:
+                context.load_verify_locations(cadata=authorities.decode("ascii"))
+                context.verify_mode = ssl.CERT_OPTIONAL
+        except OSError as error:
+            raise TlsError(f"{self._files.certificate} cannot be used just now") from error
+        self._made = (identity, authorities)
+        return context
+
+
+# An ASGI application over TLS, whose certificates may change at any time, told who asks (see ``peer``).
+
+
+_LAST_WORDS = 1.0  # seconds for answers to leave
+_PAUSE = 0.1  # seconds after a connection could not be taken
+
+
+class TlsServer:
+    """Serves ``app`` on ``listener`` from ``start`` to ``stop``. A connection may take ``handshake`` seconds until it
+    is one of TLS, and as many to end as such, and counts among those that ``limits`` allow from its beginning.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        certificates: Certificates,
+        limits: ConnectionLimits,
+        *,
+        handshake: float = 5.0,
+    ) -> None:
+        self._config = http_config(app, limits)
+        self._config.load()
+        self._listener = listener
+        self._certificates = certificates
+        self._limits = limits
+        self._handshake = handshake
+        self._state = ServerState()
+        self._greeting: dict[asyncio.Task[None], str] = {}
+        self._accepting: SupervisedTask | None = None
+        self.port: int = listener.getsockname()[1]
+
+    def start(self) -> None:
+        """Begins to accept connections."""
+        self._accepting = supervise("connections of autoscalers", self._accept)
+
+    async def stop(self) -> None:
+        """Lets answers that have begun leave, within a bounded time, and closes every connection."""
+        if self._accepting is not None:
+            await self._accepting.stop()
+        for task in self._greeting:
+            task.cancel()
+        if self._greeting:
+            await asyncio.wait(self._greeting)
+        self._listener.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, address = await loop.sock_accept(self._listener)
+            except OSError as error:  # it left again, or too many files are open
+                log.debug("a connection cannot be taken: %s", type(error).__name__)
+                await asyncio.sleep(_PAUSE)
+                continue
+            peer = peer_key(address[0])
+            if not self._has_place(peer):
+                connection.close()
+                continue
+            task = loop.create_task(self._greet(connection), name="TLS handshake")
+            self._greeting[task] = peer
+            task.add_done_callback(self._greeting.pop)
+
+    def _has_place(self, peer: str) -> bool:
+        """Whether a peer may begin a handshake, of which it may have its share at once."""
+        own = sum(each == peer for each in self._greeting.values())
+        is_within_share = own < max(1, self._limits.connections * self._limits.peer_share)
+        return is_within_share and self._config.shares.evict_if_full(peer, uncounted=len(self._greeting))
+
+    async def _greet(self, connection: socket.socket) -> None:
+        try:
+            context, authorities = self._certificates.current()
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: _Asking(self._config, self._state, authorities),
+                connection,
+                ssl=context,
+                ssl_handshake_timeout=self._handshake,
+                ssl_shutdown_timeout=self._handshake,
+            )
+        except (OSError, TimeoutError, TlsError) as error:
+            log.debug("a connection did not become one of TLS: %s", type(error).__name__)
+            connection.close()
+
+
+class _Asking(LimitedHttpProtocol):
+    """Tells the application who sent each request, by the ``authorities`` that counted when the connection was made."""
+
+    def __init__(self, config: LimitedConfig, state: ServerState, authorities: bytes) -> None:
+        super().__init__(config, state, {})
+        self._authorities = authorities
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Looks at what the client showed."""
+        self.app_state = {PEER: Peer(_certificate(transport), self._authorities)}
+        super().connection_made(transport)
+
+
+def _certificate(transport: asyncio.Transport) -> Mapping[str, Any]:
+    """What the peer showed and was checked; empty where it showed nothing."""
+    connection: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+    return (connection.getpeercert() if connection is not None else None) or {}
+
+
+_LIMITS = ConnectionLimits(connections=256, head=10.0)
+
+
+async def open_to_autoscalers(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    """Tells ``load`` from now on, at the ports that the settings name; ``ending`` closes them. Raises ``OSError`` when
+    a port cannot be had, and ``ValueError`` for files that are no good.
+    """
+    if settings.scaling_port is not None:
+        _open_external_metrics(settings, load, ending)
+    if settings.keda_port is not None:
+        await _open_keda(settings, load, ending)
+
+
+def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    assert settings.scaling_port is not None
+    assert settings.scaling_identity is not None
+    proxy = FrontProxy(
+        from_cluster()
+        if settings.scaling_client_ca is None
+        else from_file(settings.scaling_client_ca, settings.scaling_client_name)
+    )
+    certificates = Certificates(settings.scaling_identity, lambda: proxy.authorities)
+    namespace = settings.scaling_namespace or pod_namespace()
+    app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
+    server = TlsServer(
+        app,
+        listen(settings.host, settings.scaling_port),
+        certificates,
+        replace(_LIMITS, peer_share=settings.max_peer_share),
+    )
+    server.start()
+    ending.push_async_callback(server.stop)
+    for kind, follow in (("front proxy", proxy.follow), ("certificates", certificates.follow)):
+        ending.push_async_callback(supervise(kind, follow).stop)
+    log.info("autoscaling: external metrics on %s:%d", settings.host, server.port)
+
+
+async def _open_keda(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+    assert settings.keda_port is not None
+    tls, scaler = settings.keda_tls, Scaler(load, labels_of(settings.models))
+    server = KedaServer(scaler, settings.host, settings.keda_port, tls, peer_share=settings.max_peer_share)
+    await server.start()
+    ending.push_async_callback(server.stop)
+    log.info("autoscaling: KEDA on %s:%d%s", settings.host, server.port, "" if tls is None else " over TLS")

@@ -1,0 +1,1 @@
+"""Redis and Kubernetes, connected once."""

@@ -1,0 +1,65 @@
+"""Clients of the Kubernetes API: each component that asks it has one of its own.
+
+The library takes half a second to import, and 20 MB: it is imported where a client is made, before anything is served.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from quire_router.clients.kube_access import KubeAccess
+
+if TYPE_CHECKING:
+    from kubernetes.aio.client import ApiClient
+
+
+@asynccontextmanager
+async def kube_client(access: KubeAccess) -> AsyncIterator["ApiClient"]:
+    """Reads certificates and token anew, as they are changed from time to time; the token of a pod is also read again
+    every minute. Raises ``ConfigException``, ``OSError`` or ``ValueError`` where they cannot be used.
+    """
+    from kubernetes.aio.client import ApiClient, Configuration
+    from kubernetes.aio.config import load_kube_config
+    from kubernetes.aio.config.incluster_config import InClusterConfigLoader
+
+    configuration = Configuration()
+    if access.kubeconfig is not None:
+        await load_kube_config(access.kubeconfig, client_configuration=configuration, persist_config=False)
+    else:
+        loader = InClusterConfigLoader(str(access.account / "token"), str(access.account / "ca.crt"))
+        loader.load_and_set(configuration)
+    async with ApiClient(configuration) as client:
+        yield client
+
+
+def own_namespace(access: KubeAccess) -> str:
+    """The pod's, or that of the file's current context. Raises as ``kube_client`` does."""
+    if access.kubeconfig is None:
+        return (access.account / "namespace").read_text(encoding="ascii").strip()
+    from kubernetes.aio.config import list_kube_config_contexts
+
+    _, current = list_kube_config_contexts(access.kubeconfig)
+    return str(current["context"].get("namespace") or "default")
+
+
+# What a router asks of the cluster in which it runs: one ConfigMap.
+
+
+class ClusterError(Exception):
+    """The API refused."""
+
+
+async def read_config_map(namespace: str, name: str) -> dict[str, str]:
+    """The contents of a ConfigMap, as the file that ``KUBECONFIG`` names has access to it, else as the pod has. Raises
+    ``ClusterError``, and whatever the client's libraries do.
+    """
+    from kubernetes.aio.client import CoreV1Api
+
+    async with kube_client(KubeAccess.of_environment()) as client:
+        call = CoreV1Api(client).read_namespaced_config_map_without_preload_content
+        async with await call(name, namespace) as response:
+            if response.status != 200:
+                raise ClusterError(f"{response.status} {response.reason}")
+            contents: dict[str, str] = json.loads(await response.read()).get("data") or {}
+            return contents

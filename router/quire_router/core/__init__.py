@@ -1,0 +1,1 @@
+"""What every package of the router speaks: requests, cursors, delta streams, errors, metrics, retries."""

@@ -1,0 +1,207 @@
+"""The router's Prometheus metrics. Labels are configured models and enumerations only, so their number is bounded. Of
+several workers, gauges that count are added up, and of those that tell a state the worst counts.
+"""
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, values
+from quire_proto.errors import ErrorCode
+from quire_proto.telemetry import Metric
+
+from quire_router.core.errors import RefusalReason
+
+# What a worker is told by the process that started it: its number and ports, and the pipe that says that it is still
+# there.
+
+
+_VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``http_port`` and ``grpc_port`` are shared with the other workers. ``parent`` is a file descriptor that reads as
+    ended once the supervisor is gone. ``number`` counts the workers from 1.
+    """
+
+    http_port: int
+    grpc_port: int
+    parent: int
+    number: int
+
+    def environment(self) -> dict[str, str]:
+        """What a worker's process is started with, besides what this one has."""
+        return {_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def own(cls) -> "Place | None":
+        """This process's place; None when it is not a worker."""
+        told = os.environ.pop(_VARIABLE, None)
+        return None if told is None else cls(**json.loads(told))
+
+
+def worker_number() -> int | None:
+    """The number of this worker, until ``Place.own`` has taken its place; None when this is not a worker."""
+    told = os.environ.get(_VARIABLE)
+    return None if told is None else int(json.loads(told)["number"])
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class BulkHistogram(Histogram):
+    """A histogram that can be told of many observations at once, for which the library has no call."""
+
+    def observe_many(self, counts: Sequence[int], total: float) -> None:
+        """``counts`` observations in each bucket, the one without a bound last, that add up to ``total``."""
+        self._sum.inc(total)
+        for bucket, count in zip(self._buckets, counts, strict=True):
+            if count:
+                bucket.inc(count)
+
+
+if (_number := worker_number()) is not None:
+    # Its metrics are in files. Named by its number, they are gone on with by the worker that takes its place; named by
+    # its process id, as the library does by itself, they would be more with each worker that dies.
+    values.ValueClass = values.MultiProcessValue(lambda: _number)  # type: ignore[no-untyped-call]
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second sample for each counter, which nobody reads
+
+REQUESTS = Counter(
+    Metric.REQUESTS,
+    "Requests that ended, by how; of several choices the gravest reason counts.",
+    ["model", "operation", "finish_reason"],
+)
+REJECTIONS = Counter(
+    Metric.REJECTIONS,
+    "Requests refused before they reached an engine, by error code; not those that limits or the queue refused.",
+    ["reason"],
+)
+IN_FLIGHT = Gauge(Metric.IN_FLIGHT, "Requests admitted and not ended.", ["model"], multiprocess_mode="livesum")
+LOAD = Gauge(
+    Metric.LOAD,
+    "What this router adds to the load that models are scaled by: requests that wait or run. Add all routers up.",
+    ["model"],
+    multiprocess_mode="livesum",
+)
+PARKED = Gauge(Metric.PARKED, "Requests that wait for an engine with room.", ["model"], multiprocess_mode="livesum")
+QUEUE_SECONDS = Histogram(
+    Metric.QUEUE_SECONDS, "Seconds in the queue, of those that waited.", ["model"], buckets=_SECONDS
+)
+ADMISSION_REFUSALS = Counter(Metric.ADMISSION_REFUSALS, "Requests that limits or the queue refused.", ["reason"])
+LIMITS_SHARED = Gauge(
+    Metric.LIMITS_SHARED, "1 while tenants' limits are counted for all routers together.", multiprocess_mode="livemin"
+)
+TTFT = Histogram(Metric.TIME_TO_FIRST_TOKEN, "Seconds from admission to the first token.", ["model"], buckets=_SECONDS)
+ITL = BulkHistogram(Metric.INTER_TOKEN_LATENCY, "Seconds between pieces of a choice.", ["model"], buckets=TOKEN_SECONDS)
+DURATION = Histogram(Metric.REQUEST_DURATION, "Seconds from admission to the end.", ["model"], buckets=_SECONDS)
+PROMPT_TOKENS = Counter(Metric.PROMPT_TOKENS, "Prompt tokens of admitted requests.", ["model"])
+GENERATION_TOKENS = Counter(Metric.GENERATION_TOKENS, "Tokens generated, of all choices.", ["model"])
+ENGINES_READY = Gauge(
+    Metric.ENGINES_READY, "Engines that can run the model now.", ["model"], multiprocess_mode="livemin"
+)
+DISCOVERY_ENGINES = Gauge(
+    Metric.DISCOVERY_ENGINES,
+    "Engines that a source of --engine names.",
+    ["source", "state"],
+    multiprocess_mode="livemin",
+)
+DISCOVERY_CONNECTED = Gauge(
+    Metric.DISCOVERY_CONNECTED, "1 while the source of engines answers.", ["source"], multiprocess_mode="livemin"
+)
+DISCOVERY_HEARD = Gauge(
+    Metric.DISCOVERY_HEARD,
+    "When the source of engines answered last, in Unix time.",
+    ["source"],
+    multiprocess_mode="livemin",
+)
+ATTEMPTS_LOST = Counter(Metric.ATTEMPTS_LOST, "Attempts that came to nothing and are made again elsewhere.", ["reason"])
+LOAD_SHARED = Gauge(Metric.LOAD_SHARED, "1 while routers tell each other their load.", multiprocess_mode="livemin")
+LOAD_ROUTERS = Gauge(Metric.LOAD_ROUTERS, "Other routers whose load is known.", multiprocess_mode="livemax")
+LOAD_SHARES_IGNORED = Counter(Metric.LOAD_SHARES_IGNORED, "Shares of load that were damaged, or of too many routers.")
+ROUTE_DECISIONS = Counter(Metric.ROUTE_DECISIONS, "Choices of an engine.", ["policy", "result"])
+INDEX_BLOCKS = Gauge(
+    Metric.INDEX_BLOCKS,
+    "Blocks in the prefix index, counted for each engine that has them.",
+    multiprocess_mode="livesum",
+)
+INDEX_DROPPED = Counter(Metric.INDEX_DROPPED, "Blocks that the prefix index did not take.", ["reason"])
+JOURNAL_AVAILABLE = Gauge(
+    Metric.JOURNAL_AVAILABLE,
+    "1 while Redis takes what is written; without Redis always 1, although nothing outlives the process.",
+    multiprocess_mode="livemin",
+)
+JOURNAL_PENDING = Gauge(
+    Metric.JOURNAL_PENDING, "Requests with state that is not written yet.", multiprocess_mode="livesum"
+)
+JOURNAL_DROPPED = Counter(Metric.JOURNAL_DROPPED, "Writes given up because too many were pending.")
+STALE_EPOCHS = Counter(Metric.STALE_EPOCHS, "Writes refused because another router owns the request now.")
+TASK_RESTARTS = Counter(Metric.TASK_RESTARTS, "Tasks of this router that failed and were started again.", ["task"])
+
+
+def init_series(models: Iterable[str], losses: Iterable[str]) -> None:
+    """The series of what has not happened yet: without them, a rate does not see the first time."""
+    for model in models:
+        PARKED.labels(model)
+        IN_FLIGHT.labels(model)
+        LOAD.labels(model)
+    for reason in losses:
+        ATTEMPTS_LOST.labels(reason)
+    for refusal in RefusalReason:
+        ADMISSION_REFUSALS.labels(refusal)
+    for code in ErrorCode:
+        REJECTIONS.labels(code.name.lower())
+
+
+# Tokens counted in plain numbers, and told to the metrics now and then: to tell them of each would cost more than most
+# of what is done with it.
+
+
+FLUSH_PERIOD = 0.1  # seconds
+_BUCKET_BOUNDS = TOKEN_SECONDS
+
+
+class TokenMetrics:
+    """The tokens of one model, and the times between them, since the last ``flush``."""
+
+    def __init__(self, model: str) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * len(_BUCKET_BOUNDS) + [0]
+        self._generation_tokens = GENERATION_TOKENS.labels(model)
+        self._inter_token_latency = ITL.labels(model)
+
+    def add(self, tokens: int, gap: float | None) -> None:
+        """A piece of so many tokens came, ``gap`` seconds after the one before, if there was one."""
+        self._tokens += tokens
+        if gap is not None:
+            seconds = gap / tokens
+            self._seconds += seconds
+            self._counts[bisect_left(_BUCKET_BOUNDS, seconds)] += 1
+
+    def flush(self) -> None:
+        """Tells the metrics."""
+        if self._tokens:
+            self._generation_tokens.inc(self._tokens)
+            self._inter_token_latency.observe_many(self._counts, self._seconds)
+            self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
+
+
+_TOKEN_METRICS: dict[str, TokenMetrics] = {}
+
+
+def token_metrics(model: str) -> TokenMetrics:
+    """The one of a configured model."""
+    tally = _TOKEN_METRICS.get(model)
+    if tally is None:
+        tally = _TOKEN_METRICS[model] = TokenMetrics(model)
+    return tally
+
+
+def flush() -> None:
+    """Tells the metrics of every model."""
+    for tally in _TOKEN_METRICS.values():
+        tally.flush()

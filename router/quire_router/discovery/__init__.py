@@ -1,0 +1,1 @@
+"""Where the engines are: fixed addresses, DNS, or the Kubernetes API."""

@@ -1,0 +1,131 @@
+"""Engines of several sources, each found in its own way, as one list."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from itertools import chain
+from time import thread_time
+
+from quire_router.core import metrics
+from quire_router.core.retry import pause_after, supervise
+from quire_router.discovery.base import (
+    Address,
+    Discovery,
+    DnsName,
+    Endpoint,
+    KubernetesService,
+    Source,
+    merged,
+    parse_source,
+)
+
+log = logging.getLogger(__name__)
+
+# Engines from a list that never changes.
+
+
+class StaticDiscovery:
+    """Finds the engines it was told, ``host:port`` each."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._endpoints = tuple(Endpoint(address) for address in dict.fromkeys(addresses))
+
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
+        """Yields the list once."""
+        yield self._endpoints
+
+
+STATIC = "static"
+MAX_ENGINES = 10_000
+"""Far more than one router can serve: a name that leads to all pods of a large cluster is not taken for a fleet."""
+
+_STATES = ("ready", "not_ready", "terminating")
+
+
+class CombinedDiscovery:
+    """Finds what any of ``sources`` finds, by the name that each has in metrics. Engines that two of them find are one
+    (see ``merged``). A source that has said nothing yet adds nothing. Of more than ``MAX_ENGINES`` the first count.
+    """
+
+    def __init__(self, sources: Mapping[str, Discovery]) -> None:
+        self._sources = dict(sources)
+        self._views: dict[str, Sequence[Endpoint]] = {}
+        self._changed = asyncio.Event()
+        self._too_many = False
+
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
+        """Yields when one of them did, and rests in proportion to what that took, here and with who is told: engines
+        whose readiness flaps would keep a router of a large fleet busy. What comes meanwhile is yielded once.
+        """
+        tasks = [
+            # Not vital: what it found stays, and a router that is started again would have to find it anew.
+            supervise("engine source", partial(self._follow, name, source), of=name, vital=False)
+            for name, source in self._sources.items()
+        ]
+        if self._views:  # of a watch before this one
+            self._changed.set()
+        try:
+            while True:
+                await self._changed.wait()
+                self._changed.clear()
+                began = thread_time()
+                yield self._found()
+                await asyncio.sleep(pause_after(thread_time() - began))
+        finally:
+            await asyncio.gather(*(task.stop() for task in tasks))
+
+    async def _follow(self, name: str, source: Discovery) -> None:
+        """Its last view stands while it fails, and the others go on."""
+        try:
+            async with aclosing(source.watch()) as views:
+                async for view in views:
+                    self._views[name] = view
+                    self._changed.set()
+        except BaseException:
+            metrics.DISCOVERY_CONNECTED.labels(name).set(0)  # no watch is open now
+            raise
+
+    def _found(self) -> Sequence[Endpoint]:
+        for name, view in self._views.items():
+            _count(name, view)
+        found = merged(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
+        if len(found) > MAX_ENGINES and not self._too_many:
+            log.error("%d engines are named, and only the first %d are connected to", len(found), MAX_ENGINES)
+        self._too_many = len(found) > MAX_ENGINES
+        return found[:MAX_ENGINES]
+
+
+def discovery_of(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:
+    """What finds the engines that ``--engine`` names. Raises ``ValueError`` for what cannot be asked from here."""
+    parsed = list(dict.fromkeys(parse_source(entry) for entry in entries))
+    addresses = [source.address for source in parsed if isinstance(source, Address)]
+    sources: dict[str, Discovery] = {STATIC: StaticDiscovery(addresses)} if addresses else {}
+    sources |= {str(source): _asking(source, dns_period) for source in parsed if not isinstance(source, Address)}
+    return CombinedDiscovery(sources)
+
+
+def _asking(source: Source, dns_period: float) -> Discovery:
+    """Libraries are loaded for what is used only: the one for Kubernetes takes half a second and 20 MB."""
+    if isinstance(source, DnsName):
+        from quire_router.discovery.dns import DnsDiscovery
+
+        return DnsDiscovery(source, period=dns_period)
+    assert isinstance(source, KubernetesService)
+    from quire_router.discovery.kubernetes import KubernetesDiscovery
+
+    return KubernetesDiscovery(source)
+
+
+def _count(name: str, view: Sequence[Endpoint]) -> None:
+    counts = Counter(_state(endpoint) for endpoint in view)
+    for state in _STATES:
+        metrics.DISCOVERY_ENGINES.labels(name, state).set(counts[state])
+
+
+def _state(endpoint: Endpoint) -> str:
+    if endpoint.terminating:
+        return "terminating"
+    return "ready" if endpoint.ready else "not_ready"

@@ -1,0 +1,394 @@
+"""Engines of a Kubernetes Service: its EndpointSlices, listed once and watched from then on.
+
+The library's informer has a thread of its own that a quiet watch holds on to at the end, and its watches begin again
+without a pause when they are refused. So the loop is ours: list, watch from there, go on from the last word that was
+heard, and list again when the API does not know that word any more.
+"""
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from itertools import chain
+from math import inf
+from time import monotonic, thread_time
+from typing import Any
+
+from aiohttp import ClientError, ClientResponse
+from kubernetes.aio.client import DiscoveryV1Api
+from kubernetes.aio.config import ConfigException
+
+from quire_router.clients.kube_access import KubeAccess
+from quire_router.clients.kube_client import kube_client, own_namespace
+from quire_router.core.retry import Backoff, pause_after
+from quire_router.discovery.base import Endpoint, KubernetesService, Standing, address_of, merged
+
+log = logging.getLogger(__name__)
+
+# A Service's EndpointSlices, as the Kubernetes API writes them, and the engines they are together. Does no I/O.
+
+
+Json = Mapping[str, Any]
+_FAMILIES = ("IPv4", "IPv6")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    family: str
+    endpoints: tuple[Endpoint, ...]
+    has_port: bool
+
+
+class Slices:
+    """The slices of one Service by their names. ``port`` is the port's name or its number.
+
+    What is given is not believed to be a slice: it is taken whole, or raises some ``Exception`` and changes nothing.
+    """
+
+    def __init__(self, port: str | int) -> None:
+        self._port = port
+        self._slices: dict[str, _Slice] = {}
+
+    def replace(self, items: Iterable[Json]) -> None:
+        """Takes a list of all slices, which leaves nothing of what was known."""
+        self._slices = {_name(item): self._read(item) for item in items}
+
+    def put(self, item: Json) -> None:
+        """Takes a slice that is new or was changed."""
+        self._slices[_name(item)] = self._read(item)
+
+    def drop(self, item: Json) -> None:
+        """Takes that a slice is gone."""
+        self._slices.pop(_name(item), None)
+
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """All engines, each once, in the order of the slices' names.
+
+        A pod of a Service with both families is in a slice of each, and would be two engines. So one family counts:
+        IPv4 where there is such a slice, even an empty one, which does not change while pods come and go.
+        """
+        slices = [self._slices[name] for name in sorted(self._slices)]
+        family = next((each for each in _FAMILIES if any(part.family == each for part in slices)), None)
+        return merged(chain.from_iterable(part.endpoints for part in slices if part.family == family))
+
+    @property
+    def lacking_port(self) -> tuple[str, ...]:
+        """The slices that do not have the port, so that their pods cannot be reached."""
+        return tuple(sorted(name for name, part in self._slices.items() if not part.has_port))
+
+    def _read(self, item: Json) -> _Slice:
+        port, family = self._port_of(item), item.get("addressType") or ""
+        listed = item.get("endpoints") or ()
+        endpoints: tuple[Endpoint, ...] = ()
+        if port is not None and family in _FAMILIES:
+            endpoints = tuple(_endpoints(listed, port, family))
+        return _Slice(family, endpoints, port is not None or not listed)
+
+    def _port_of(self, item: Json) -> int | None:
+        if isinstance(self._port, int):
+            return self._port
+        ports = item.get("ports") or ()
+        port = next((each.get("port") for each in ports if each.get("name") == self._port), None)
+        if port is not None and (type(port) is not int or not 1 <= port <= 65535):
+            raise ValueError(f"{port!r} is no port")
+        return port
+
+
+def _name(item: Json) -> str:
+    return _text(item["metadata"]["name"])
+
+
+def _endpoints(listed: Iterable[Json], port: int, family: str) -> Iterator[Endpoint]:
+    for entry in listed:
+        addresses = entry.get("addresses") or ()
+        if addresses:  # any of them would do, and all clients take the first
+            yield _endpoint(entry, address_of(_text(addresses[0]), port, six=family == "IPv6"))
+
+
+def _endpoint(entry: Json, address: str) -> Endpoint:
+    """``serving`` is the pod's own readiness; ``ready`` is that only until it terminates, and not where the Service
+    publishes what is not ready. What is not said means ready, and not terminating.
+    """
+    conditions, zone = entry.get("conditions") or {}, entry.get("zone")
+    ready = conditions.get("serving")
+    if ready is None:
+        ready = conditions.get("ready")
+    terminating = conditions.get("terminating") is True
+    return Endpoint(address, ready is not False, terminating, None if zone is None else _text(zone))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where there has to be text")
+    return value
+
+
+# What of the Kubernetes API discovery needs: to list and to watch the EndpointSlices of one Service.
+#
+# A Role with ``get``, ``list`` and ``watch`` on ``endpointslices`` (group ``discovery.k8s.io``) of its namespace is
+# enough. Slices stay the JSON they are: to make the library's models of a thousand endpoints takes far longer than to
+# read what is needed.
+
+
+SERVICE_LABEL = "kubernetes.io/service-name"
+# An object of the API has 3 MB at most, so that whatever comes without an end is given up before it fills the memory.
+_MAX_EVENT = 8 * 2**20
+_MAX_LIST = 64 * 2**20
+_PAGE = 100  # slices, of a hundred endpoints each unless somebody changed that
+_MAX_PAGES = 200
+
+
+class KubeProblem(Exception):  # noqa: N818 - handled where it is raised, and told of in the log
+    """The API refused. ``code`` is the HTTP status; ``retry_after`` the seconds to wait, where it said so."""
+
+    def __init__(self, code: int, text: str, retry_after: float = 0.0) -> None:
+        super().__init__(f"{code} {text}")
+        self.code = code
+        self.retry_after = retry_after
+
+
+@asynccontextmanager
+async def connect(access: KubeAccess, namespace: str | None, service: str) -> AsyncIterator["KubeApi"]:
+    """``namespace`` is the client's own where it is None. Raises as ``kube_client`` does."""
+    async with kube_client(access) as client:
+        yield KubeApi(DiscoveryV1Api(client), namespace or own_namespace(access), service)
+
+
+class KubeApi:
+    """The EndpointSlices of a Service. All calls raise ``KubeProblem``, ``aiohttp.ClientError`` or ``TimeoutError``,
+    and whatever comes of looking into an answer that is none.
+    """
+
+    def __init__(self, api: DiscoveryV1Api, namespace: str, service: str) -> None:
+        self._api = api
+        self._which = {"namespace": namespace, "label_selector": f"{SERVICE_LABEL}={service}"}
+
+    async def list_all(self, patience: float) -> tuple[list[Json], str]:
+        """All slices, and the version from which on to watch; within ``patience`` seconds."""
+        items: list[Json] = []
+        more: str | None = None
+        left = _MAX_LIST
+        async with asyncio.timeout(patience):
+            for _ in range(_MAX_PAGES):
+                body = await self._page(more, left)
+                left -= len(body)
+                page: Json = json.loads(body)
+                items += page.get("items") or ()
+                more = page["metadata"].get("continue")
+                if not more:
+                    return items, page["metadata"]["resourceVersion"]
+        raise ValueError("a list without an end")
+
+    async def _page(self, token: str | None, most: int) -> bytes:
+        call = self._api.list_namespaced_endpoint_slice_without_preload_content
+        response = await call(**self._which, limit=_PAGE, _continue=token)
+        async with response:
+            await _check(response)
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > most:
+                    raise ValueError("a list without an end")
+            return bytes(body)
+
+    async def watch(self, version: str, seconds: int, patience: float) -> AsyncGenerator[list[Json], None]:
+        """What happens after ``version``, in lists of events as they come, the first of them empty when the watch is
+        open. The API ends it after ``seconds``, and it counts as broken if that takes ``patience`` longer.
+        """
+        call = self._api.list_namespaced_endpoint_slice_without_preload_content
+        async with asyncio.timeout(patience):
+            response = await call(
+                **self._which,
+                watch=True,
+                allow_watch_bookmarks=True,
+                resource_version=version,
+                timeout_seconds=seconds,
+                _request_timeout=seconds + patience,
+            )
+        async with response:
+            await _check(response)
+            yield []
+            async for lines in _lines(response):
+                yield [_event(line) for line in lines if line]
+
+
+async def _check(response: ClientResponse) -> None:
+    if response.status != 200:
+        after = response.headers.get("Retry-After", "")
+        seconds = float(after) if after.isascii() and after.isdigit() else 0.0
+        raise KubeProblem(response.status, response.reason or "", seconds)
+
+
+async def _lines(response: ClientResponse) -> AsyncIterator[list[bytes]]:
+    """Whole lines. Of a stream that breaks in the middle of one, that is left out."""
+    rest = bytearray()
+    async for chunk in response.content.iter_any():
+        end = chunk.rfind(b"\n")
+        rest += chunk[: end + 1] or chunk
+        if end >= 0:
+            *lines, _ = bytes(rest).split(b"\n")
+            rest = bytearray(chunk[end + 1 :])
+            yield lines
+        if len(rest) > _MAX_EVENT:
+            raise ValueError("an event without an end")
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    event: dict[str, Any] = json.loads(line)
+    if event["type"] == "ERROR":
+        status = event["object"]
+        raise KubeProblem(int(status.get("code") or 0), str(status.get("reason") or "an error of the watch"))
+    return event
+
+
+_MOST_PATIENCE = 30.0  # seconds that the API can ask for between two tries
+_RESUMABLE = frozenset({401, 403, 429, 500, 503})  # say nothing about the version; 410 and others do
+_TRIES_TO_RESUME = 3
+_NAMED = 3  # slices in a warning
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """Times in seconds. A watch is ended by the API after ``watch`` or up to twice that, and opened again, so that a
+    connection that died without a word is noticed; ``patience`` is for one answer. Between two tries the wait is
+    ``backoff`` up to ``max_backoff``, and again ``backoff`` after a watch that was open for ``steady``: not after one
+    that told something and broke, because that can be so each time.
+    """
+
+    watch: int = 30
+    patience: float = 10.0
+    backoff: float = 0.05
+    max_backoff: float = 5.0
+    steady: float = 1.0
+
+
+class KubernetesDiscovery:
+    """Finds the engines of ``service``, ready, not ready and terminating. Raises ``ValueError`` where there is no way
+    to the API; that it does not answer is none. ``access`` and ``settings`` have defaults that suit a pod.
+    """
+
+    def __init__(
+        self, service: KubernetesService, access: KubeAccess | None = None, settings: WatchSettings | None = None
+    ) -> None:
+        self._service = service
+        self._access = access or KubeAccess.of_environment()
+        self._settings = settings or WatchSettings()
+        self._slices = Slices(service.port)
+        self._lacking: tuple[str, ...] = ()
+        self._failures = 0  # since the version was of use
+        self._version: str | None = None  # None: what is known has to be listed
+        self._backoff = Backoff(self._settings.backoff, self._settings.max_backoff)
+        self._standing = Standing(str(service))
+
+    async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
+        """Yields them when they were listed, and when they change; of changes that come while it rests, the outcome."""
+        told: Sequence[Endpoint] | None = None
+        self._version = None
+        async with aclosing(self._changes()) as changes:
+            async for _ in changes:
+                began = thread_time()
+                self._tell_ports()
+                found = self._slices.endpoints()
+                if found != told:
+                    told = found
+                    yield found
+                await asyncio.sleep(pause_after(thread_time() - began))
+
+    async def _changes(self) -> AsyncGenerator[None, None]:
+        """Yields when the slices may have changed. What was heard stays whatever happens to a connection."""
+        while True:
+            pause = 0.0
+            try:
+                async with (
+                    connect(self._access, self._service.namespace, self._service.service) as api,
+                    aclosing(self._converse(api)) as changes,
+                ):
+                    async for _ in changes:
+                        yield
+            except KubeProblem as problem:
+                pause = min(problem.retry_after, _MOST_PATIENCE)
+                self._fail(str(problem), resumable=problem.code in _RESUMABLE)
+            except (ClientError, ConfigException, OSError) as error:  # a time that is over is an OSError
+                self._fail(str(error) or type(error).__name__, resumable=True)
+            except Exception as error:  # discovery must outlive whatever one answer was
+                log.debug("%s: what cannot be understood", self._service, exc_info=True)
+                self._fail(f"what cannot be understood ({type(error).__name__}: {error})", resumable=False)
+            await asyncio.sleep(pause + self._backoff.next())
+
+    async def _converse(self, api: KubeApi) -> AsyncGenerator[None, None]:
+        """One watch after the other, for as long as the API answers."""
+        while True:
+            if self._version is None:
+                items, version = await api.list_all(self._settings.patience)
+                self._slices.replace(items)
+                self._version = version
+                self._standing.heard()
+                yield
+            async with aclosing(self._listen(api, self._version)) as changes:
+                async for _ in changes:
+                    yield
+            await asyncio.sleep(self._backoff.next())
+
+    async def _listen(self, api: KubeApi, version: str) -> AsyncGenerator[None, None]:
+        """One watch. Raises ``ConnectionError`` where it ends as soon as it was open."""
+        seconds = round(self._settings.watch * random.uniform(1.0, 2.0))  # noqa: S311 - spreads them
+        opened = inf
+        try:
+            async with aclosing(api.watch(version, seconds, self._settings.patience)) as batches:
+                async for events in batches:
+                    opened = min(opened, monotonic())
+                    self._hear(events)
+                    if events:
+                        yield
+        finally:
+            lasted = monotonic() - opened >= self._settings.steady
+            if lasted:
+                self._works()
+        if not lasted:
+            raise ConnectionError("the watch ended at once")
+
+    def _hear(self, events: Sequence[Json]) -> None:
+        self._standing.heard()
+        for event in events:
+            self._take(event["type"], event["object"])
+            self._failures = 0
+
+    def _works(self) -> None:
+        self._backoff.reset()
+        self._failures = 0
+        self._standing.lasted()
+
+    def _take(self, kind: str, item: Json) -> None:
+        """Nothing that is older than what is known is taken: where events came in another order than they happened, or
+        the server forgot what it knew, a list says what is.
+        """
+        version = item["metadata"]["resourceVersion"]
+        if self._version is not None and _is_older(version, self._version):
+            raise ValueError(f"version {version} came after {self._version}")
+        if kind in {"ADDED", "MODIFIED"}:
+            self._slices.put(item)
+        elif kind == "DELETED":
+            self._slices.drop(item)
+        self._version = version  # all that a BOOKMARK has to say
+
+    def _fail(self, problem: str, *, resumable: bool) -> None:
+        self._standing.failed(problem)
+        self._failures += 1
+        if not resumable or self._failures >= _TRIES_TO_RESUME:
+            self._version = None
+
+    def _tell_ports(self) -> None:
+        lacking = self._slices.lacking_port
+        if lacking and lacking != self._lacking:
+            others = f" and {len(lacking) - _NAMED} more" if lacking[_NAMED:] else ""
+            told = ", ".join(lacking[:_NAMED])
+            log.warning("%s: no port %r in %s%s", self._service, self._service.port, told, others)
+        self._lacking = lacking
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Versions of the API are decimal numbers that grow. Others are nobody's to compare."""
+    return version.isdecimal() and than.isdecimal() and int(version) < int(than)

@@ -1,0 +1,138 @@
+"""What engines say of their caches, on its way into the prefix index."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.v1 import engine_pb2
+
+from quire_router.core import metrics
+from quire_router.placement.engine_table import EngineTable
+from quire_router.placement.prefix_index import IndexCounts, PrefixIndex, Tier
+
+log = logging.getLogger(__name__)
+SLICE = 2_000
+MAX_WAITING = 65_536
+_TELL_SECONDS = 1.0
+_TIERS = {engine_pb2.KV_TIER_DEVICE: Tier.DEVICE, engine_pb2.KV_TIER_HOST: Tier.HOST}
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """Blocks that came or went in one tier: those of a message from ``start`` on, and not more than a slice of them."""
+
+    came: bool
+    tier: Tier
+    message: engine_pb2.KvStored | engine_pb2.KvRemoved
+    start: int
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """Read when it is their turn: a hundred thousand at once would take as long as storing some of them."""
+        return self.message.block_hashes[self.start : self.start + SLICE]
+
+
+class CacheEvents:
+    """Is a ``EngineKvListener``: ``EnginePool(..., on_kv_event=CacheEvents(index, table))`` is all that it takes, where
+    ``table`` is the fleet's. Must be called on the event loop.
+
+    A snapshot takes the place of all that is known of an engine, and an empty one says that nothing is known any more:
+    the link gave up, or the engine left. The table must still know the engine then. What an engine cannot have, by the
+    sizes in the snapshot's load, is not believed.
+
+    A snapshot of a large cache goes into the index in slices, one each time round the event loop, and what the engine
+    says meanwhile waits behind it. The index is swept by whoever owns it.
+    """
+
+    def __init__(self, index: PrefixIndex, table: EngineTable) -> None:
+        self._index = index
+        self._table = table
+        self._waiting: dict[str, deque[_Change]] = {}
+        self._feeder: asyncio.Handle | None = None
+        self._told = IndexCounts()
+        self._teller: asyncio.TimerHandle | None = None
+
+    def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
+        """Takes in what one engine said."""
+        self._teller = self._teller or asyncio.get_running_loop().call_later(_TELL_SECONDS, self._tell)
+        if isinstance(change, engine_pb2.Snapshot):
+            self._start_over(engine_id, change)
+        else:
+            self._take(engine_id, _changes(change))
+
+    def _start_over(self, engine_id: str, snapshot: engine_pb2.Snapshot) -> None:
+        self._waiting.pop(engine_id, None)
+        row = self._table.row_of(engine_id)
+        if row < 0:
+            return
+        self._index.clear(row)
+        blocks = snapshot.load.blocks_total + snapshot.load.host_blocks_total
+        if blocks:
+            self._index.set_max_blocks(row, blocks)
+        changes = [piece for stored in snapshot.cached for piece in _pieces(True, stored)]
+        if len(changes) > 1:
+            self._wait(engine_id, deque(changes))
+        else:
+            self._take(engine_id, changes)
+
+    def _take(self, engine_id: str, changes: Sequence[_Change]) -> None:
+        """Changes happen at once, unless others wait that came before them."""
+        waiting = self._waiting.get(engine_id)
+        if waiting is None:
+            self._apply(engine_id, changes)
+            return
+        waiting += changes
+        if len(waiting) > MAX_WAITING:  # it takes longer now, but no memory
+            self._apply(engine_id, self._waiting.pop(engine_id))
+
+    def _wait(self, engine_id: str, changes: deque[_Change]) -> None:
+        self._waiting[engine_id] = changes
+        self._feeder = self._feeder or asyncio.get_running_loop().call_soon(self._feed)
+
+    def _feed(self) -> None:
+        """One slice of the engine that waits longest; then it is the others' turn."""
+        self._feeder = None
+        if not self._waiting:
+            return
+        engine_id = next(iter(self._waiting))
+        changes = self._waiting.pop(engine_id)
+        try:
+            self._apply(engine_id, [changes.popleft()])
+            if changes:
+                self._waiting[engine_id] = changes
+        except Exception:  # the others are fed all the same
+            log.exception("what engine %s has cached cannot be taken in, and counts as nothing", engine_id)
+            if (row := self._table.row_of(engine_id)) >= 0:
+                self._index.clear(row)
+        if self._waiting:
+            self._feeder = asyncio.get_running_loop().call_soon(self._feed)
+
+    def _apply(self, engine_id: str, changes: Sequence[_Change]) -> None:
+        row = self._table.row_of(engine_id)
+        if row < 0:
+            return
+        for change in changes:
+            (self._index.store if change.came else self._index.remove)(row, change.tier, change.hashes)
+
+    def _tell(self) -> None:
+        self._teller = None
+        now, told = self._index.counts, self._told
+        metrics.INDEX_BLOCKS.set(now.blocks)
+        metrics.INDEX_DROPPED.labels("full").inc(now.dropped - told.dropped)
+        metrics.INDEX_DROPPED.labels("damaged").inc(now.damaged - told.damaged)
+        self._told = IndexCounts(now.blocks, now.dropped, now.damaged)
+
+
+def _changes(event: engine_pb2.KvEvent) -> list[_Change]:
+    came = event.HasField("stored")
+    return list(_pieces(came, event.stored if came else event.removed))
+
+
+def _pieces(came: bool, blocks: engine_pb2.KvStored | engine_pb2.KvRemoved) -> Iterator[_Change]:
+    """What is said of a tier, in slices; nothing of a tier that is not known here."""
+    tier = _TIERS.get(blocks.tier)
+    if tier is not None:
+        for start in range(0, len(blocks.block_hashes), SLICE):
+            yield _Change(came, tier, blocks, start)

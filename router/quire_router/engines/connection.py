@@ -1,0 +1,476 @@
+"""The way to one engine: keeps its Session stream open and moves messages over it. What they mean is ``session``'s."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+from time import monotonic
+from typing import Self
+
+import grpc
+from quire.v1 import engine_pb2
+from quire.v1.engine_pb2_grpc import EngineStub
+from quire_proto.supervise import SupervisedTask
+from quire_proto.tls import ClientTls, Contents, TlsError, read_ca, read_cert_key
+
+from quire_router.core.retry import Backoff, supervise
+from quire_router.engines.output_stream import EngineLost, OutputStream
+from quire_router.engines.session import KvListener, LoadListener, SequenceGap, Session
+from quire_router.engines.settings import ConnectionSettings
+
+log = logging.getLogger(__name__)
+
+# The channel to an engine, plain or over TLS, and what its errors mean in words of the settings.
+
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+_OPTIONS = (
+    # An engine with nothing to do says nothing. What a frozen one or a host that vanished does not do either is answer
+    # pings: it is noticed within 11 seconds. Engines end connections that ping them more often than every 5 seconds.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # a minute otherwise, whatever the former is
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Engines are in the router's own network. A proxy that the environment names is for what is beyond it.
+    ("grpc.enable_http_proxy", 0),
+    # Each try to connect is ours to time, so it must not inherit the library's own waiting from the one before.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+_NOT_CONNECTED = "failed to connect"
+_CLOSED = re.compile(r"socket closed|connection reset|broken pipe", re.IGNORECASE)
+_REFUSED_CERTIFICATE = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([A-Za-z -]+))?")
+
+
+async def open_channel(address: str, tls: ClientTls | None) -> grpc.aio.Channel:
+    """A channel that is not connected yet, in plain text only where there is no ``tls``. Its files are read now, so
+    that each connection is made with what they hold then. Raises ``TlsError``.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    credentials = await asyncio.to_thread(_credentials_now, tls)
+    name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
+    return grpc.aio.secure_channel(address, credentials, options=(*_OPTIONS, *name))
+
+
+def explain(details: str, tls: ClientTls | None) -> str | None:
+    """What an error of connecting says of TLS on the two sides, as one clause; None where it is about something else.
+
+    Who refuses a client says nothing: it closes the connection.
+    """
+    if refused := _REFUSED_CERTIFICATE.search(details):
+        return f"its certificate does not pass --engine-tls-ca ({refused[1] or 'it cannot be verified'})"
+    if "Hostname Verification Check failed" in details:
+        name = "its address" if tls is None or tls.name is None else tls.name
+        return f"its certificate is not for {name} (--engine-tls-name says for what it has to be)"
+    if "WRONG_VERSION_NUMBER" in details:
+        return "it does not speak TLS (--tls-cert of the engine), and plain text is not tried"
+    if _NOT_CONNECTED in details and _CLOSED.search(details):
+        return _closed(tls)
+    return None
+
+
+def _closed(tls: ClientTls | None) -> str:
+    if tls is None:
+        return "it closes the connection at once, as one does that speaks TLS (--engine-tls-ca)"
+    shown = "no certificate is shown to it" if tls.identity is None else "it may not accept the certificate"
+    return f"it closes the connection at once; {shown} (--engine-tls-cert)"
+
+
+def _credentials_now(tls: ClientTls) -> grpc.ChannelCredentials:
+    return _credentials(tls, tls.contents)
+
+
+@lru_cache(maxsize=4)
+def _credentials(tls: ClientTls, contents: Contents) -> grpc.ChannelCredentials:
+    """Checked and made once for the same contents: a large fleet that is away is tried many times a second."""
+    authorities = read_ca(tls.ca)
+    identity = None if tls.identity is None else read_cert_key(tls.identity)
+    if tls.contents != contents:
+        raise TlsError(f"{tls.ca} or what belongs to it is just being replaced")
+    if identity is None:
+        return grpc.ssl_channel_credentials(authorities)
+    return grpc.ssl_channel_credentials(authorities, identity.key, identity.chain)
+
+
+# One stretch of time without a stream to an engine: when to try again, and how loudly to tell. Does no I/O.
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectFailure:
+    """Why there is no stream. ``refused`` where nobody listens at the address, ``lasting`` where somebody has to change
+    something first.
+    """
+
+    text: str
+    refused: bool = False
+    lasting: bool = False
+
+    @classmethod
+    def of(cls, errors: BaseExceptionGroup, tls: ClientTls | None = None) -> Self:
+        """The first error of a group, in one line. ``tls`` is what the stream was to be opened with."""
+        error = errors.exceptions[0]
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, grpc.aio.AioRpcError):
+            details = error.details() or ""
+            if "connection refused" in details.lower():
+                return cls("nobody listens there", refused=True)
+            if (about_tls := explain(details, tls)) is not None:
+                return cls(about_tls, lasting=True)
+            return cls(f"{error.code().name}: {details}")
+        return cls(str(error) or type(error).__name__, lasting=isinstance(error, TlsError))
+
+
+class ConnectFailureLog:
+    """Begins when the stream is missing. For ``patience`` seconds that is no reason to warn; afterwards it is one. What
+    is less severe than a warning is left out where the engine is ``known_to_leave``.
+
+    A lasting problem is a reason at once, but only when it comes twice in a row: files may just be being replaced, and
+    an engine that ends closes what is being opened.
+    """
+
+    def __init__(
+        self, address: str, settings: ConnectionSettings, patience: float = 0.0, *, known_to_leave: bool = False
+    ) -> None:
+        self._address = address
+        self._warn_after = monotonic() + patience
+        self._logged_level = logging.INFO if known_to_leave else logging.NOTSET
+        self._backoff = Backoff(settings.backoff, settings.max_backoff)
+        self._last: ConnectFailure | None = None
+
+    def record(self, problem: ConnectFailure) -> None:
+        """Logs a failed try: the first as information, and the first that is a reason to warn."""
+        lasting = problem.lasting and problem == self._last
+        level = logging.WARNING if lasting or monotonic() >= self._warn_after else logging.INFO
+        self._last = problem
+        if level > self._logged_level:
+            missing = "cannot be reached" if level == logging.WARNING else "is not there yet"
+            log.log(level, "engine %s %s: %s", self._address, missing, problem.text)
+            self._logged_level = level
+
+    def next_delay(self, spacing: float) -> float:
+        """Seconds until the next try; they grow up to ``spacing`` where that is more than the settings say."""
+        return self._backoff.next(spacing)
+
+
+# How long an engine has been silent although it should speak. Does no I/O and keeps no timer.
+
+
+TICKS = 6  # in the shorter of the two times, so that each is kept to a sixth
+
+
+class LivenessMonitor:
+    """Counted in ticks, not by the clock, so that a router that was frozen itself does not blame its engines."""
+
+    def __init__(self, settings: ConnectionSettings) -> None:
+        self.period = min(settings.silence, settings.stall) / TICKS
+        self._suspect_after = settings.silence
+        self._stalled_after = settings.stall
+        self._ticks = 0
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the engine should get no new work."""
+        return self._ticks * self.period >= self._suspect_after
+
+    @property
+    def stalled(self) -> bool:
+        """Whether there is nothing to wait for on this stream."""
+        return self._ticks * self.period >= self._stalled_after
+
+    def on_message(self) -> None:
+        """A message came."""
+        self._ticks = 0
+
+    def tick(self, expecting: bool) -> None:
+        """``period`` seconds have passed; ``expecting`` tells whether the engine owes a word."""
+        self._ticks = self._ticks + 1 if expecting else 0
+
+
+# How many links have no stream to their engine, and how seldom each should try again therefore. Does no I/O.
+
+
+MAX_CONNECTS_PER_SECOND = 100
+"""Of all links together, once each has tried a few times: one costs about 2 ms of CPU, over TLS up to 7."""
+
+
+class ReconnectLimiter:
+    """The links of one fleet that wait for their next try."""
+
+    def __init__(self) -> None:
+        self._disconnected = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """One more does, until the block ends."""
+        self._disconnected += 1
+        try:
+            yield
+        finally:
+            self._disconnected -= 1
+
+    @property
+    def spacing(self) -> float:
+        """Seconds between two tries of one link with which they make ``MAX_CONNECTS_PER_SECOND`` together."""
+        return self._disconnected / MAX_CONNECTS_PER_SECOND
+
+
+_MIN_RETRY_INTERVAL = 1.0  # seconds between two tries for which ``retry_now`` ends a pause
+OUTPUTS_PER_YIELD = 4  # a sixth of a millisecond or so, after which requests that come have their turn
+
+SessionCall = grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]
+
+
+class StreamBroken(Exception):  # noqa: N818 - handled here, never shown
+    """The stream cannot go on."""
+
+
+class EngineConnection:
+    """One engine at ``address`` (``host:port``), connected for as long as the link is started.
+
+    A stream that breaks is opened again at once; while that takes less than ``settings.grace`` seconds, and the engine
+    still knows the session, running requests do not notice. ``on_change`` is called when ``ready`` may have changed,
+    ``on_load`` with each report of the engine's load, ``on_lost`` when all that it said before is of no use any more.
+    ``away`` is told while there is no stream, and says how far apart tries to open one are to be.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: ConnectionSettings | None = None,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        on_kv_event: KvListener | None = None,
+        on_load: LoadListener | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+        reconnect_limiter: ReconnectLimiter | None = None,
+    ) -> None:
+        self.address = address
+        self.settings = settings or ConnectionSettings()
+        self.session = Session(self.settings, on_kv_event, on_load)
+        self.description: engine_pb2.DescribeResponse | None = None
+        self._liveness = LivenessMonitor(self.settings)
+        self._on_change = on_change
+        self._on_lost = on_lost
+        self._connected = False
+        self._closing = False
+        self._lost = True
+        self._unacknowledged = 0
+        self._ack_timer: asyncio.TimerHandle | None = None
+        self._grace_timer: asyncio.TimerHandle | None = None
+        self._reconnect_limiter = reconnect_limiter or ReconnectLimiter()
+        self._retry_requested = asyncio.Event()
+        self._last_early_retry = -inf
+        self._task: SupervisedTask | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request that is submitted now would be run."""
+        return self._connected and not self.session.draining and not self._liveness.suspect
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails."""
+        self._task = supervise("link", self._run, of=self.address, vital=False)
+
+    def retry_now(self) -> None:
+        """Ends the pause between two tries to connect: the engine is said to be there now. Once a second at most, as
+        that can be said again and again.
+        """
+        self._retry_requested.set()
+
+    async def close(self) -> None:
+        """Gives back what is in flight and lets go of the engine."""
+        self._closing = True
+        if self._task is not None:
+            await self._task.stop()
+        self._declare_lost()
+
+    def submit(self, message: engine_pb2.Submit) -> OutputStream:
+        """Sends a request. Raises ``EngineLost`` when the engine is away, ``EngineFull`` when too many wait already."""
+        if self._lost:
+            raise EngineLost("the engine is not connected")
+        return self.session.submit(message, self.description.vocab_size if self.description is not None else 0)
+
+    # The stream's life
+
+    async def _run(self) -> None:
+        outage = ConnectFailureLog(self.address, self.settings, self.settings.start_patience)
+        while not self._closing:  # a stream that breaks at the same moment can swallow the cancellation
+            try:
+                await self._run_stream()
+            except* (grpc.aio.AioRpcError, StreamBroken, SequenceGap, TimeoutError, TlsError) as errors:
+                problem = ConnectFailure.of(errors, self.settings.tls)
+            except* Exception:  # the link must outlive whatever one message did
+                log.exception("the link to engine %s failed", self.address)
+                problem = ConnectFailure("a failure of the link itself")
+            if self._connected:
+                self._on_stream_lost()
+                outage = self._new_failure_log()
+            if problem.refused:
+                self._shorten_grace(self.settings.refused_grace)
+            outage.record(problem)
+            await self._pause(outage.next_delay(self._reconnect_limiter.spacing))
+
+    async def _pause(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        with self._reconnect_limiter.waiting(), suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._retry_requested.wait()
+                await asyncio.sleep(self._last_early_retry + _MIN_RETRY_INTERVAL - loop.time())
+                self._last_early_retry = loop.time()
+        self._retry_requested.clear()
+
+    def _new_failure_log(self) -> ConnectFailureLog:
+        """One that follows a stream that broke. An engine that was told to stop is expected to go, and its successor to
+        need some time.
+        """
+        if not self.session.draining:
+            return ConnectFailureLog(self.address, self.settings)
+        log.info("engine %s has left", self.address)
+        return ConnectFailureLog(self.address, self.settings, self.settings.start_patience, known_to_leave=True)
+
+    async def _run_stream(self) -> None:
+        async with await open_channel(self.address, self.settings.tls) as channel:
+            stub = EngineStub(channel)
+            async with asyncio.timeout(self.settings.connect_timeout):
+                description = await stub.Describe(engine_pb2.DescribeRequest())
+            async with asyncio.timeout(self.settings.open_timeout):
+                call = stub.Session()
+                snapshot = await self._open(call)
+            self._on_stream_opened(description, snapshot)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                tasks.create_task(self._read(call))
+                tasks.create_task(self._watch_liveness())
+
+    async def _open(self, call: SessionCall) -> engine_pb2.Snapshot:
+        await call.write(self.session.open_request())
+        response = await _receive(call)
+        if response.WhichOneof("event") != "snapshot":
+            raise StreamBroken("the engine did not begin with a snapshot")
+        return response.snapshot
+
+    async def _write(self, call: SessionCall) -> None:
+        while True:
+            message = await self.session.commands.next()
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # what grpc raises where the stream has just ended
+                raise StreamBroken("the engine ended the stream") from None
+
+    async def _read(self, call: SessionCall) -> None:
+        while True:
+            response = await _receive(call)
+            with self._notifying_change():
+                self._liveness.on_message()
+                if response.WhichOneof("event") == "step_batch":
+                    await _yielding_to_loop(self._process_batch(response.step_batch))
+                    self._acknowledge()
+
+    async def _watch_liveness(self) -> None:
+        while True:
+            await asyncio.sleep(self._liveness.period)
+            with self._notifying_change():
+                self._liveness.tick(expecting=self.session.in_flight > 0)
+            if self._liveness.stalled:
+                raise StreamBroken(f"the engine said nothing for {self.settings.stall:g} seconds")
+
+    @contextmanager
+    def _notifying_change(self) -> Iterator[None]:
+        ready, leaving = self.ready, self.session.draining
+        yield
+        if self.session.draining and not leaving:
+            log.info("engine %s is leaving: it ends what it runs, and gets nothing new", self.address)
+        if ready != self.ready:
+            self._on_change()
+
+    def _process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+        try:
+            return self.session.process_batch(batch)
+        except SequenceGap:
+            self.session.invalidate()
+            raise
+
+    def _on_stream_opened(self, description: engine_pb2.DescribeResponse, snapshot: engine_pb2.Snapshot) -> None:
+        if description.generation != snapshot.generation:
+            raise StreamBroken("the engine restarted while it was being asked")
+        self.description = description
+        self.session.begin(snapshot)
+        self._liveness.on_message()
+        self._retry_requested.clear()
+        self._connected, self._lost = True, False
+        self._stop_grace()
+        log.info("engine %s is connected (%s)", self.address, "resumed" if snapshot.resumed else "new session")
+        self._on_change()
+
+    def _on_stream_lost(self) -> None:
+        self._connected = False
+        _cancel(self._ack_timer)
+        self._ack_timer, self._unacknowledged = None, 0
+        self._grace_timer = asyncio.get_running_loop().call_later(self.settings.grace, self._declare_lost)
+        self._on_change()
+
+    def _shorten_grace(self, seconds: float) -> None:
+        """Shortens the grace, where one is running and would take longer."""
+        end = asyncio.get_running_loop().time() + seconds
+        if self._grace_timer is not None and end < self._grace_timer.when():
+            self._grace_timer.cancel()
+            self._grace_timer = asyncio.get_running_loop().call_at(end, self._declare_lost)
+
+    def _stop_grace(self) -> None:
+        _cancel(self._grace_timer)
+        self._grace_timer = None
+
+    def _declare_lost(self) -> None:
+        self._connected, self._lost = False, True
+        self._stop_grace()
+        _cancel(self._ack_timer)
+        self.session.fail_all("the engine did not come back in time")
+        self._on_lost()
+
+    # Acknowledgements
+
+    def _acknowledge(self) -> None:
+        self._unacknowledged += 1
+        if self._unacknowledged >= self.settings.ack_batches:
+            _cancel(self._ack_timer)
+            self._send_ack()
+        elif self._ack_timer is None:
+            self._ack_timer = asyncio.get_running_loop().call_later(self.settings.ack_interval, self._send_ack)
+
+    def _send_ack(self) -> None:
+        self._ack_timer, self._unacknowledged = None, 0
+        self.session.commands.ack(self.session.sequence)
+
+
+async def _receive(call: SessionCall) -> engine_pb2.SessionResponse:
+    response = await call.read()
+    if isinstance(response, engine_pb2.SessionResponse):
+        return response
+    raise StreamBroken(f"the engine ended the stream ({(await call.code()).name})")
+
+
+async def _yielding_to_loop(outputs: Iterator[None]) -> None:
+    """Hands out a batch's outputs, between which others get their turn; whatever ends this hands out the rest at once,
+    because an engine tells nothing twice.
+    """
+    try:
+        for number, _ in enumerate(outputs, 1):
+            if number % OUTPUTS_PER_YIELD == 0:
+                await asyncio.sleep(0)
+    finally:
+        for _ in outputs:
+            pass
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

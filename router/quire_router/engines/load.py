@@ -1,0 +1,415 @@
+"""One engine's account: what all routers have in flight there and what it says itself, as its row of the table.
+
+Does no I/O. The engine's reports and the routers' counts know different things about the prompt tokens that are still
+to be computed. A report knows how far long prompts have come, what was preempted, and the requests of routers that
+died, but nothing of what was dispatched while it was made or on its way. The counts know every dispatch at once, but a
+prompt counts whole until its first output is heard. What is true lies between what was reported and that together with
+what was dispatched too recently to be in it; the counts tell where between.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import exp, inf
+from time import monotonic
+
+from quire.v1 import engine_pb2
+
+from quire_router.engines.load_messages import Counts, LoadMessage, RouterLoad
+from quire_router.placement.engine_table import EngineTable, StepTimes
+
+# Tokens that were dispatched to an engine too recently for its reports to tell of them. Does no I/O.
+
+
+SETTLE_SECONDS = 0.1
+"""More than a Submit takes on its way to an engine, or a share to another router."""
+
+
+class UnreportedTokens:
+    """An upper bound, in two buckets of which the older one is dropped.
+
+    A report may have been made while a Submit was on its way, or while the step ran that began before it came. So what
+    was dispatched counts as told only when, after the first report that followed, another one came ``SETTLE_SECONDS``
+    later: the step that it is of took up all commands that had come before.
+    """
+
+    __slots__ = ("_new", "_old", "_turned")
+
+    def __init__(self) -> None:
+        self._new = 0
+        self._old = 0
+        self._turned = float("-inf")
+
+    @property
+    def tokens(self) -> int:
+        """So many may be missing in the last report."""
+        return self._new + self._old
+
+    def add(self, tokens: int) -> None:
+        """They were dispatched, here or by another router, since the last report."""
+        self._new += tokens
+
+    def on_report(self, now: float) -> None:
+        """A report came, at ``now`` in seconds of a monotonic clock."""
+        if now - self._turned >= SETTLE_SECONDS:
+            self._old, self._new, self._turned = self._new, 0, now
+
+
+ZERO_COUNTS: Counts = (0, 0, 0)
+_ASSUMED_STEP_TOKENS = 2048
+ASSUMED_BLOCK_SIZE = 16
+_SLOWEST = 3600.0  # seconds; a pace beyond is no pace
+_CLEAR_PART = 0.05  # of the seconds with which an engine still has room
+
+
+class EngineLoad:
+    """Of the engine in ``row`` of ``table``. ``on_own`` is called when what this router has there has changed,
+    ``on_room`` when the engine came to have room: fewer requests than it runs at once, and less than ``room_seconds``
+    of prompts to compute; and when it came to be clear: with next to none. Once ``closed``, it hears no report.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        row: int,
+        *,
+        room_seconds: float,
+        on_own: Callable[[], None] = lambda: None,
+        on_room: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.row = row
+        self.local = ZERO_COUNTS
+        self.remote = ZERO_COUNTS
+        self.has_capacity = False
+        self.is_mostly_idle = False
+        self.closed = False
+        self._table = table
+        self._room_seconds = room_seconds
+        self._on_own = on_own
+        self._on_room = on_room
+        self._clock = clock
+        self._unreported = UnreportedTokens()
+        self._reported = 0
+        self._max_sequences = inf
+        self._token_seconds = 0.0
+        self.describe(engine_pb2.DescribeResponse())
+
+    def describe(self, description: engine_pb2.DescribeResponse) -> None:
+        """Takes how large the engine is."""
+        self._max_sequences = description.max_num_seqs or inf
+        self._table.max_sequences[self.row] = description.max_num_seqs
+        self._table.set_sizes(
+            self.row,
+            block_size=description.block_size or ASSUMED_BLOCK_SIZE,
+            step_tokens=description.max_num_batched_tokens or _ASSUMED_STEP_TOKENS,
+        )
+        self._update_token_seconds()
+        self._write_row()
+
+    def report(self, load: engine_pb2.Load) -> None:
+        """Takes what the engine said after a step; comes for every step of every engine. An empty one forgets."""
+        if self.closed:  # a link that is being closed may have a last word, and the row may be another engine's
+            return
+        table, row = self._table, self.row
+        table.waiting[row] = load.waiting
+        table.swapped[row] = load.swapped
+        table.blocks_free[row] = load.blocks_free
+        table.blocks_total[row] = load.blocks_total
+        if load.HasField("pace"):
+            self._set_pace(load.pace)
+        # Of each running sequence the last token is not computed yet, and is none of a prompt.
+        self._reported = max(0, load.uncomputed_tokens - load.running)
+        self._unreported.on_report(self._clock())
+        self._write_row()
+        self._begin_step()
+
+    def change_local(self, before: Counts, after: Counts) -> None:
+        """What this router has there changed by as much as ``after`` is more than ``before``."""
+        was_idle = self._is_idle
+        self.local = self._apply(self.local, before, after)
+        self._update(was_idle, before, after)
+        self._on_own()
+
+    def change_remote(self, before: Counts, after: Counts) -> None:
+        """As ``change_own``, of what the other routers have there together."""
+        was_idle = self._is_idle
+        self.remote = self._apply(self.remote, before, after)
+        self._update(was_idle, before, after)
+
+    @property
+    def _is_idle(self) -> bool:
+        return not self.local[0] + self.remote[0]
+
+    def _update(self, was_idle: bool, before: Counts, after: Counts) -> None:
+        self._write_row()
+        if was_idle or after[1] < before[1]:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Where nothing ran, what comes is computed at once; and a report, or a first output, is of a step that ended,
+        so that the next one begins.
+        """
+        table, row = self._table, self.row
+        table.computing[row] = min(table.pending_tokens[row], table.step_tokens[row])
+        table.stepped[row] = self._clock()
+
+    def _apply(self, total: Counts, before: Counts, after: Counts) -> Counts:
+        dispatched = after[1] - before[1]
+        if dispatched > 0:
+            self._unreported.add(dispatched)
+        return total[0] + after[0] - before[0], total[1] + dispatched, total[2] + after[2] - before[2]
+
+    def _pending(self) -> int:
+        counted = self.local[1] + self.remote[1]
+        return min(max(counted, self._reported), self._reported + self._unreported.tokens)
+
+    def _write_row(self) -> None:
+        table, row = self._table, self.row
+        requests, decoding, pending = self.local[0] + self.remote[0], self.local[2] + self.remote[2], self._pending()
+        table.requests[row] = requests
+        table.decoding[row] = decoding
+        table.pending_tokens[row] = pending
+        had_room, was_clear = self.has_capacity, self.is_mostly_idle
+        # A request whose prompt is computed takes the place of a sequence too, soon.
+        busy = max(requests, decoding) >= self._max_sequences
+        seconds = pending * self._token_seconds
+        self.has_capacity = not busy and seconds < self._room_seconds
+        self.is_mostly_idle = not busy and seconds < _CLEAR_PART * self._room_seconds
+        if (self.has_capacity and not had_room) or (self.is_mostly_idle and not was_clear):
+            self._on_room()
+
+    def _set_pace(self, told: engine_pb2.Pace) -> None:
+        pace = StepTimes(told.step_seconds, told.token_seconds, told.sequence_seconds, told.host_block_seconds)
+        for seconds in (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds):
+            if not 0.0 <= seconds <= _SLOWEST:  # not a number, too
+                return
+        self._table.set_step_times(self.row, pace)
+        self._update_token_seconds()
+
+    def _update_token_seconds(self) -> None:
+        """What a prompt's token takes where steps are full of them, its part of each step's own time included."""
+        table, row = self._table, self.row
+        self._token_seconds = float(table.token_seconds[row] + table.step_seconds[row] / table.step_tokens[row])
+
+
+# How much work the other routers have sent to engines that this one has not heard of yet. Does no I/O.
+
+
+_MEMORY = 2.0
+"""Seconds over which the others' dispatches are averaged."""
+
+_LATEST = 1 / 16
+"""What the latest share counts in the mean of how long shares take."""
+
+
+class UnseenLoadEstimate:
+    """By Little's law it is what the others dispatch in a second times the seconds until a share is heard. How long
+    that takes a router sees by its own shares, as it hears those too. ``clock`` is monotonic, in seconds.
+    """
+
+    __slots__ = ("_age", "_changed", "_clock", "_dispatched", "_noted", "_told")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._dispatched = 0.0
+        self._noted = clock()
+        self._age = 0.0
+        self._changed: float | None = None
+        self._told: tuple[int, float] | None = None
+
+    def tokens(self) -> float:
+        """Prompt tokens, on average."""
+        return self._age * self._dispatched * self._decay() / _MEMORY
+
+    def on_remote_dispatch(self, tokens: int) -> None:
+        """Another router told that it had sent so many more to engines."""
+        self._dispatched = self._dispatched * self._decay() + tokens
+        self._noted = self._clock()
+
+    def on_local_change(self) -> None:
+        """What this router has in flight changed; it was not told yet."""
+        if self._changed is None:
+            self._changed = self._clock()
+
+    def on_published(self, sequence: int) -> None:
+        """This router's share of this number is on its way, with all changes so far."""
+        if self._told is None and self._changed is not None:
+            self._told = sequence, self._changed
+        self._changed = None
+
+    def on_received(self, sequence: int) -> None:
+        """This router's own share arrived, as it did at the others."""
+        if self._told is not None and sequence >= self._told[0]:
+            age = self._clock() - self._told[1]
+            self._age += (age - self._age) * (_LATEST if self._age else 1.0)
+            self._told = None
+
+    def _decay(self) -> float:
+        return exp((self._noted - self._clock()) / _MEMORY)
+
+
+# The in-flight work of all routers on all engines, added up in the columns of the table. Does no I/O.
+#
+# Each router counts what it has in flight itself, and hears of the others' shares. A share replaces the one before, so
+# a message that was lost costs nothing but time, and a router that is silent for its lease is forgotten with all it
+# had.
+
+
+MAX_PEERS = 256
+ROOM_SECONDS = 0.25
+"""A step or two: an engine must not run dry, and what waits in it waits in the order in which it came, whoever sent
+it. In the fleet simulator it costs nothing against 2 s, and others' waits during a flood a third.
+"""
+
+
+@dataclass(slots=True)
+class _RemoteRouter:
+    """What another router said last, and for how many ticks it is believed."""
+
+    message: LoadMessage
+    ticks: int
+
+
+class LedgerEntry:
+    """What one dispatched request counts for, from ``LoadLedger.begin`` until ``end``. Each may be called twice."""
+
+    __slots__ = ("_account", "_counts", "_sequences")
+
+    def __init__(self, account: EngineLoad, *, pending_tokens: int, sequences: int) -> None:
+        self._account = account
+        self._sequences = sequences
+        self._counts = ZERO_COUNTS
+        self._set((1, max(0, pending_tokens), 0))
+
+    def on_first_output(self) -> None:
+        """Its first output was heard: its prompt is computed, and its sequences decode."""
+        if self._counts != ZERO_COUNTS:
+            self._set((1, 0, self._sequences))
+
+    def end(self) -> None:
+        """It counts for nothing any more."""
+        if self._counts != ZERO_COUNTS:
+            self._set(ZERO_COUNTS)
+
+    def _set(self, counts: Counts) -> None:
+        before, self._counts = self._counts, counts
+        self._account.change_local(before, counts)
+
+
+class LoadLedger:
+    """The load of one router's engines. ``on_change`` is called when this router's own load has changed, ``on_room``
+    when an engine came to have capacity (see ``EngineLoad``). ``clock`` is monotonic, in seconds. The publisher of this
+    router's load reports to ``unseen`` when it published a message and when it received its own.
+    """
+
+    def __init__(
+        self,
+        table: EngineTable,
+        *,
+        room_seconds: float = ROOM_SECONDS,
+        on_room: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self._table = table
+        self._room_seconds = room_seconds
+        self._on_room = on_room
+        self._clock = clock
+        self._engines: dict[str, EngineLoad] = {}
+        self._peers: dict[str, _RemoteRouter] = {}
+        self.unseen = UnseenLoadEstimate(clock)
+
+    def __len__(self) -> int:
+        """How many other routers are known."""
+        return len(self._peers)
+
+    # Engines
+
+    def add(self, engine_id: str) -> EngineLoad:
+        """Opens a new engine's account, with what the others have in flight there already."""
+        account = self._engines[engine_id] = EngineLoad(
+            self._table,
+            self._table.add(engine_id),
+            room_seconds=self._room_seconds,
+            on_own=self._on_local_change,
+            on_room=self._on_room,
+            clock=self._clock,
+        )
+        for share in self._remote_loads():
+            account.change_remote(ZERO_COUNTS, share.engines.get(engine_id, ZERO_COUNTS))
+        return account
+
+    def remove(self, engine_id: str) -> None:
+        """Closes the account of an engine that this router has nothing in flight on."""
+        account = self._engines.pop(engine_id)
+        assert account.local == ZERO_COUNTS, "a request of this router is in flight there"
+        account.closed = True
+        self._table.remove(engine_id)
+
+    # What this router has
+
+    def begin(self, engine_id: str, *, pending_tokens: int, sequences: int = 1) -> LedgerEntry:
+        """A request was dispatched: ``pending_tokens`` of its prompt are not cached there. Raises ``KeyError``."""
+        return LedgerEntry(self._engines[engine_id], pending_tokens=pending_tokens, sequences=sequences)
+
+    def local_load(self) -> RouterLoad:
+        """What the other routers need to hear."""
+        return RouterLoad(
+            {engine_id: account.local for engine_id, account in self._engines.items() if account.local[0]}
+        )
+
+    # What the others have
+
+    def on_message(self, message: LoadMessage, ticks: int) -> bool:
+        """Another router told its share, which is good for so many ticks; one that came before is not taken again.
+        False when too many routers are known.
+        """
+        peer = self._peers.get(message.router_id)
+        if peer is None and len(self._peers) >= MAX_PEERS:
+            return False
+        if peer is not None and message.sequence <= peer.message.sequence:
+            return True
+        self._peers[message.router_id] = _RemoteRouter(message, ticks)
+        self._replace_load(peer.message.load if peer else RouterLoad(), message.load)
+        if peer is not None:
+            self.unseen.on_remote_dispatch(_dispatched(peer.message.load, message.load))
+        self._table.unseen_tokens = self.unseen.tokens()
+        return True
+
+    def tick(self) -> None:
+        """Time passes: forgets the routers that were silent for too long."""
+        for router_id, peer in list(self._peers.items()):
+            peer.ticks -= 1
+            if peer.ticks <= 0:
+                del self._peers[router_id]
+                self._replace_load(peer.message.load, RouterLoad())
+        self._table.unseen_tokens = self.unseen.tokens()
+
+    # Inside
+
+    def _on_local_change(self) -> None:
+        self.unseen.on_local_change()
+        self.on_change()
+
+    def _remote_loads(self) -> Iterator[RouterLoad]:
+        return (peer.message.load for peer in self._peers.values())
+
+    def _replace_load(self, before: RouterLoad, after: RouterLoad) -> None:
+        """Moves the accounts that differ. Engines that are not known here keep in the share until they are."""
+        for engine_id, counts in after.engines.items():
+            self._change_remote(engine_id, before.engines.get(engine_id, ZERO_COUNTS), counts)
+        for engine_id, counts in before.engines.items():
+            if engine_id not in after.engines:
+                self._change_remote(engine_id, counts, ZERO_COUNTS)
+
+    def _change_remote(self, engine_id: str, before: Counts, after: Counts) -> None:
+        if before != after and (account := self._engines.get(engine_id)) is not None:
+            account.change_remote(before, after)
+
+
+def _dispatched(before: RouterLoad, after: RouterLoad) -> int:
+    """Prompt tokens that came to engines from one share to the next."""
+    more = (
+        pending - before.engines.get(engine_id, ZERO_COUNTS)[1] for engine_id, (_, pending, _) in after.engines.items()
+    )
+    return sum(tokens for tokens in more if tokens > 0)

@@ -1,0 +1,170 @@
+"""What one router has in flight, and the form in which it tells the others. Does no I/O."""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
+from typing import Self
+
+from google.protobuf.message import DecodeError
+from quire.v1 import load_pb2
+from quire_proto.hashing import HASH_BYTES
+
+from quire_router.placement.engine_table import EngineTable
+from quire_router.placement.prefix_index import PrefixIndex
+
+# Blocks that engines will have soon, because some router sent a prompt there: told to the other routers, and heard.
+#
+# An engine's own word comes when the prompt is computed. Until then the next prompt that begins alike may come to any
+# router, and one that does not know would send it elsewhere, where the same would be computed again. Does no I/O.
+
+
+MAX_PROMPT_HASHES = 64
+"""Blocks of one prompt that are told. Most of what prompts share is at their beginning."""
+
+MAX_HASHES = 4096
+"""Blocks of all prompts that are told at once: 64 KiB of names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativePrefix:
+    """An engine will soon have the blocks of these names, which follow each other in one prompt."""
+
+    engine_id: str
+    hashes: tuple[bytes, ...]
+
+
+class SpeculativeBlocks:
+    """Of one router, whose ``index`` learns what the others expect. ``clock`` is the index's, in seconds."""
+
+    def __init__(self, table: EngineTable, index: PrefixIndex, clock: Callable[[], float] = monotonic) -> None:
+        self._table = table
+        self._index = index
+        self._clock = clock
+        self._unpublished: deque[SpeculativePrefix] = deque()
+        self._num_hashes = 0
+
+    def add(self, engine_id: str, names: Iterable[bytes]) -> None:
+        """This router sent a prompt there of which these blocks are new to the engine. Of one prompt the first
+        ``MAX_PROMPT_HASHES`` are kept, and of all the newest, ``MAX_HASHES`` together.
+        """
+        expectation = SpeculativePrefix(engine_id, tuple(islice(names, MAX_PROMPT_HASHES)))
+        if expectation.hashes:
+            self._unpublished.appendleft(expectation)
+            self._num_hashes += len(expectation.hashes)
+        while self._num_hashes > MAX_HASHES:
+            self._num_hashes -= len(self._unpublished.pop().hashes)
+
+    def pop_all(self) -> tuple[SpeculativePrefix, ...]:
+        """What was noted since it was last taken, newest first."""
+        taken = tuple(self._unpublished)
+        self._unpublished.clear()
+        self._num_hashes = 0
+        return taken
+
+    def apply_remote(self, expectations: Iterable[SpeculativePrefix]) -> None:
+        """Another router sent prompts. Engines that are not known here are passed over."""
+        for expectation in expectations:
+            row = self._table.row_of(expectation.engine_id)
+            if row >= 0:
+                self._index.add_speculative(row, expectation.hashes, self._clock())
+
+
+Counts = tuple[int, int, int]
+"""Of one engine: requests in flight, tokens of their prompts that are pending, sequences that are decoding."""
+
+VERSION = 1
+MAX_PAYLOAD_BYTES = 2**20
+_MAX_UINT32 = 2**32 - 1
+_ROUTER_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class InvalidLoadMessageError(ValueError):
+    """A payload is not a share, or one of a version that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoad:
+    """What one router has in flight on each engine, by its id."""
+
+    engines: Mapping[str, Counts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMessage:
+    """A share on its way: whose it is, and its number among that router's. What is ``expected`` of engines that are not
+    in the share is not told.
+    """
+
+    router_id: str
+    sequence: int
+    load: RouterLoad
+    speculative: tuple[SpeculativePrefix, ...] = ()
+
+    def encode(self) -> bytes:
+        """The payload; numbers that do not fit are told as the largest that does."""
+        return self.encode_load() + self.encode_speculative()
+
+    def encode_load(self) -> bytes:
+        """The payload without what is expected."""
+        engines = self.load.engines
+        requests, pending_tokens, decoding = zip(*engines.values(), strict=True) if engines else ((), (), ())
+        return load_pb2.LoadShare(
+            version=VERSION,
+            router_id=self.router_id,
+            sequence=self.sequence,
+            engine_ids=engines,
+            requests=requests,
+            pending_tokens=[min(tokens, _MAX_UINT32) for tokens in pending_tokens],
+            decoding=decoding,
+        ).SerializeToString()
+
+    def encode_speculative(self) -> bytes:
+        """What follows ``encode_load`` in the payload: messages that follow each other are one."""
+        if not self.speculative:
+            return b""
+        places = {engine_id: place for place, engine_id in enumerate(self.load.engines)}
+        told = [each for each in self.speculative if each.engine_id in places]
+        return load_pb2.LoadShare(
+            expected_engines=[places[each.engine_id] for each in told],
+            expected_blocks=[len(each.hashes) for each in told],
+            expected_names=b"".join(name for each in told for name in each.hashes),
+        ).SerializeToString()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Self:
+        """Raises ``InvalidLoadMessageError``, whatever the bytes are."""
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise InvalidLoadMessageError("it is too long")
+        try:
+            told = load_pb2.LoadShare.FromString(payload)
+        except DecodeError:
+            raise InvalidLoadMessageError("it is not a message") from None
+        if told.version != VERSION or not _ROUTER_ID.fullmatch(told.router_id):
+            raise InvalidLoadMessageError("it is of another version, or of nobody")
+        try:
+            engines = dict(
+                zip(told.engine_ids, zip(told.requests, told.pending_tokens, told.decoding, strict=True), strict=True)
+            )
+        except ValueError:
+            raise InvalidLoadMessageError("its columns differ in length") from None
+        return cls(told.router_id, told.sequence, RouterLoad(engines), tuple(_speculative(told)))
+
+
+def _speculative(told: load_pb2.LoadShare) -> Iterator[SpeculativePrefix]:
+    """Prompts whose engine is in the share; none where the columns or the names do not fit together, or are too many.
+    The share itself is good without.
+    """
+    engines, blocks, names = told.expected_engines, told.expected_blocks, told.expected_names
+    most = min(len(names) // HASH_BYTES, MAX_HASHES)
+    if len(engines) != len(blocks) or len(blocks) > most or sum(blocks) * HASH_BYTES != len(names):
+        return
+    if sum(blocks) > most:
+        return
+    each = (names[start : start + HASH_BYTES] for start in range(0, len(names), HASH_BYTES))
+    for engine, count in zip(engines, blocks, strict=True):
+        expected = tuple(islice(each, count))
+        if engine < len(told.engine_ids):
+            yield SpeculativePrefix(told.engine_ids[engine], expected)

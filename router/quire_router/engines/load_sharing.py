@@ -1,0 +1,248 @@
+"""The other routers, through Redis: tells them what this one has in flight, and its ledger what they have; and what
+either expects engines to have soon.
+
+Each share is published to all at once, and kept in a key that expires, for routers that come later. Who is there is in
+a set, because a search for keys would go through every request that Redis remembers. No clock is compared with another
+machine's: Redis ends its keys by its own, and a router ends shares by the ticks that it counts itself, so one that was
+frozen does not take the others for dead.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from uuid import uuid4
+
+from quire_proto.supervise import SupervisedTask
+from redis.asyncio.client import PubSub
+from redis.exceptions import RedisError
+
+from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.core import metrics
+from quire_router.core.retry import Backoff, PublishRate, supervise
+from quire_router.engines.load import MAX_PEERS, LoadLedger
+from quire_router.engines.load_messages import (
+    MAX_PAYLOAD_BYTES,
+    InvalidLoadMessageError,
+    LoadMessage,
+    RouterLoad,
+    SpeculativeBlocks,
+)
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "quire:load"
+ROUTERS = "quire:routers"
+FIRST_DELAY, LAST_DELAY = 0.05, 2.0
+MAX_SILENT_POLLS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSharingSettings:
+    """Times in seconds. A router's load is published when it changed, at once or at the ``PublishRate`` of
+    ``interval``, and at least every ``heartbeat``; a router that is silent for ``lease`` is taken for dead, counted in
+    ticks of ``tick``. Redis has to answer within ``timeout``.
+
+    Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
+    waiting again (``docs/fleet-simulator.md``).
+    """
+
+    interval: float = 0.01
+    tick: float = 0.1
+    heartbeat: float = 1.0
+    lease: float = 3.0
+    timeout: float = 1.0
+
+
+class LoadSharing:
+    """Of the router that has this ``ledger`` and these ``expectations``, in the Redis at ``place``; ``ValueError``,
+    without its password, when that is no URL. While Redis is away, this router's own counts go on and the others'
+    shares expire.
+    """
+
+    def __init__(
+        self,
+        place: RedisAccess | str,
+        ledger: LoadLedger,
+        expectations: SpeculativeBlocks,
+        *,
+        router_id: str | None = None,
+        settings: LoadSharingSettings | None = None,
+    ) -> None:
+        self.router_id = router_id or uuid4().hex
+        self.available = False
+        self._ledger = ledger
+        self._speculative = expectations
+        self._settings = settings or LoadSharingSettings()
+        self._client = redis_client(place, timeout=self._settings.timeout)  # what is told next replaces what was not
+        self._closing = False
+        self._published = False
+        self._connected = False
+        self._sequence = 0
+        self._changed = asyncio.Event()
+        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
+        self._failing = False
+        self._tasks: list[SupervisedTask] = []
+        ledger.on_change = self._changed.set
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails."""
+        self._tasks = [supervise("load shared with routers", self._run), supervise("leases of routers", self._tick)]
+
+    async def close(self) -> None:
+        """Tells the others that nothing is in flight here any more, if Redis is there to tell."""
+        introduced = self._published  # also where it has not heard yet who else is there
+        self._closing, self._connected = True, False
+        await asyncio.gather(*(task.stop() for task in self._tasks))
+        with suppress(RedisError, OSError, TimeoutError):
+            if introduced:
+                await self._unpublish()
+        self._on_disconnected()
+        await self._client.aclose()
+
+    # While Redis is there, and while it is not
+
+    async def _run(self) -> None:
+        while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
+            try:
+                await self._run_connection()
+            except* (RedisError, OSError, TimeoutError) as errors:
+                self._log_outage(errors)
+            except* Exception:  # whatever went wrong with one message, the next one may pass
+                log.exception("sharing the load with the other routers failed")
+            self._on_disconnected()
+            self._failing = True
+            await asyncio.sleep(self._backoff.next())
+
+    async def _run_connection(self) -> None:
+        async with self._client.pubsub() as channel:
+            # What is said after the subscription is heard after what was said before it, so nothing is missed.
+            await channel.subscribe(CHANNEL)
+            self._speculative.pop_all()  # what was noted while Redis was away may be long true, or never
+            await self._publish()
+            await self._read_all()
+            self._on_connected()
+            self._connected = not self._closing
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._receive_messages(channel))
+                tasks.create_task(self._publish_changes())
+
+    def _on_connected(self) -> None:
+        log.info("the load is shared with the other routers: %d are known", len(self._ledger))
+        self.available, self._failing = True, False
+        self._backoff.reset()
+        metrics.LOAD_SHARED.set(1)
+
+    def _on_disconnected(self) -> None:
+        self._published = False
+        self._connected = False
+        self.available = False
+        metrics.LOAD_SHARED.set(0)
+
+    def _log_outage(self, errors: BaseExceptionGroup) -> None:
+        if not self._closing and not self._failing:
+            # The type says enough; a message might repeat a part of what was sent.
+            name = type(_first(errors)).__name__
+            log.warning("the load cannot be shared with the other routers (%s); requests go on", name)
+
+    # Telling
+
+    async def _publish_changes(self) -> None:
+        loop = asyncio.get_running_loop()
+        cadence = PublishRate(self._settings.interval)
+        while self._connected:
+            beat = loop.call_later(self._settings.heartbeat, self._changed.set)
+            try:
+                await self._changed.wait()
+            finally:
+                beat.cancel()
+            await asyncio.sleep(cadence.next_at(loop.time()) - loop.time())
+            cadence.on_published(loop.time(), await self._publish(), len(self._ledger))
+
+    async def _publish(self) -> int:
+        """Tells this router's share; returns how many engines are in it."""
+        self._published = True
+        self._changed.clear()
+        share = self._ledger.local_load()
+        message = self._message(share)
+        self._ledger.unseen.on_published(message.sequence)
+        kept = message.encode_load()
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.set(self._key(self.router_id), kept, px=round(self._settings.lease * 1000))
+        pipeline.sadd(ROUTERS, self.router_id)
+        pipeline.publish(CHANNEL, kept + message.encode_speculative())
+        await pipeline.execute()
+        return len(share.engines)
+
+    async def _unpublish(self) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.delete(self._key(self.router_id))
+        pipeline.srem(ROUTERS, self.router_id)
+        pipeline.publish(CHANNEL, self._message(RouterLoad()).encode())
+        await pipeline.execute()
+
+    def _message(self, share: RouterLoad) -> LoadMessage:
+        self._sequence += 1
+        return LoadMessage(self.router_id, self._sequence, share, self._speculative.pop_all())
+
+    # Hearing
+
+    async def _receive_messages(self, channel: PubSub) -> None:
+        # This router hears itself as well, so a channel that stays silent is broken. Looks are counted, not seconds, so
+        # that a router that was frozen itself does not take it for that.
+        silence, patience = 0, (self._settings.heartbeat + self._settings.timeout) / MAX_SILENT_POLLS
+        while self._connected and silence <= MAX_SILENT_POLLS:
+            message = await channel.get_message(ignore_subscribe_messages=True, timeout=patience)
+            silence = silence + 1 if message is None else 0
+            if message is not None:
+                self._receive(message["data"], self._settings.lease)
+        self._connected = False
+        raise TimeoutError("the channel is silent")
+
+    async def _read_all(self) -> None:
+        """What every other router said last; those whose key has expired leave the set."""
+        members = await self._client.srandmember(ROUTERS, MAX_PEERS + 1)
+        names = [name for name in members if isinstance(name, bytes)] if isinstance(members, list) else []
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            key = self._key(name.decode(errors="replace"))
+            pipeline.getrange(key, 0, MAX_PAYLOAD_BYTES)  # one byte more than a share may have
+            pipeline.pttl(key)
+        answers = await pipeline.execute(raise_on_error=False) if names else []
+        gone: list[bytes] = []
+        for name, payload, milliseconds in zip(names, answers[::2], answers[1::2], strict=True):
+            if isinstance(payload, bytes) and payload:
+                self._receive(payload, min(self._settings.lease, milliseconds / 1000))
+            else:
+                gone.append(name)
+        if gone:
+            await self._client.srem(ROUTERS, *gone)
+
+    def _receive(self, payload: bytes, seconds: float) -> None:
+        try:
+            message = LoadMessage.decode(payload)
+        except InvalidLoadMessageError:
+            metrics.LOAD_SHARES_IGNORED.inc()
+            return
+        if message.router_id == self.router_id:
+            self._ledger.unseen.on_received(message.sequence)
+            return
+        if self._ledger.on_message(message, max(1, round(seconds / self._settings.tick))):
+            self._speculative.apply_remote(message.speculative)
+        else:
+            metrics.LOAD_SHARES_IGNORED.inc()
+        metrics.LOAD_ROUTERS.set(len(self._ledger))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.tick)
+            self._ledger.tick()
+            metrics.LOAD_ROUTERS.set(len(self._ledger))
+
+    @staticmethod
+    def _key(router_id: str) -> str:
+        return f"quire:load:{router_id}"
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

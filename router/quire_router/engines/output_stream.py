@@ -1,0 +1,465 @@
+"""One request's outputs on their way from an engine to their reader."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from quire.v1 import engine_pb2, types_pb2
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason, TokenLogprobs
+
+from quire_router.core.generation import Delta
+
+log = logging.getLogger(__name__)
+
+# A piece of an output on its way from an engine to its reader, and what comes instead where there is none.
+
+
+class EngineLost(Exception):  # noqa: N818 - it is news about an engine, not an error of the request
+    """The engine cannot go on with a request; it can be submitted again elsewhere, with the tokens delivered so far."""
+
+    kind = "engine_lost"
+
+
+class EngineDraining(EngineLost):
+    """The engine was told to stop before the request came, and did not take it."""
+
+    kind = "engine_leaving"
+
+
+class DrainExceeded(EngineLost):
+    """The engine was told to stop, and was gone before the request had ended."""
+
+    kind = "drain_exceeded"
+
+
+class EngineFull(Exception):  # noqa: N818 - as above
+    """The engine takes no more requests now; it has done nothing for this one, and another engine may take it."""
+
+    kind = "engine_full"
+
+
+ATTEMPT_FAILURES = (EngineLost.kind, EngineDraining.kind, DrainExceeded.kind, EngineFull.kind)
+"""Everything that an attempt can come to nothing by."""
+
+
+@dataclass(slots=True)
+class Output:
+    """What came of one choice since its last piece: tokens from ``position`` of its output on, its end, or both.
+
+    ``error`` is set with ``FinishReason.ERROR``, which ends the request, whatever ``index`` says. ``cached_tokens`` of
+    the prompt were in the engine's prefix cache. ``logprobs`` has one entry for each token where they were asked for.
+    ``prompt_logprobs`` are those of the prompt's tokens from ``prompt_position`` on, as the engine tells them piece by
+    piece; a reader gets all of them with its first piece. ``score`` is a beam's, with its end. ``deltas`` are what was
+    made of it before it was queued, where that ended its choice: what comes behind is not wanted.
+    """
+
+    token_ids: list[int]
+    position: int
+    finish_reason: FinishReason | None = None
+    error: QuireError | None = None
+    cached_tokens: int = 0
+    index: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_position: int = 0
+    score: float | None = None
+    deltas: list[Delta] | None = None
+
+    def drop(self, count: int) -> None:
+        """Leaves out the first tokens: they came before."""
+        del self.token_ids[:count], self.logprobs[:count]
+        self.position += count
+
+    def extend(self, following: "Output") -> None:
+        """Takes in the choice's next piece."""
+        self.token_ids += following.token_ids
+        self.logprobs += following.logprobs
+        self.finish_reason, self.score = following.finish_reason, following.score
+
+
+# The log-probabilities of one prompt's tokens, which an engine tells piece by piece.
+
+
+class PromptLogprobsBuffer:
+    """Gathers those of ``expected`` tokens, from the prompt's second on: nothing can be said of the first."""
+
+    __slots__ = ("_gathered", "_next", "missing")
+
+    def __init__(self, expected: int) -> None:
+        self.missing = expected
+        self._next = 1
+        self._gathered: list[TokenLogprobs] = []
+
+    def add(self, position: int, logprobs: Sequence[TokenLogprobs]) -> bool:
+        """Takes those of the prompt's tokens from ``position`` on, without what came before or was not expected. False
+        where some before them have not come.
+        """
+        if position > self._next:
+            return False
+        new = logprobs[self._next - position :][: self.missing]
+        self._gathered += new
+        self._next += len(new)
+        self.missing -= len(new)
+        return True
+
+    def take(self) -> list[TokenLogprobs]:
+        """All of them, once: nothing while some are missing, and nothing afterwards."""
+        if self.missing or not self._gathered:
+            return []
+        taken, self._gathered = self._gathered, []
+        return taken
+
+
+# What a Submit asks of an engine, as far as the answer is held against it. Plain data.
+
+
+_ANY = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedOutput:
+    """The choices that are to be run, and at which position of its output each goes on; each has at most
+    ``max_tokens``, each below ``vocabulary``. ``logprobs`` tells whether tokens come with log-probabilities, and
+    ``prompt_logprobs`` for how many of the prompt's tokens they come: all but the first, or none.
+    """
+
+    positions: dict[int, int]
+    max_tokens: int
+    logprobs: bool = False
+    prompt_logprobs: int = 0
+    vocabulary: int = _ANY
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether another engine has made a part of it already."""
+        return any(self.positions.values())
+
+    @classmethod
+    def of(cls, message: engine_pb2.Submit, vocabulary: int = 0) -> Self:
+        """What the engine will answer to ``message``; 0 tokens are a vocabulary that is not known."""
+        sampling = message.sampling
+        return cls(
+            positions=_positions(message),
+            max_tokens=sampling.max_tokens,
+            logprobs=sampling.HasField("logprobs") or sampling.best_of > max(1, sampling.n),
+            prompt_logprobs=len(message.prompt_token_ids) - 1 if sampling.HasField("prompt_logprobs") else 0,
+            vocabulary=vocabulary or _ANY,
+        )
+
+
+def max_sequences(message: engine_pb2.Submit) -> int:
+    """How many sequences the engine decodes for the request at once."""
+    return message.sampling.beam_width or len(_positions(message))
+
+
+def _positions(message: engine_pb2.Submit) -> dict[int, int]:
+    positions = dict.fromkeys(range(_num_choices(message.sampling)), 0)
+    positions[0] = len(message.output_token_ids)
+    for delivered in message.delivered:
+        if delivered.finished:
+            positions.pop(delivered.index, None)
+        else:
+            positions[delivered.index] = len(delivered.token_ids)
+    return positions
+
+
+def _num_choices(sampling: types_pb2.SamplingParams) -> int:
+    """The choices that are told: of a search only the best, of draws every one."""
+    return max(1, sampling.n) if sampling.beam_width else sampling.best_of or max(1, sampling.n)
+
+
+OnCancel = Callable[[str, int | None], None]
+"""Hears that a request is to be ended on the engine, or only one choice of it."""
+
+
+class _ChoiceQueue:
+    """What was not read yet of one choice. ``position`` is that of the next token to come. Nothing more is expected
+    once it is ``over``: it has ended, or was cancelled. The engine is at work on it while it is ``running``.
+    """
+
+    __slots__ = ("closed", "position", "running", "unread")
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.unread: Output | None = None
+        self.closed = False
+        self.running = True
+
+
+class OutputStream:
+    """The queue of one request, and the async iterator that empties it.
+
+    Pieces of a choice coalesce while nobody reads, so a slow reader costs ``max_tokens`` tokens a choice at most, and
+    never holds up the other requests of its engine. The iterator ends after the piece that ends the last choice, or the
+    one with an error, and raises ``EngineFull``, or ``EngineLost`` after the tokens that were saved. ``on_cancel`` is
+    called when the request ends before the engine ended it, maybe twice, and for each choice that is cancelled alone.
+    ``on_first`` is called once, with the first tokens of all or the first end: the prompt has been computed.
+    ``sink`` is offered each piece that comes while the reader waits, and tells whether it took it.
+    """
+
+    __slots__ = (
+        "_cached_tokens",
+        "_choices",
+        "_delivered",
+        "_end",
+        "_loop",
+        "_on_cancel",
+        "_open_choices",
+        "_prompt",
+        "_ready",
+        "_slow_client_timeout",
+        "_timer",
+        "_unread_since",
+        "_waiter",
+        "confirmed",
+        "expected",
+        "on_first",
+        "request_id",
+        "running",
+        "sink",
+    )
+
+    def __init__(
+        self, request_id: str, asked: ExpectedOutput, *, on_cancel: OnCancel, slow_client_timeout: float
+    ) -> None:
+        self.request_id = request_id
+        self.expected = asked
+        self.confirmed = False
+        self.running = len(asked.positions)
+        self.on_first: Callable[[], None] | None = None
+        self.sink: Callable[[Output], bool] | None = None
+        self._on_cancel = on_cancel
+        self._slow_client_timeout = slow_client_timeout
+        self._loop = asyncio.get_running_loop()
+        self._choices = {index: _ChoiceQueue(position) for index, position in asked.positions.items()}
+        self._open_choices = len(self._choices)
+        self._ready: deque[_ChoiceQueue] = deque()
+        self._unread_since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._cached_tokens = 0
+        self._prompt = PromptLogprobsBuffer(asked.prompt_logprobs)
+        self._end: Output | EngineLost | EngineFull | None = None
+        self._delivered = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    # The link's side
+
+    def push(self, piece: Output) -> None:
+        """Takes what the engine sent. Tokens that came before are dropped; missing ones lose the request."""
+        if self._ended:
+            return
+        if not self.confirmed:
+            self.confirmed, self._cached_tokens = True, piece.cached_tokens
+        if piece.error is not None:
+            self._finish(piece)
+            return
+        if self._prompt.missing:
+            self._add_prompt_logprobs(piece)
+        choice = self._choices.get(piece.index)
+        if choice is None or choice.closed or not self._validate(choice, piece):
+            return
+        if piece.token_ids or piece.finish_reason is not None:
+            choice.position += len(piece.token_ids)
+            if self.on_first is not None:
+                self._notify_first()
+            if self.sink is None or not self._try_sink(self.sink, piece):
+                self._queue(choice, piece)
+
+    def on_engine_end(self, index: int, reason: FinishReason) -> None:
+        """Takes note that the engine is done with a choice, or with an error all; ``running`` are left."""
+        choice = self._choices.get(index)
+        if reason is FinishReason.ERROR:
+            self.running = 0
+        elif choice is not None and choice.running:
+            choice.running = False
+            self.running -= 1
+
+    def is_open(self, index: int) -> bool:
+        """Whether more of a choice is expected."""
+        choice = self._choices.get(index)
+        return choice is not None and not choice.closed
+
+    @property
+    def cancelled(self) -> list[int]:
+        """The choices that were cancelled, and that the engine has not ended."""
+        return [index for index, choice in self._choices.items() if choice.closed and choice.running]
+
+    def lose(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
+        """The engine is gone, so there is nothing to cancel."""
+        if not self._ended:
+            self._finish(loss(reason))
+
+    def refuse(self, reason: str) -> None:
+        """The engine did not take the request."""
+        if not self._ended:
+            self._finish(EngineFull(reason))
+
+    def fail_over(self, reason: str, loss: type[EngineLost] = EngineLost) -> None:
+        """As ``lose``, where the engine may still be at work on it."""
+        if not self._ended:
+            self._finish(loss(reason))
+            self._on_cancel(self.request_id, None)
+
+    # The reader's side
+
+    def cancel(self, index: int) -> None:
+        """Ends one choice: its reader needs no more of it, nor what was not read. The others go on."""
+        if self._ended or not self.is_open(index):
+            return
+        choice = self._choices[index]
+        if choice.unread is not None:
+            self._ready.remove(choice)
+            choice.unread = None
+        self._close_choice(choice)
+        self._on_cancel(self.request_id, index if self._open_choices else None)
+
+    def abort(self) -> None:
+        """Ends every choice after what has come so far, with ``FinishReason.ABORT``."""
+        if self._ended:
+            return
+        for index, choice in self._choices.items():
+            if not choice.closed:
+                self._queue(choice, Output([], choice.position, FinishReason.ABORT, index=index))
+        self._on_cancel(self.request_id, None)
+
+    def fail(self, error: QuireError) -> None:
+        """Ends the request with ``error``; what was not read is dropped."""
+        if not self._ended:
+            self._ready.clear()
+            self._finish(Output([], 0, FinishReason.ERROR, error))
+            self._on_cancel(self.request_id, None)
+
+    def close(self) -> None:
+        """The reader leaves. Cancels the request on the engine, unless it has ended there."""
+        self.abort()
+        self._ready.clear()
+        self._delivered = True
+        self.sink = None  # whoever reads holds this stream, and a cycle would wait for the collector
+        if self.running:
+            self._on_cancel(self.request_id, None)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while not self._ready and not self._ended:
+            await self._wait_ready()
+        if self._ready:
+            return self._pop()
+        if self._end is None or self._delivered:
+            raise StopAsyncIteration
+        self._delivered = True
+        if isinstance(self._end, Output):
+            return self._end
+        raise self._end
+
+    # Inside
+
+    @property
+    def _ended(self) -> bool:
+        return self._end is not None or not self._open_choices
+
+    def _validate(self, choice: _ChoiceQueue, piece: Output) -> bool:
+        """Leaves of the piece what is new. Ends the request where the piece does not follow what came before."""
+        if piece.position != choice.position:
+            self._align(choice, piece)
+        if self.expected.logprobs and len(piece.logprobs) != len(piece.token_ids):
+            self.fail(internal())
+        if choice.position + len(piece.token_ids) > self.expected.max_tokens:
+            self.fail(internal())
+        if piece.token_ids and not (min(piece.token_ids) >= 0 and max(piece.token_ids) < self.expected.vocabulary):
+            self.fail(internal())  # a text would just lack it
+        return self._end is None
+
+    def _align(self, choice: _ChoiceQueue, piece: Output) -> None:
+        if piece.position < choice.position:
+            piece.drop(choice.position - piece.position)
+        elif piece.token_ids:
+            self.fail_over(f"tokens before position {piece.position} are missing")
+
+    def _add_prompt_logprobs(self, piece: Output) -> None:
+        """Takes what the piece says of the prompt, whichever choice it is of; all must be said before any token."""
+        follows = not piece.prompt_logprobs or self._prompt.add(piece.prompt_position, piece.prompt_logprobs)
+        begins = bool(piece.token_ids) or piece.finish_reason is not None
+        if not follows or (begins and self._prompt.missing):
+            self.fail_over("log-probabilities of the prompt are missing")
+
+    def _try_sink(self, sink: Callable[[Output], bool], piece: Output) -> bool:
+        """Whether the piece was taken. While the reader waits nothing is unread, so the order stays what it is."""
+        if self._waiter is None or self._waiter.done():
+            return False
+        try:
+            return sink(piece)
+        except Exception:
+            log.exception("request %s failed", self.request_id)
+            self.fail(internal())
+            return True
+
+    def _queue(self, choice: _ChoiceQueue, piece: Output) -> None:
+        if choice.unread is not None:
+            choice.unread.extend(piece)
+        else:
+            piece.cached_tokens = self._cached_tokens
+            choice.unread = piece
+            self._ready.append(choice)
+            if len(self._ready) == 1:
+                self._unread_since = self._loop.time()
+                self._timer = self._timer or self._loop.call_later(self._slow_client_timeout, self._check_reader)
+        if piece.finish_reason is not None:
+            self._close_choice(choice)
+        self._wake()
+
+    def _notify_first(self) -> None:
+        on_first, self.on_first = self.on_first, None
+        if on_first is not None:
+            on_first()
+
+    def _close_choice(self, choice: _ChoiceQueue) -> None:
+        choice.closed = True
+        self._open_choices -= 1
+        if not self._open_choices:
+            self._stop_timer()
+
+    def _pop(self) -> Output:
+        choice = self._ready.popleft()
+        piece, choice.unread = choice.unread, None
+        assert piece is not None  # what makes a choice ready
+        if self._ready:
+            self._unread_since = self._loop.time()
+        piece.prompt_logprobs = self._prompt.take()
+        return piece
+
+    def _finish(self, end: Output | EngineLost | EngineFull) -> None:
+        self._end = end
+        self._stop_timer()
+        self._wake()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check_reader(self) -> None:
+        # One timer a period, not one a token: it is set again for what remains when the reader has been here.
+        self._timer = None
+        if not self._ready:
+            return
+        remaining = self._unread_since + self._slow_client_timeout - self._loop.time()
+        if remaining > 0:
+            self._timer = self._loop.call_later(remaining, self._check_reader)
+        else:
+            self.fail(QuireError(ErrorCode.OVERLOADED, "The client did not read its tokens in time."))
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _wait_ready(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

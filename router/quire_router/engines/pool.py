@@ -1,0 +1,485 @@
+"""All engines: finds them, keeps a link to each, and says who can run what. Which one does is placement's choice."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+import numpy as np
+from quire.v1 import engine_pb2
+from quire_proto.supervise import SupervisedTask
+from quire_proto.text.tokenizer import folder_config_digest, read_config
+
+from quire_router.core import metrics
+from quire_router.core.retry import CpuThrottle, supervise
+from quire_router.discovery.base import Discovery, Endpoint
+from quire_router.engines.connection import EngineConnection, ReconnectLimiter
+from quire_router.engines.load import ASSUMED_BLOCK_SIZE, ROOM_SECONDS, EngineLoad, LedgerEntry, LoadLedger
+from quire_router.engines.output_stream import EngineLost, OutputStream, max_sequences
+from quire_router.engines.settings import ConnectionSettings, ServedModelLimits
+from quire_router.placement.engine_table import EngineTable, Rows
+from quire_router.placement.prefix_index import BlockNamespace
+
+log = logging.getLogger(__name__)
+
+# Which of an engine's names this router believes, and why an engine gets no requests. Does no I/O but log.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """One model as this router knows it, from its ``folder``: the digest of its tokens and that of its configuration
+    (``quire_proto.text.tokenizer``), and how many tokens the configuration says it has. Empty and 0 where the folder
+    does not tell.
+    """
+
+    folder: Path
+    digest: bytes
+    config_digest: bytes = b""
+    size: int = 0
+
+    @classmethod
+    def of(cls, folder: Path, digest: bytes) -> Self:
+        """What the folder's ``config.json`` adds to the ``digest`` of its tokens."""
+        size = read_config(folder).get("vocab_size")
+        return cls(folder, digest, folder_config_digest(folder), size if type(size) is int and size > 0 else 0)
+
+    def difference(self, description: engine_pb2.DescribeResponse) -> str:
+        """What an engine has another of; empty where it has the same, as far as both tell."""
+        if description.tokenizer_digest and description.tokenizer_digest != self.digest:
+            return "another tokenizer"
+        if self.size and description.vocab_size and description.vocab_size != self.size:
+            return f"a vocabulary of {description.vocab_size} tokens, which is another one"
+        if self.config_digest and description.config_digest and description.config_digest != self.config_digest:
+            return "a model of another architecture or size"
+        return ""
+
+
+class ModelMatcher:
+    """``models`` are the names that requests can ask for. An engine that reads other tokens than this router writes
+    would answer with nonsense, and one with another model differently from its replicas. So an engine does not serve a
+    model whose ``vocabularies`` entry differs from what the engine describes. A missing digest is not compared.
+    """
+
+    def __init__(self, models: Iterable[str], vocabularies: Mapping[str, ModelIdentity] | None = None) -> None:
+        self._models = tuple(models)
+        self._vocabularies = dict(vocabularies or {})
+
+    def matching_names(self, address: str, description: engine_pb2.DescribeResponse) -> frozenset[str]:
+        """The names under which the engine at ``address`` gets requests. Logs when that is none that are configured."""
+        told = description.served_model_names
+        if not any(model in told for model in self._models):
+            log.warning(
+                "engine %s serves %s, which this router does not (it serves %s): it gets no requests",
+                address,
+                _quoted(told),
+                _quoted(self._models),
+            )
+        return frozenset(name for name in told if self._matches(address, name, description))
+
+    def _matches(self, address: str, name: str, description: engine_pb2.DescribeResponse) -> bool:
+        own = self._vocabularies.get(name)
+        difference = "" if own is None else own.difference(description)
+        if own is None or not difference:
+            return True
+        log.error(
+            "engine %s serves %r with %s than the one in %s: it gets no requests for that model, "
+            "because its answers would be those of another",
+            address,
+            name,
+            difference,
+            own.folder,
+        )
+        return False
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "nothing"
+
+
+# One engine as the router sees it: its link, and its account of what is in flight there.
+
+
+class Engine:
+    """Known from when it is found until it has left and its last request ended. ``served`` says which of its names
+    are believed.
+    """
+
+    def __init__(self, link: EngineConnection, account: EngineLoad, served: ModelMatcher | None = None) -> None:
+        self.connection = link
+        self.load = account
+        self._model_matcher = served
+        self.endpoint = Endpoint(link.address)
+        self.retired = False
+        self._description: engine_pb2.DescribeResponse | None = None
+        self._models: frozenset[str] = frozenset()
+        self._namespace: BlockNamespace | None = None
+
+    @property
+    def id(self) -> str:
+        """Its address."""
+        return self.connection.address
+
+    @property
+    def row(self) -> int:
+        """Where it stands in the table."""
+        return self.load.row
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this router there."""
+        return self.load.local[0]
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The names under which it serves its model; engines that are away keep their word."""
+        self._refresh()
+        return self._models
+
+    @property
+    def namespace(self) -> BlockNamespace | None:
+        """Which names its blocks have; None until it has said what it is."""
+        self._refresh()
+        return self._namespace
+
+    def update(self, endpoint: Endpoint) -> None:
+        """What discovery says of it now. One that was not ready and is has just begun to listen."""
+        if endpoint.ready and not self.endpoint.ready:
+            self.connection.retry_now()
+        self.endpoint = endpoint
+        self.retired = endpoint.terminating
+
+    def can_run(self, model: str) -> bool:
+        """Whether it would run a request for the model now."""
+        return self.connection.ready and not self.retired and model in self.models
+
+    def _refresh(self) -> None:
+        description = self.connection.description
+        if description is None or description is self._description:
+            return
+        self._description = description
+        told = frozenset(description.served_model_names)
+        self._models = told if self._model_matcher is None else self._model_matcher.matching_names(self.id, description)
+        self._namespace = BlockNamespace(description.model_revision, description.block_size or ASSUMED_BLOCK_SIZE)
+        self.load.describe(description)
+
+
+class Dispatch:
+    """One attempt of a request at one engine. Entering submits it and counts it with ``begin``; leaving, by whatever
+    way, gives the count back, cancels what has not ended and calls ``on_release``.
+
+    Entering raises what ``EngineConnection.submit`` raises, and then nothing is counted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        message: engine_pb2.Submit,
+        begin: Callable[[], LedgerEntry],
+        on_release: Callable[[Engine], None],
+    ) -> None:
+        self._engine = engine
+        self._message = message
+        self._begin = begin
+        self._on_release = on_release
+        self._outputs: OutputStream | None = None
+        self._entry: LedgerEntry | None = None
+
+    def __enter__(self) -> OutputStream:
+        self._outputs = self._engine.connection.submit(self._message)
+        self._entry = self._begin()
+        self._outputs.on_first = self._entry.on_first_output
+        return self._outputs
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._outputs is None or self._entry is None:
+            return
+        self._entry.end()
+        self._outputs.close()
+        self._on_release(self._engine)
+
+
+# Whether engines have room for one more request: for anybody's, and for one that leaves room to others.
+
+
+_KEPT_PART = 4
+"""One engine in so many is kept clear. In the fleet simulator, one in two hardly helps those any more whom it is kept
+for, and makes whom it is kept from wait several times as long.
+"""
+
+
+def has_room(accounts: Sequence[EngineLoad]) -> bool:
+    """Whether some engine could begin with a request soon."""
+    return any(account.has_capacity for account in accounts)
+
+
+def has_spare_room(accounts: Sequence[EngineLoad]) -> bool:
+    """Whether an engine would have next to no prompts before a request, and a quarter of them none even after it."""
+    return sum(account.is_mostly_idle for account in accounts) > len(accounts) // _KEPT_PART
+
+
+class EngineKvListener(Protocol):
+    """Hears of every change of every engine's prefix cache."""
+
+    def __call__(self, engine_id: str, change: engine_pb2.Snapshot | engine_pb2.KvEvent, /) -> None:
+        """A snapshot replaces all that was said before; an empty one says that nothing is known any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """The engines that can run a model now, their accounts and their rows."""
+
+    engines: tuple[Engine, ...]
+    accounts: tuple[EngineLoad, ...]
+    rows: Rows
+
+
+class EnginePool:
+    """The engines of one router. ``models`` are the names that requests can ask for.
+
+    An engine has room while it runs fewer requests than it can at once and its prompts take less than ``room_seconds``
+    to compute; ``on_room`` is called when that may have come to be so of one. ``table`` has a row for each engine that
+    is known, with the load of all routers that ``ledger`` knows of. ``assumed`` are limits of models of which no engine
+    has told any. Engines whose tokens are not those of ``vocabularies`` do not serve the model.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        models: Iterable[str],
+        settings: ConnectionSettings | None = None,
+        *,
+        on_kv_event: EngineKvListener | None = None,
+        on_room: Callable[[], None] = lambda: None,
+        room_seconds: float = ROOM_SECONDS,
+        table: EngineTable | None = None,
+        assumed: Mapping[str, ServedModelLimits] | None = None,
+        vocabularies: Mapping[str, ModelIdentity] | None = None,
+    ) -> None:
+        self.table = EngineTable() if table is None else table
+        self.on_room = on_room
+        self.ledger = LoadLedger(self.table, room_seconds=room_seconds, on_room=self._notify_capacity)
+        self._discovery = discovery
+        self._settings = settings or ConnectionSettings()
+        self._models = tuple(models)
+        self._model_matcher = ModelMatcher(self._models, vocabularies)
+        self.on_kv_event = on_kv_event
+        self._reconnect_limiter = ReconnectLimiter()
+        self._engines: dict[str, Engine] = {}
+        self._by_row: dict[int, Engine] = {}
+        self._candidates_by_model: dict[str, _Candidates] = {}
+        self._limits = dict(assumed or {})
+        self._stale_limits: set[str] = set()  # the models whose limits may have changed
+        self._changed = asyncio.Event()
+        self._throttled_notify = CpuThrottle(self._notify)
+        self._discovery_task: SupervisedTask | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begins to find and to connect engines; never waits for one."""
+        self._discovery_task = supervise("engine discovery", self._watch_discovery)
+        self._on_change()  # that there is none yet is to be told too
+
+    async def close(self) -> None:
+        """Closes every link; what is in flight there is given back with ``EngineLost``."""
+        if self._discovery_task is not None:
+            await self._discovery_task.stop()
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.retired = True
+        await asyncio.gather(*(engine.connection.close() for engine in engines))
+        for engine in engines:
+            self._remove_if_idle(engine)
+        await asyncio.gather(*self._closing)
+        self._candidates_by_model.clear()
+        self._throttled_notify.run_now()
+
+    # What can run where
+
+    def rows(self, model: str) -> Rows:
+        """The rows of the engines that can run the model now, in the order in which they were found. Not to be written
+        to; the same array until that changes.
+        """
+        return self._candidates(model).rows
+
+    def ready(self, model: str) -> int:
+        """How many engines can run the model now."""
+        return len(self._candidates(model).engines)
+
+    def namespace(self, row: int) -> BlockNamespace:
+        """The names that blocks have on one of the engines of ``rows``."""
+        namespace = self._by_row[row].namespace
+        assert namespace is not None, "it has not said what it is"
+        return namespace
+
+    def zone(self, engine_id: str) -> str | None:
+        """Where the engine's node is, as discovery tells it; None where that is not known, or the engine is not."""
+        engine = self._engines.get(engine_id)
+        return None if engine is None else engine.endpoint.zone
+
+    def has_capacity(self, model: str) -> bool:
+        """Whether some engine could begin with a request for the model soon."""
+        return has_room(self._candidates(model).accounts)
+
+    def has_spare_capacity(self, model: str) -> bool:
+        """Whether so many engines have next to no prompts to compute that one more request is in nobody's way."""
+        return has_spare_room(self._candidates(model).accounts)
+
+    def limits(self, model: str) -> ServedModelLimits | None:
+        """The model's limits as engines told them, also after they went away. While none has told they are those that
+        are ``assumed``, or None.
+        """
+        if model in self._stale_limits:
+            self._update_limits(model)
+        return self._limits.get(model)
+
+    async def wait_ready(self, timeout: float, model: str | None = None) -> bool:  # noqa: ASYNC109 - the answer is a bool
+        """Waits until an engine can run ``model`` (every configured model, without one); whether it came to that."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._all_ready(model):
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # What runs
+
+    def dispatch(self, engine_id: str, message: engine_pb2.Submit, *, pending_tokens: int) -> Dispatch:
+        """An attempt at one of the engines in ``rows``, where ``pending_tokens`` of the prompt are not cached. Raises
+        ``EngineLost`` when the engine is not known any more.
+        """
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            raise EngineLost("the engine has left the fleet")
+        sequences = max_sequences(message)
+        begin = partial(self.ledger.begin, engine_id, pending_tokens=pending_tokens, sequences=sequences)
+        return Dispatch(engine, message, begin, self._on_release)
+
+    def _on_release(self, engine: Engine) -> None:
+        self._remove_if_idle(engine)
+        self._notify_capacity()
+
+    def _notify_capacity(self) -> None:
+        self.on_room()
+
+    # Engines come and go
+
+    def _candidates(self, model: str) -> _Candidates:
+        able = self._candidates_by_model.get(model)
+        if able is None:
+            engines = tuple(engine for engine in self._engines.values() if engine.can_run(model))
+            rows = np.array([engine.row for engine in engines], dtype=np.intp)
+            rows.flags.writeable = False
+            able = _Candidates(engines, tuple(engine.load for engine in engines), rows)
+            if model in self._models:  # whatever else is asked for is not kept: anybody can make up names
+                self._candidates_by_model[model] = able
+        return able
+
+    def _all_ready(self, model: str | None) -> bool:
+        return all(self.ready(name) for name in ((model,) if model is not None else self._models))
+
+    async def _watch_discovery(self) -> None:
+        async with aclosing(self._discovery.watch()) as views:
+            async for endpoints in views:
+                self._update(endpoints)
+
+    def _update(self, endpoints: Sequence[Endpoint]) -> None:
+        for endpoint in endpoints:
+            with _log_and_continue(endpoint.address):
+                self._add_or_update(endpoint)
+        known = frozenset(endpoint.address for endpoint in endpoints)
+        for engine in list(self._engines.values()):
+            engine.retired = engine.retired or engine.id not in known
+            with _log_and_continue(engine.id):
+                self._remove_if_idle(engine)
+        self._on_change()
+
+    def _add_or_update(self, endpoint: Endpoint) -> None:
+        if endpoint.address not in self._engines and not endpoint.terminating:
+            self._connect(endpoint.address)
+        if (engine := self._engines.get(endpoint.address)) is not None:
+            engine.update(endpoint)
+
+    def _connect(self, address: str) -> None:
+        account = self.ledger.add(address)
+        link = EngineConnection(
+            address,
+            self._settings,
+            on_change=self._on_change,
+            on_kv_event=None if self.on_kv_event is None else partial(self._on_kv_event, address, account),
+            on_load=account.report,
+            on_lost=partial(self._clear_reported, address, account),
+            reconnect_limiter=self._reconnect_limiter,
+        )
+        self._engines[address] = self._by_row[account.row] = Engine(link, account, self._model_matcher)
+        link.start()
+
+    def _on_kv_event(
+        self, engine_id: str, account: EngineLoad, change: engine_pb2.Snapshot | engine_pb2.KvEvent
+    ) -> None:
+        if self.on_kv_event is not None and not account.closed:
+            self.on_kv_event(engine_id, change)
+
+    def _clear_reported(self, engine_id: str, account: EngineLoad) -> None:
+        """Nothing that the engine said is true any more."""
+        account.report(engine_pb2.Load())
+        self._on_kv_event(engine_id, account, engine_pb2.Snapshot())
+
+    def _remove_if_idle(self, engine: Engine) -> None:
+        """Lets go of an engine that left, once its last request has ended."""
+        if not engine.retired or engine.in_flight or self._engines.get(engine.id) is not engine:
+            return
+        self._clear_reported(engine.id, engine.load)
+        del self._engines[engine.id], self._by_row[engine.row]
+        self._candidates_by_model.clear()
+        self.ledger.remove(engine.id)
+        task = asyncio.get_running_loop().create_task(engine.connection.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _on_change(self) -> None:
+        """Who can run what is looked at again by the next who asks; that it changed is told at a pace, because links
+        of a large fleet can have much to tell.
+        """
+        self._candidates_by_model.clear()
+        self._stale_limits.update(self._models)
+        self._throttled_notify.request()
+
+    def _notify(self) -> None:
+        for model in self._models:
+            self._update_limits(model)
+            metrics.ENGINES_READY.labels(model).set(self.ready(model))
+        # Whoever waits looks again; a fresh event makes the next wait wait.
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._notify_capacity()
+
+    def _update_limits(self, model: str) -> None:
+        self._stale_limits.discard(model)
+        described = [
+            each.connection.description
+            for each in self._engines.values()
+            if model in each.models and each.connection.description is not None
+        ]
+        if described:
+            self._limits[model] = ServedModelLimits(
+                max_model_len=min(d.max_model_len for d in described),
+                vocab_size=min(d.vocab_size for d in described),
+                eos_token_ids=tuple(described[0].eos_token_ids),
+            )
+
+
+@contextmanager
+def _log_and_continue(engine_id: str) -> Iterator[None]:
+    """What goes wrong with one engine is no reason not to find the others."""
+    try:
+        yield
+    except Exception:
+        log.exception("engine %s cannot be taken in or let go of", engine_id)

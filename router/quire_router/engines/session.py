@@ -1,0 +1,368 @@
+"""One router's conversation with one engine, as state: what is in flight and what can be trusted. Does no I/O."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from uuid import uuid4
+
+from quire.v1 import engine_pb2
+from quire_proto.convert import error_from_proto, finish_from_proto, logprobs_from_proto
+from quire_proto.errors import ErrorCode, internal
+from quire_proto.sampling import FinishReason
+
+from quire_router.engines.output_stream import (
+    DrainExceeded,
+    EngineDraining,
+    EngineFull,
+    EngineLost,
+    ExpectedOutput,
+    Output,
+    OutputStream,
+)
+from quire_router.engines.settings import ConnectionSettings
+
+# Commands on their way to one engine; one writer empties the queue.
+
+
+class CommandQueue:
+    """A bounded queue. Cancels go first, because they free memory; of acknowledgements only the newest is kept.
+
+    Cancels need no limit of their own: there is at most one for each request that was submitted and has not ended.
+    """
+
+    def __init__(self, max_submits: int) -> None:
+        self._max_submits = max_submits
+        self._submits: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
+        self._cancels: OrderedDict[str, dict[int, None]] = OrderedDict()
+        self._ack = 0
+        self._nonempty = asyncio.Event()
+
+    def submit(self, message: engine_pb2.Submit) -> None:
+        """Raises ``EngineFull`` when the engine does not take commands fast enough."""
+        if len(self._submits) >= self._max_submits:
+            raise EngineFull("too many requests wait to be sent to it")
+        self._submits[message.request_id] = message
+        self._nonempty.set()
+
+    def repeat(self, message: engine_pb2.Submit) -> None:
+        """Puts a Submit that may have been lost before all others; it was within the limit when it came first."""
+        self._submits[message.request_id] = message
+        self._submits.move_to_end(message.request_id, last=False)
+        self._nonempty.set()
+
+    def has_submit(self, request_id: str) -> bool:
+        """Whether the request's Submit has not been handed to the writer."""
+        return request_id in self._submits
+
+    def withdraw(self, request_id: str) -> bool:
+        """Takes a Submit back; False when it is with the writer, or has been sent."""
+        return self._submits.pop(request_id, None) is not None
+
+    def cancel(self, request_id: str, *indexes: int) -> None:
+        """Asks the engine to end some choices of a request, or all of it without any. Asking twice is asking once."""
+        waiting = self._cancels.get(request_id)
+        if not indexes or waiting is None:
+            self._cancels[request_id] = dict.fromkeys(indexes)
+        elif waiting:  # and not the whole request
+            waiting.update(dict.fromkeys(indexes))
+        self._nonempty.set()
+
+    def has_cancel(self, request_id: str) -> bool:
+        """Whether a Cancel of the request waits for the writer."""
+        return request_id in self._cancels
+
+    def ack(self, sequence: int) -> None:
+        """Every batch up to ``sequence`` was processed."""
+        self._ack = sequence
+        self._nonempty.set()
+
+    def reset_for_stream(self) -> None:
+        """A new stream begins: acknowledgements and Cancels of the old one mean nothing on it."""
+        self._cancels.clear()
+        self._ack = 0
+
+    async def next(self) -> engine_pb2.SessionRequest:
+        """Waits for a command and takes it out."""
+        while True:
+            command = self._pop()
+            if command is not None:
+                return command
+            self._nonempty.clear()
+            await self._nonempty.wait()
+
+    def _pop(self) -> engine_pb2.SessionRequest | None:
+        if self._cancels:
+            request_id, indexes = self._cancels.popitem(last=False)
+            return engine_pb2.SessionRequest(cancel=engine_pb2.Cancel(request_id=request_id, indexes=indexes))
+        if self._submits:
+            _, message = self._submits.popitem(last=False)
+            return engine_pb2.SessionRequest(submit=message)
+        if self._ack:
+            sequence, self._ack = self._ack, 0
+            return engine_pb2.SessionRequest(ack=engine_pb2.Ack(sequence=sequence))
+        return None
+
+
+KvListener = Callable[[engine_pb2.Snapshot | engine_pb2.KvEvent], None]
+"""Hears of every change of an engine's prefix cache; a Snapshot replaces all that was said before."""
+
+LoadListener = Callable[[engine_pb2.Load], None]
+"""Hears what an engine is busy with, whenever it says so; must not keep the message."""
+
+MAX_PENDING_CANCELS = 65_536
+
+
+class SequenceGap(Exception):  # noqa: N818 - a finding about a stream
+    """A batch is missing: what the engine said since is of no use."""
+
+
+class Session:
+    """Outlives the streams it is spoken over.
+
+    A Cancel may be lost with a stream, so what was cancelled is remembered until the engine says that it has ended, and
+    is cancelled again on the next stream. A Submit may be lost as well, and nobody can say whether it was: it is kept
+    until the engine answers, and repeated on a stream that resumes the session, because an engine ignores what it runs
+    already. At most ``settings.max_unconfirmed`` are kept; what is not is cancelled and given back with ``EngineLost``.
+    """
+
+    def __init__(
+        self, settings: ConnectionSettings, on_kv_event: KvListener | None = None, on_load: LoadListener | None = None
+    ) -> None:
+        self.id = uuid4().hex
+        self.generation = 0
+        self.sequence = 0
+        self.draining = False
+        self.kv_events = 0
+        self.commands = CommandQueue(settings.max_unsent)
+        self._settings = settings
+        self._on_kv_event = on_kv_event
+        self._on_load = on_load
+        self._streams: dict[str, OutputStream] = {}
+        self._unconfirmed: OrderedDict[str, engine_pb2.Submit] = OrderedDict()
+        self._resubmitted: set[str] = set()
+        self._maybe_duplicated: dict[str, None] = {}
+        self._cancelled: OrderedDict[str, int] = OrderedDict()  # and how many choices the engine has not ended
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose outputs have not all ended."""
+        return len(self._streams)
+
+    @property
+    def _loss(self) -> type[EngineLost]:
+        """What it means that a request which the engine runs is lost now."""
+        return DrainExceeded if self.draining else EngineLost
+
+    def submit(self, message: engine_pb2.Submit, vocabulary: int = 0) -> OutputStream:
+        """Sends a request, once the writer gets to it, to an engine whose model has so many tokens; 0: nobody knows.
+        Raises ``EngineFull`` when too many wait already.
+        """
+        if message.request_id in self._streams:
+            raise internal()
+        self.commands.submit(message)
+        stream = OutputStream(
+            message.request_id,
+            ExpectedOutput.of(message, vocabulary),
+            on_cancel=self._cancel,
+            slow_client_timeout=self._settings.slow_client_timeout,
+        )
+        self._streams[message.request_id] = stream
+        self._unconfirmed[message.request_id] = message
+        if len(self._unconfirmed) > self._settings.max_unconfirmed:
+            self._unconfirmed.popitem(last=False)
+        return stream
+
+    def open_request(self) -> engine_pb2.SessionRequest:
+        """The first command of a stream."""
+        return engine_pb2.SessionRequest(open=engine_pb2.Open(session_id=self.id, last_sequence=self.sequence))
+
+    def begin(self, snapshot: engine_pb2.Snapshot) -> None:
+        """A stream is open. Decides what has survived: all, when the engine resumed the session where it broke. Raises
+        ``SequenceGap`` when it resumed one that was given up.
+        """
+        same_engine = snapshot.generation == self.generation
+        self.commands.reset_for_stream()
+        if same_engine and snapshot.resumed and snapshot.sequence <= self.sequence:
+            self._resubmit()
+        else:
+            self._start_over(snapshot)
+        if same_engine:
+            self._resend_cancels()
+        else:
+            self._cancelled.clear()
+            self._maybe_duplicated.clear()
+        self.generation, self.draining = snapshot.generation, snapshot.draining
+        if self._on_load is not None:
+            self._on_load(snapshot.load)
+
+    def process_batch(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+        """Takes a batch's news; each step of what is returned hands one of its outputs to its request, and all of them
+        have to be made before anything else is taken. A batch that came before is ignored; raises ``SequenceGap`` when
+        one is missing.
+        """
+        if batch.sequence <= self.sequence:
+            return iter(())
+        if batch.sequence != self.sequence + 1:
+            raise SequenceGap(f"batch {batch.sequence} came after {self.sequence}")
+        self.sequence = batch.sequence
+        self.draining = self.draining or batch.draining
+        if self._on_load is not None and batch.HasField("load"):
+            self._on_load(batch.load)
+        self._report_kv_events(batch)
+        return self._outputs(batch)
+
+    def _outputs(self, batch: engine_pb2.StepBatch) -> Iterator[None]:
+        for output in batch.outputs:
+            self._receive(output)
+            yield
+        if self._maybe_duplicated:
+            self._prune_duplicates()
+
+    def fail_all(self, reason: str) -> None:
+        """Gives every request back with ``EngineLost``. The next stream asks for a new session, and so for a whole
+        snapshot: what was known of the engine's cache is lost too.
+        """
+        self.sequence = 0
+        for stream in list(self._streams.values()):
+            self._remember_cancel(stream)
+            stream.lose(reason, self._loss)
+        self._streams.clear()
+
+    def invalidate(self) -> None:
+        """What the engine said last cannot be trusted."""
+        self.fail_all("a batch of the engine was lost")
+
+    def _start_over(self, snapshot: engine_pb2.Snapshot) -> None:
+        self.fail_all("the engine has restarted or forgot this router's session")
+        if snapshot.resumed:  # it was on its way while the session was given up, and tells nothing of the cache
+            raise SequenceGap("the engine resumed a session that was given up")
+        self.sequence = snapshot.sequence
+        if self._on_kv_event is not None:
+            self._on_kv_event(snapshot)
+
+    def _resubmit(self) -> None:
+        """Sends again, in their order and before what is still to be sent, what may have been lost on its way."""
+        sent = [
+            each
+            for each in self._streams.values()
+            if not each.confirmed and not self.commands.has_submit(each.request_id)
+        ]
+        for stream in reversed(sent):
+            message = self._unconfirmed.get(stream.request_id)
+            if message is None:
+                stream.fail_over("the stream to the engine broke while the request was on its way")
+            else:
+                self._resubmitted.add(stream.request_id)
+                self.commands.repeat(message)
+
+    def _receive(self, message: engine_pb2.SequenceOutput) -> None:
+        ended = message.finish_reason
+        reason = finish_from_proto(ended) if ended else None
+        stream = self._streams.get(message.request_id)
+        if stream is not None:
+            if not stream.confirmed:
+                self._unconfirmed.pop(message.request_id, None)
+            output = _output(message, reason, stream.expected)
+            if reason is None:
+                stream.push(output)
+            else:
+                self._on_end(stream, message.index, reason)
+                self._deliver(stream, output)
+        elif reason is not None:
+            self._on_cancelled_end(message.request_id, reason)
+
+    def _on_end(self, stream: OutputStream, index: int, reason: FinishReason) -> None:
+        stream.on_engine_end(index, reason)
+        if not stream.running:
+            del self._streams[stream.request_id]
+            self._cancel_duplicate(stream.request_id)
+
+    def _cancel_duplicate(self, request_id: str) -> None:
+        """A Submit that came again after its request had ended runs it again: what comes of that nobody reads."""
+        if request_id in self._resubmitted:
+            self._resubmitted.discard(request_id)
+            if not self.commands.withdraw(request_id):
+                self._maybe_duplicated[request_id] = None
+                self.commands.cancel(request_id)
+
+    def _prune_duplicates(self) -> None:
+        """Most of them the engine never ran twice, so that it says of none that it has ended. A batch that comes once
+        their Cancel is on its way says that the stream held: that is enough.
+        """
+        self._maybe_duplicated = {name: None for name in self._maybe_duplicated if self.commands.has_cancel(name)}
+
+    def _on_cancelled_end(self, request_id: str, reason: FinishReason) -> None:
+        left = self._cancelled.get(request_id, 0) - 1
+        if left > 0 and reason is not FinishReason.ERROR:
+            self._cancelled[request_id] = left
+        else:
+            self._cancelled.pop(request_id, None)
+
+    def _deliver(self, stream: OutputStream, output: Output) -> None:
+        error, reason = output.error, output.finish_reason
+        refused = error is not None and error.code is ErrorCode.UNAVAILABLE
+        if refused and not self.draining and not stream.confirmed:
+            stream.refuse("it cannot take it now")
+        elif refused or (reason is FinishReason.ABORT and stream.is_open(output.index)):
+            # Nobody asked for this end: the engine is shutting down.
+            output.finish_reason = output.error = None
+            stream.push(output)
+            stream.fail_over(
+                "the engine gave the request back", EngineDraining if refused and self.draining else self._loss
+            )
+        elif error is not None and error.code is ErrorCode.OVERLOADED and not stream.confirmed:
+            stream.refuse("its queue is full")
+        elif error is not None and error.code is ErrorCode.INVALID and stream.expected.is_resumed:
+            # Another engine took the request, so nothing is wrong with what its client sent.
+            stream.lose(f"it does not go on with what another engine wrote: {error.message}")
+        else:
+            stream.push(output)
+
+    def _report_kv_events(self, batch: engine_pb2.StepBatch) -> None:
+        self.kv_events += len(batch.kv_events)
+        if self._on_kv_event is not None:
+            for event in batch.kv_events:
+                self._on_kv_event(event)
+
+    def _cancel(self, request_id: str, index: int | None) -> None:
+        if index is not None:
+            self.commands.cancel(request_id, index)
+            return
+        stream = self._streams.pop(request_id, None)
+        if stream is not None and self._remember_cancel(stream):
+            self.commands.cancel(request_id)
+
+    def _remember_cancel(self, stream: OutputStream) -> bool:
+        """False when the engine cannot have heard of the request."""
+        self._unconfirmed.pop(stream.request_id, None)
+        repeated = stream.request_id in self._resubmitted
+        self._resubmitted.discard(stream.request_id)
+        if self.commands.withdraw(stream.request_id) and not repeated:
+            return False
+        if repeated:
+            self._maybe_duplicated[stream.request_id] = None
+        self._cancelled[stream.request_id] = stream.running
+        if len(self._cancelled) > MAX_PENDING_CANCELS:
+            self._cancelled.popitem(last=False)
+        return True
+
+    def _resend_cancels(self) -> None:
+        for request_id in (*self._cancelled, *self._maybe_duplicated):
+            self.commands.cancel(request_id)
+        for stream in self._streams.values():
+            if stream.cancelled:
+                self.commands.cancel(stream.request_id, *stream.cancelled)
+
+
+def _output(message: engine_pb2.SequenceOutput, reason: FinishReason | None, asked: ExpectedOutput) -> Output:
+    # A slice is the quickest copy of a repeated field.
+    output = Output(message.token_ids[:], message.position, reason, None, message.cached_tokens, message.index)
+    if asked.logprobs:
+        output.logprobs = list(map(logprobs_from_proto, message.logprobs))
+    if asked.prompt_logprobs:
+        output.prompt_logprobs = list(map(logprobs_from_proto, message.prompt_logprobs))
+        output.prompt_position = message.prompt_position
+    if reason is not None:
+        output.score = message.score if message.HasField("score") else None
+        output.error = error_from_proto(message.error) if reason is FinishReason.ERROR else None
+    return output

@@ -1,0 +1,75 @@
+"""How a link behaves; every number has a default that suits a cluster. Plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire_proto.text.tokenizer import read_config
+from quire_proto.tls import ClientTls
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSettings:
+    """Times in seconds.
+
+    ``grace`` is how long a broken stream may take to come back before its requests go on elsewhere; an engine keeps
+    them for about as long. Once nobody listens at its address the session is lost, so ``refused_grace`` is enough.
+
+    An engine that runs requests speaks at least every second. After ``silence`` without a word it gets no new ones,
+    after ``stall`` its stream counts as broken. One that was never reached, or that said that it leaves, may take
+    ``start_patience`` to start (it loads a model, the first time it builds kernels) before that is worth a warning. An
+    engine answers within ``connect_timeout`` what it is; a new session opens between two of its steps, which may be
+    long ones, hence ``open_timeout``.
+
+    ``slow_client_timeout`` ends a request whose tokens nobody reads. Batches are acknowledged after ``ack_batches`` of
+    them, or ``ack_interval``, whichever comes first. Between two tries to connect a link waits from ``backoff`` up to
+    ``max_backoff``, doubling. At most ``max_unsent`` requests wait to be sent, and ``max_unconfirmed`` that were sent
+    are kept until the engine answers. With ``tls`` all that goes to engines and comes from them is encrypted.
+    """
+
+    grace: float = 5.0
+    refused_grace: float = 1.0
+    silence: float = 3.0
+    stall: float = 5.0
+    start_patience: float = 120.0
+    slow_client_timeout: float = 30.0
+    connect_timeout: float = 5.0
+    open_timeout: float = 30.0
+    ack_batches: int = 32
+    ack_interval: float = 0.1
+    backoff: float = 0.05
+    max_backoff: float = 2.0
+    max_unsent: int = 1024
+    max_unconfirmed: int = 1024
+    tls: ClientTls | None = None
+
+
+# What a model's engines can take.
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModelLimits:
+    """What a model's engines have in common: the smallest length and vocabulary among them, in tokens."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+# What a model's engines are taken to be able to do before the first of them has told.
+
+
+def assumed_limits(models: Mapping[str, Path]) -> dict[str, ServedModelLimits]:
+    """The limits of each model by its folder's ``config.json``, where that says them: so a request can wait for the
+    first engine of a fleet that was scaled to zero, instead of being refused because nobody knows its limits.
+    """
+    found = ((name, _limits(folder)) for name, folder in models.items())
+    return {name: limits for name, limits in found if limits is not None}
+
+
+def _limits(folder: Path) -> ServedModelLimits | None:
+    config = read_config(folder)
+    length, vocabulary = config.get("max_position_embeddings"), config.get("vocab_size")
+    if not (type(length) is int and type(vocabulary) is int and length > 0 and vocabulary > 0):
+        return None
+    return ServedModelLimits(max_model_len=length, vocab_size=vocabulary)

@@ -1,1 +1,0 @@
-"""Links to the engines and what is known of each."""

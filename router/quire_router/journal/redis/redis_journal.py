@@ -1,0 +1,376 @@
+"""Request state in Redis, so that neither a dead engine nor a dead router loses a request."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from uuid import uuid4
+
+from quire_proto.errors import internal
+from quire_proto.sampling import FinishReason
+from quire_proto.supervise import SupervisedTask
+from redis.exceptions import RedisError
+
+from quire_router.clients.redis_client import RedisAccess, redis_client
+from quire_router.core import metrics
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.retry import supervise
+from quire_router.journal.base import (
+    REFUSED_EPOCH,
+    AnyDelta,
+    Follower,
+    Lease,
+    LeaseListener,
+    RecordUpdate,
+    RequestRecord,
+)
+from quire_router.journal.codec import (
+    TOKEN_BYTES,
+    CorruptRecordError,
+    JournalSettings,
+    decode_deadline,
+    decode_epoch,
+    decode_status,
+    unpack_tokens,
+)
+from quire_router.journal.redis.redis_connection import (
+    MAX_REDIS_WAIT,
+    PipelinedConnection,
+    RedisHealth,
+    corrupt_record_error,
+    is_corruption,
+    unavailable_error,
+)
+from quire_router.journal.redis.store import OrphanFinder, RawRecordUpdate, RedisFollower, RedisStore
+from quire_router.journal.redis.writer import RedisWriter
+from quire_router.journal.token_log import TokenLog, log_checksum, read_record
+from quire_router.journal.write_buffer import BufferedRequest, RequestEnd, WriteBuffer
+
+log = logging.getLogger(__name__)
+READ_CONNECTIONS = 32  # connections
+CLOSE_TIMEOUT = 2.0  # seconds that a router which is ending waits for Redis: it may be ending too
+
+
+class RedisJournal:
+    """Records in the Redis at ``place`` (a URL: ``redis://``, ``rediss://`` for TLS, with user and password in it).
+
+    Writes are noted and return; one task writes them, and tries again while Redis is away. At most ``max_requests``
+    requests, and ``max_tokens`` tokens that are not written yet, are held here; beyond that records are dropped and
+    counted. A token takes 4 bytes, that of a prompt when it came in an ``array``, as from the validator. Raises
+    ``ValueError``, without its password, when the URL is not one.
+    """
+
+    def __init__(
+        self,
+        access: RedisAccess | str,
+        *,
+        owner: str | None = None,
+        settings: JournalSettings | None = None,
+        max_requests: int = 20_000,
+        max_tokens: int = 8_000_000,
+        timeout: float = 5.0,
+    ) -> None:
+        self._owner = owner or uuid4().hex
+        self._timeout = timeout
+        # The writer tries again by itself, with all that came since.
+        self._client = redis_client(access, timeout=timeout)
+        self._writing = redis_client(access, timeout=timeout, limited_by_caller=True)
+        # Readers may come by the hundred, and must not hold up what is written.
+        self._reading = redis_client(access, timeout=timeout, connections=READ_CONNECTIONS)
+        settings = settings or JournalSettings()
+        self._listener: LeaseListener | None = None
+        self._buffer = WriteBuffer(max_requests, max_tokens)
+        self._health = RedisHealth(self._client, settings.settle)
+        self._store = RedisStore(self._reading, settings)
+        self._orphans = OrphanFinder(self._reading)
+        self._writer = RedisWriter(
+            self._client, PipelinedConnection(self._writing, timeout), self._health, self._buffer, settings
+        )
+        self._openings: set[asyncio.Task[Lease | None]] = set()
+        self._task: SupervisedTask | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the last exchange with Redis succeeded."""
+        return self._writer.available
+
+    def start(self) -> None:
+        """Begins to connect; never waits, never fails. The first ``open`` does it as well."""
+        if self._task is None:
+            self._task = supervise("journal writer", self._writer.run)
+
+    def set_listener(self, listener: LeaseListener) -> None:
+        """See ``Journal``. They are called by the task that writes, and by ``cancel``."""
+        self._listener = listener
+        self._writer.set_listener(listener)
+
+    def open(self, generation: GenerationRequest) -> Lease:
+        """See ``Journal``. A request id that still runs here is not opened again."""
+        self.start()
+        lease = Lease(generation.request_id, self._owner, 1)
+        if self._buffer.get(generation.request_id) is not None:
+            metrics.STALE_EPOCHS.inc()
+            return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
+        if not self._buffer.add(BufferedRequest(generation, lease)):
+            metrics.JOURNAL_DROPPED.inc()
+        return lease
+
+    async def open_if_absent(self, generation: GenerationRequest) -> Lease | None:
+        """See ``Journal``. Waits half a second for Redis at most, and then knows only this router's own."""
+        self.start()
+        request = BufferedRequest(generation, Lease(generation.request_id, self._owner, 1))
+        if self._buffer.get(generation.request_id) is not None:
+            return None
+        if not self._buffer.has_capacity(request):
+            return self.open(generation)
+        opening = asyncio.create_task(self._open_in_redis(request), name="journal opening")
+        self._openings.add(opening)
+        opening.add_done_callback(self._openings.discard)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._release_unused)  # nobody would hold what Redis may have by now
+            raise
+
+    def append(self, lease: Lease, position: int, delta: AnyDelta) -> None:
+        """See ``Journal``. Tokens that would leave a hole are not kept."""
+        request = self._writable_request(lease)
+        if request is not None and not self._buffer.append(request, position, delta):
+            metrics.JOURNAL_DROPPED.inc()
+
+    def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
+        """See ``Journal``."""
+        request = self._writable_request(lease)
+        if request is not None:
+            request.end = (
+                RequestEnd(FinishReason.ABORT, "", usage) if request.cancelled else RequestEnd(reason, error, usage)
+            )
+            self._buffer.mark_dirty(request)
+
+    def release(self, lease: Lease) -> None:
+        """See ``Journal``. What somebody asked to end is ended."""
+        request = self._writable_request(lease)
+        if request is not None:
+            request.released = True
+            request.end = RequestEnd(FinishReason.ABORT) if request.cancelled else None
+            self._buffer.mark_dirty(request)
+
+    async def claim(self, request_id: str) -> tuple[RequestRecord, Lease] | None:
+        """See ``Journal``. A record that is damaged is ended with an error. Nothing is claimed just after Redis was
+        away: a router that lives may still have to write what it holds.
+        """
+        self.start()
+        if not await self._is_not_leased_here(request_id) or await self._may_reappear(request_id):
+            return None
+        if self._buffer.is_full:
+            raise unavailable_error()
+        name = uuid4().hex
+        taken = await self._store.call(request_id, lambda: self._store.claim(request_id, self._owner, name))
+        return None if taken is None else await self._resume_claimed(request_id, *taken)
+
+    async def read(self, request_id: str, *, tokens_only: bool = False) -> RequestRecord | None:
+        """See ``Journal``: what Redis has, which may be a moment behind what was written. Just after Redis was
+        away UNAVAILABLE instead of None.
+        """
+        with self._health.track_exchange():
+            stored = await self._store.call(request_id, lambda: self._store.read(request_id))
+        if stored is not None:
+            record, *_ = await self._store.call(
+                request_id, lambda: read_record(request_id, *stored, tokens_only=tokens_only)
+            )
+            return record
+        if await self._may_reappear(request_id):
+            raise unavailable_error()
+        return None
+
+    async def statuses(self, request_ids: Sequence[str], *, confirm_missing: bool = True) -> list[RequestRecord | None]:
+        """See ``Journal``."""
+        first = request_ids[0]
+        with self._health.track_exchange():
+            stored = await self._store.call(first, lambda: self._store.statuses(request_ids))
+        records = [await self._status(*each) for each in zip(request_ids, stored, strict=True)]
+        if confirm_missing and None in records and await self._may_reappear(first):
+            raise unavailable_error()
+        return records
+
+    async def _status(self, request_id: str, stored: tuple[dict[bytes, bytes], int, int]) -> RequestRecord | None:
+        fields, prompt, now = stored
+        if b"request" not in fields and b"epoch" not in fields:
+            return None
+        try:
+            record = decode_status(request_id, fields, prompt, now)
+        except CorruptRecordError:
+            raise corrupt_record_error(request_id) from None
+        return self._with_local_end(record or await self.read(request_id, tokens_only=True))
+
+    def _with_local_end(self, record: RequestRecord | None) -> RequestRecord | None:
+        """The record with the end that this router is about to write: what has ended can no longer be cancelled."""
+        request = None if record is None else self._buffer.get(record.generation.request_id)
+        if record is None or request is None or request.end is None or record.finish_reason is not None:
+            return record
+        end = request.end
+        return replace(record, finish_reason=end.reason, error=end.error, usage=end.usage, leased=False)
+
+    def follow(self, request_id: str) -> Follower:
+        """See ``Journal``."""
+        return _CheckedFollower(partial(self._poll, request_id, RedisFollower(partial(self._read_update, request_id))))
+
+    async def cancel(self, request_id: str) -> bool:
+        """See ``Journal``. Another router hears of it with the next write to the record, or when it renews its
+        lease.
+        """
+        request = self._buffer.get(request_id)
+        if request is None:
+            return await self._store.call(request_id, lambda: self._store.cancel(request_id))
+        if request.end is not None:
+            return False
+        if request.released:
+            request.end = RequestEnd(FinishReason.ABORT)
+        elif not request.cancelled and self._listener is not None:
+            self._listener.on_cancelled(request_id)
+        request.cancelled = True
+        return True
+
+    async def delete(self, request_id: str) -> bool:
+        """See ``Journal``."""
+        request = self._buffer.get(request_id)
+        if request is not None:  # it may not be there yet, or have to be written again
+            request.generation = replace(request.generation, retention=0)
+            await self.cancel(request_id)
+        deleted = await self._store.call(request_id, lambda: self._store.delete(request_id))
+        return deleted or request is not None
+
+    async def orphans(self) -> list[str]:
+        """See ``Journal``. None just after Redis was away."""
+        if await self._may_reappear("of the background"):
+            return []
+        return await self._store.call("of the background", self._orphans.find)
+
+    async def flush(self) -> None:
+        """Waits until everything written so far is in Redis; for as long as that takes."""
+        await self._writer.flush()
+
+    async def close(self) -> None:
+        """See ``Journal``."""
+        if self._openings:
+            await asyncio.wait(self._openings)  # each takes half a second at most
+        if self._task is not None:
+            await self._stop_writer(self._task)
+        await self._client.aclose()
+        await self._writing.aclose()
+        await self._reading.aclose()
+
+    async def _open_in_redis(self, request: BufferedRequest) -> Lease | None:
+        generation, lease = request.generation, request.lease
+        try:
+            async with asyncio.timeout(MAX_REDIS_WAIT):
+                request.opened = await self._store.call_with_retry(lambda: self._store.open(generation, lease))
+            if not request.opened:
+                return None
+        except (RedisError, OSError, TimeoutError) as error:
+            if not is_corruption(error):
+                self._writer.record_failure(error)  # before this answer begins, which says so
+        if self._buffer.get(generation.request_id) is not None:
+            return None  # the same came once more while this one waited
+        if not self._buffer.add(request):
+            metrics.JOURNAL_DROPPED.inc()
+        return lease
+
+    def _release_unused(self, opening: "asyncio.Task[Lease | None]") -> None:
+        lease = None if opening.cancelled() or opening.exception() is not None else opening.result()
+        if lease is not None:
+            self.release(lease)
+
+    async def _poll(self, request_id: str, follower: RedisFollower) -> RecordUpdate | None:
+        tail = await self._store.call(request_id, follower.poll)
+        if tail is None and await self._may_reappear(request_id):
+            return RecordUpdate([], None, "", NO_USAGE, leased=True)
+        return tail
+
+    async def _read_update(self, request_id: str, names: tuple[str, ...], offset: int) -> RawRecordUpdate:
+        with self._health.track_exchange():
+            return await self._store.read_update(request_id, names, offset)
+
+    async def _may_reappear(self, request_id: str) -> bool:
+        """Whether what Redis has of a record may be older than what its router is about to write, maybe again."""
+        with self._health.track_exchange(writes=True):
+            await self._store.call(request_id, self._health.check)
+        return self._health.is_settling
+
+    async def _stop_writer(self, task: SupervisedTask) -> None:
+        try:
+            async with asyncio.timeout(min(CLOSE_TIMEOUT, self._timeout)):
+                await self._writer.flush()
+        except TimeoutError:
+            log.warning("the state of %d requests was not written to Redis", len(self._buffer))
+        await task.stop()
+
+    async def _resume_claimed(
+        self, request_id: str, fields: dict[bytes, bytes], row: bytes, now: int
+    ) -> tuple[RequestRecord, Lease] | None:
+        """Goes on from a record as it was claimed. It is held from before all of it is read, which may take long."""
+        lease = Lease(request_id, self._owner, decode_epoch(fields[b"epoch"]))
+        try:
+            request = await self._restore(lease, fields, row)
+            if not self._buffer.add(request):
+                raise unavailable_error()  # the lease expires by itself
+            record, *_ = await read_record(request_id, fields, row)
+        except CorruptRecordError:
+            await self._fail_corrupt(lease)
+            raise internal() from None
+        except asyncio.CancelledError:
+            self.release(lease)
+            raise
+        if request.cancelled or not self._buffer.contains(request):
+            self.release(lease)  # cancelled or lost while it was read
+            return None
+        generation = replace(record.generation, deadline=decode_deadline(record.generation, fields, now))
+        return replace(record, generation=generation, leased=True), lease
+
+    async def _restore(self, lease: Lease, fields: dict[bytes, bytes], row: bytes) -> BufferedRequest:
+        record, reader, taken = await read_record(lease.request_id, fields, row, tokens_only=True)
+        request = BufferedRequest(record.generation, lease, opened=True)
+        request.log = TokenLog.restore(unpack_tokens(row[: taken * TOKEN_BYTES]), reader)
+        request.num_stored, request.checksum = taken, await log_checksum(row[: taken * TOKEN_BYTES])
+        return request
+
+    async def _fail_corrupt(self, lease: Lease) -> None:
+        request = self._buffer.get(lease.request_id)
+        if request is not None and request.lease == lease:
+            self._buffer.remove(request)
+        await self._store.call(lease.request_id, lambda: self._store.fail_corrupt(lease))
+
+    async def _is_not_leased_here(self, request_id: str) -> bool:
+        """Whether this router does not hold the record; waits until it is written that it was released."""
+        request = self._buffer.get(request_id)
+        if request is None:
+            return True
+        if not request.released or request.end is not None:
+            return False
+        try:
+            async with asyncio.timeout(MAX_REDIS_WAIT):
+                await self._writer.wait_written(request)
+        except TimeoutError:
+            raise unavailable_error() from None
+        return True
+
+    def _writable_request(self, lease: Lease) -> BufferedRequest | None:
+        request = self._buffer.get(lease.request_id)
+        if request is None or not request.is_writable:
+            return None
+        if lease is not request.lease and lease != request.lease:  # comparing takes longer than a token may
+            metrics.STALE_EPOCHS.inc()
+            return None
+        return request
+
+
+class _CheckedFollower:
+    """A look after a record."""
+
+    def __init__(self, look: Callable[[], Awaitable[RecordUpdate | None]]) -> None:
+        self._look = look
+
+    async def poll(self) -> RecordUpdate | None:
+        """See ``Follower``."""
+        return await self._look()

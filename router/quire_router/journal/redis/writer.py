@@ -1,0 +1,317 @@
+"""The one task that writes to Redis. Takes from ``Pending``; nothing waits for it, and it outlives every failure."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain, islice
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+
+from quire_router.core import metrics
+from quire_router.core.generation import GenerationRequest
+from quire_router.journal.base import LeaseListener
+from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
+from quire_router.journal.redis import redis_connection as scripts
+from quire_router.journal.redis.redis_connection import (
+    BACKGROUND,
+    PipelinedConnection,
+    RedisHealth,
+    ScriptReply,
+    encode_command,
+    is_corruption,
+    keys,
+)
+from quire_router.journal.write_buffer import BufferedRequest, BufferedWrite, RequestEnd, WriteBuffer
+
+log = logging.getLogger(__name__)
+
+# What a flush writes of a request, as commands for Redis. Does no I/O.
+
+
+class CommandBuilder:
+    """Makes the commands of writes, with the times of ``settings``. With ``by_source`` they bring their scripts along,
+    which Redis may have forgotten.
+    """
+
+    def __init__(self, settings: JournalSettings) -> None:
+        self.send_source = False
+        self._settings = settings
+
+    def build(self, write: BufferedWrite) -> list[bytes]:
+        """The commands. A background request that goes on is noted in the index by the first, before it is opened, and
+        one that has ended is to be taken out with ``unlist`` once it is known that it was written.
+        """
+        made = [self._index(write)] if enters_index(write) else []
+        if write.opens:
+            made.append(self._open(write.request))
+        made.append(self._append(write))
+        if write.end is not None:
+            made.append(self._finish(write, write.end))
+        if write.releases:
+            made.append(self._release(write.request))
+        return made
+
+    def _open(self, request: BufferedRequest) -> bytes:
+        return self._evaluate(scripts.OPEN, request, *open_arguments(request.generation, self._settings))
+
+    def _append(self, write: BufferedWrite) -> bytes:
+        grown = (
+            write.start * TOKEN_BYTES,
+            write.packed,
+            write.checksum,
+            "" if write.num_tokens is None else write.num_tokens,
+        )
+        terms = self._settings.lease_ms, self._settings.running_ttl_of(write.request.generation)
+        return self._evaluate(scripts.APPEND, write.request, *terms, *grown)
+
+    def _finish(self, write: BufferedWrite, end: RequestEnd) -> bytes:
+        text = end.error.encode("utf-8", "surrogatepass")
+        kept = self._settings.retention_of(write.request.generation)
+        terms = kept, end.reason.value, text, encode_usage(end.usage), write.stop * TOKEN_BYTES
+        return self._evaluate(scripts.FINISH, write.request, *terms)
+
+    def _release(self, request: BufferedRequest) -> bytes:
+        retention = self._settings.retention_of(request.generation)
+        kept = self._settings.running_ttl_s if request.generation.background else retention
+        return self._evaluate(scripts.RELEASE, request, kept, retention)
+
+    def _index(self, write: BufferedWrite) -> bytes:
+        """Notes a background request in the index. It is in a slot of its own, so it can be behind or wrong:
+        ``orphans`` looks at each record.
+        """
+        until = 0 if write.releases else self._settings.lease_ms
+        terms = write.request.lease.request_id, until, self._settings.running_ttl_s
+        return encode_command(*self._script_reference(scripts.INDEX), 1, BACKGROUND, *terms)
+
+    def _evaluate(self, script: scripts.LuaScript, request: BufferedRequest, *arguments: str | int | bytes) -> bytes:
+        lease = request.lease
+        return encode_command(
+            *self._script_reference(script), 2, *keys(lease.request_id), lease.owner, lease.epoch, *arguments
+        )
+
+    def _script_reference(self, script: scripts.LuaScript) -> tuple[str, str]:
+        return ("EVAL", script.source) if self.send_source else ("EVALSHA", script.sha)
+
+
+def open_arguments(generation: GenerationRequest, settings: JournalSettings) -> tuple[str | int | bytes, ...]:
+    """What ``open.lua`` takes after owner and epoch."""
+    retention = "" if generation.retention is None else settings.retention_of(generation)
+    return settings.lease_ms, settings.running_ttl_of(generation), *encode_request_fields(generation), retention
+
+
+def enters_index(write: BufferedWrite) -> bool:
+    """Whether the request is in the index when this is written: also what begins and ends with it, as its end may be
+    refused.
+    """
+    return write.request.generation.background and (write.end is None or write.opens)
+
+
+def leaves_index(write: BufferedWrite) -> bool:
+    """Whether the request leaves the index once this is written."""
+    return write.request.generation.background and write.end is not None
+
+
+def index_removal(writes: Iterable[BufferedWrite]) -> bytes:
+    """Removes requests from the index, once their ends are known to be written: Redis executes a ZREM also while it
+    refuses writes for lack of memory, and ``orphans`` does not find a request that is neither ended nor in the index.
+    What stays in the index, because this fails, ``orphans`` removes.
+    """
+    return encode_command("ZREM", BACKGROUND, *(write.request.lease.request_id for write in writes))
+
+
+MAX_WRITES_PER_FLUSH = 128  # a flush of so many holds the loop for a millisecond or so
+PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about the thirtieth part of that here
+FIRST_DELAY, LAST_DELAY = 0.05, 1.0
+HEARTBEATS_PER_LEASE = 4
+
+
+class RedisWriter:
+    """Flushes what is dirty in one exchange after the other.
+
+    A write may be repeated after a failure, because nobody knows whether Redis saw it: every script can be run twice.
+    A Redis that answers may still refuse to write, so once it did, only a write that succeeded ends the outage.
+    """
+
+    def __init__(
+        self,
+        client: Redis,
+        wire: PipelinedConnection,
+        server: RedisHealth,
+        pending: WriteBuffer,
+        settings: JournalSettings,
+    ) -> None:
+        self.available = False
+        self._client = client
+        self._connection = wire
+        self._health = server
+        self._buffer = pending
+        self._settings = settings
+        self._commands = CommandBuilder(settings)
+        self._listener: LeaseListener | None = None
+        self._scripts_loaded = False
+        self._refusing = False
+        self._outage_logged = False
+        self._delay = FIRST_DELAY
+        self._next_heartbeat = 0.0
+        self._flushed = asyncio.Event()
+        metrics.JOURNAL_AVAILABLE.set(0)
+
+    def set_listener(self, listener: LeaseListener) -> None:
+        """Who hears of cancelled and taken records."""
+        self._listener = listener
+
+    async def run(self) -> None:
+        """Never returns."""
+        while True:
+            try:
+                await self._run_once()
+            except NoScriptError:
+                # Redis was restarted, or told to forget its scripts, maybe again before they could be loaded and used.
+                self._commands.send_source = True
+                await asyncio.sleep(self._settings.pause)
+            except ResponseError as error:  # read only, out of memory, not allowed: it is there and knows the scripts
+                await self._on_failure(error)
+            except (RedisError, OSError, TimeoutError) as error:
+                self._scripts_loaded = False
+                await self._on_failure(error)
+            except Exception as error:
+                log.exception("the journal's writer failed")
+                await self._on_failure(error)
+
+    async def flush(self) -> None:
+        """Waits until nothing is dirty."""
+        while self._buffer:
+            self._flushed.clear()
+            await self._flushed.wait()
+
+    async def wait_written(self, request: BufferedRequest) -> None:
+        """Waits until an request that was finished or released is written, or given up."""
+        while self._buffer.contains(request):
+            self._flushed.clear()
+            await self._flushed.wait()
+
+    async def _run_once(self) -> None:
+        if not self._scripts_loaded:
+            await self._load_scripts()
+        if asyncio.get_running_loop().time() >= self._next_heartbeat:
+            await self._heartbeat()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._next_heartbeat):
+                await self._buffer.wait_dirty()
+        writes = self._buffer.next_writes(MAX_WRITES_PER_FLUSH)
+        await self._write(writes)
+        metrics.JOURNAL_PENDING.set(len(self._buffer))
+        self._flushed.set()
+        await asyncio.sleep(max(self._settings.pause, PAUSE_PER_WRITE * len(writes)))
+
+    async def _load_scripts(self) -> None:
+        for script in scripts.ALL:
+            await self._client.script_load(script.source)
+        self._scripts_loaded = True
+
+    async def _heartbeat(self) -> None:
+        """Renews every lease, and finds out that Redis is gone, or refuses writes, also when there is nothing to
+        write.
+        """
+        with self._health.track_exchange(writes=True):
+            refusal = await self._health.check()
+        if refusal is not None:
+            raise refusal
+        if not self._refusing or not self._buffer:  # what it refused may be more than what was tried here
+            self._on_success()
+        now, interval = asyncio.get_running_loop().time(), self._settings.lease / HEARTBEATS_PER_LEASE
+        self._buffer.mark_unrenewed_dirty(now - interval / 2)
+        self._next_heartbeat = now + interval
+
+    def _on_success(self) -> None:
+        if not self.available:
+            log.info("the journal is written to Redis")
+        self.available, self._refusing, self._delay, self._outage_logged = True, False, FIRST_DELAY, False
+        metrics.JOURNAL_AVAILABLE.set(1)
+
+    def record_failure(self, error: Exception) -> None:
+        """Redis did not take a write, of whatever task: it counts as away until it takes one."""
+        if not self._outage_logged:
+            # The type says enough; a message might repeat a part of what was written.
+            log.warning("the journal cannot be written to Redis (%s); requests go on", type(error).__name__)
+        self.available, self._outage_logged = False, True
+        self._refusing = self._refusing or isinstance(error, ResponseError)
+        self._health.mark_unavailable()
+        metrics.JOURNAL_AVAILABLE.set(0)
+        metrics.JOURNAL_PENDING.set(len(self._buffer))
+
+    async def _on_failure(self, error: Exception) -> None:
+        self.record_failure(error)
+        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
+        self._delay = min(2 * self._delay, LAST_DELAY)
+
+    # One flush
+
+    async def _write(self, writes: list[BufferedWrite]) -> None:
+        if not writes:
+            return
+        commands = [self._commands.build(write) for write in writes]
+        with self._health.track_exchange(writes=True):
+            answers = iter(await self._connection.execute(chain.from_iterable(commands)))
+        now = asyncio.get_running_loop().time()
+        problems, lasts = [], []
+        for write, made in zip(writes, commands, strict=True):
+            *_, last = own = list(islice(answers, len(made)))
+            problems.append(self._apply_replies(write, own, now))
+            lasts.append(last)
+        self._commands.send_source = False  # whatever was wanted is known by its hash again
+        ended = [
+            write for write, last in zip(writes, lasts, strict=True) if leaves_index(write) and last == ScriptReply.DONE
+        ]
+        if ended:
+            await self._connection.execute([index_removal(ended)])
+        for problem in filter(None, problems):
+            raise problem
+        self._on_success()
+
+    def _apply_replies(self, write: BufferedWrite, answers: list[Any], now: float) -> Exception | None:
+        """Takes note of what became of a write; returns what makes it worth trying again later."""
+        if answers == [ScriptReply.DONE]:  # as nearly all are
+            self._buffer.mark_stored(write, now)
+            return None
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        problem = next((error for error in errors if not is_corruption(error)), None)
+        if problem is None:
+            self._apply_written(write, answers[1:] if enters_index(write) else answers, now)
+        return problem
+
+    def _apply_written(self, write: BufferedWrite, answers: list[Any], now: float) -> None:
+        if any(isinstance(answer, Exception) for answer in answers):
+            self._drop_corrupt(write.request)
+        elif ScriptReply.STALE in answers:
+            self._on_lease_lost(write.request)
+        elif ScriptReply.LOST in answers:
+            self._buffer.mark_lost(write.request)
+        else:
+            self._buffer.mark_stored(write, now)
+            if ScriptReply.CANCELLED in answers:
+                self._on_cancelled(write.request)
+
+    def _drop_corrupt(self, request: BufferedRequest) -> None:
+        """The keys are damaged or something else's: it would fail for ever."""
+        if self._buffer.contains(request):
+            log.error("the record of request %s is damaged and is not written any more", request.lease.request_id)
+            metrics.JOURNAL_DROPPED.inc()
+            self._buffer.remove(request)
+
+    def _on_lease_lost(self, request: BufferedRequest) -> None:
+        metrics.STALE_EPOCHS.inc()
+        told = request.is_writable and self._buffer.contains(request)
+        self._buffer.remove(request)
+        if told and self._listener is not None:
+            self._listener.on_lease_lost(request.lease.request_id)
+
+    def _on_cancelled(self, request: BufferedRequest) -> None:
+        told = request.is_writable and self._buffer.contains(request) and not request.cancelled
+        request.cancelled = True
+        if told and self._listener is not None:
+            self._listener.on_cancelled(request.lease.request_id)

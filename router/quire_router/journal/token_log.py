@@ -1,0 +1,412 @@
+"""What was told of a request's choices, as one row of int32 that only grows. Knows no database.
+
+Tokens stand for themselves and belong to the first choice, until a negative number, a mark, says that another one's
+follow, or that a choice has ended and why. So the row of a single choice is simply its tokens and a mark at the end. A
+delta with more than that, log-probabilities or a beam's score, is a frame: ``FRAME``, the number of values that follow,
+and these. Any beginning of the row is what was told up to some moment: a frame counts once all of it is there.
+"""
+
+import asyncio
+from array import array
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Self
+from zlib import crc32
+
+from quire_proto.sampling import FinishReason, TokenLogprobs
+
+from quire_router.journal.base import AnyDelta, RecordedDelta, RequestRecord
+from quire_router.journal.codec import CorruptRecordError, decode_record, unpack_tokens
+
+# One delta of an answer with its log-probabilities as int32, bit for bit. Knows no database.
+#
+# In order: the choice, a code of why it ended, whether there is a score, how many tokens there are, these, the score,
+# and two blocks: the tokens' log-probabilities and the prompt's. A block has its length, for each position how many
+# most probable tokens are listed, these tokens, and then all log-probabilities: those of the positions, then those of
+# the listed tokens. Log-probabilities and scores are float32 everywhere, and stand here as their bits.
+
+
+def pack_frame(delta: AnyDelta, code: int) -> "array[int]":
+    """The delta's values. ``code`` stands for its finish reason."""
+    values = array("i", (delta.index, code, delta.score is not None, len(delta.token_ids)))
+    values.extend(delta.token_ids)
+    if delta.score is not None:
+        values.extend(_float_bits((delta.score,)))
+    _pack_block(values, delta.logprobs)
+    _pack_block(values, delta.prompt_logprobs)
+    return values
+
+
+def unpack_frame(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
+    """The delta, but for its finish reason, the code of that, and whether it tells of the prompt. Raises
+    ``ValueError`` for what is no delta.
+    """
+    cursor = _FrameReader(values)
+    index, code, scored, token_ids = _read_header(cursor)
+    score = _floats(cursor.take(1))[0] if scored else None
+    logprobs, prompt_logprobs = _unpack_block(cursor), _unpack_block(cursor)
+    cursor.end()
+    return RecordedDelta(index, token_ids, None, logprobs, prompt_logprobs, score), code, bool(prompt_logprobs)
+
+
+def unpack_frame_tokens(values: "array[int]") -> tuple[RecordedDelta, int, bool]:
+    """As ``unpack_piece``, but for log-probabilities and score."""
+    cursor = _FrameReader(values)
+    index, code, scored, token_ids = _read_header(cursor)
+    cursor.skip(1 if scored else 0)
+    _skip_block(cursor)
+    prompted = _skip_block(cursor)
+    cursor.end()
+    return RecordedDelta(index, token_ids), code, prompted
+
+
+def _read_header(cursor: "_FrameReader") -> tuple[int, int, int, list[int]]:
+    index, code, scored, count = cursor.take(4)
+    token_ids = cursor.take(count).tolist()
+    if min(token_ids, default=0) < 0:
+        raise ValueError("a delta has something else than tokens in it")
+    return index, code, scored, token_ids
+
+
+class _FrameReader:
+    """Takes values in order. Raises ``ValueError`` where there are not so many."""
+
+    def __init__(self, values: "array[int]") -> None:
+        self._values = values
+        self.position = 0
+
+    def take(self, count: int) -> "array[int]":
+        """So many of the values that follow."""
+        start = self.position
+        self.skip(count)
+        return self._values[start : self.position]
+
+    def skip(self, count: int) -> None:
+        """Passes over so many of the values that follow."""
+        if count < 0 or self.position + count > len(self._values):
+            raise ValueError("a delta is shorter than it says")
+        self.position += count
+
+    def end(self) -> None:
+        """There is nothing more."""
+        if self.position != len(self._values):
+            raise ValueError("a delta has something else in it")
+
+
+def _pack_block(values: "array[int]", logprobs: list[TokenLogprobs]) -> None:
+    values.append(len(logprobs))
+    values.extend(len(each.top) for each in logprobs)
+    values.extend(token_id for each in logprobs for token_id, _ in each.top)
+    values.extend(_float_bits(each.logprob for each in logprobs))
+    values.extend(_float_bits(logprob for each in logprobs for _, logprob in each.top))
+
+
+def _unpack_block(cursor: _FrameReader) -> list[TokenLogprobs]:
+    counts = _read_counts(cursor)
+    listed_tokens = sum(counts)
+    token_ids = cursor.take(listed_tokens)
+    own, tops = _floats(cursor.take(len(counts))), _floats(cursor.take(listed_tokens))
+    listed = iter(zip(token_ids, tops, strict=True))
+    return [TokenLogprobs(logprob, tuple(islice(listed, count))) for logprob, count in zip(own, counts, strict=True)]
+
+
+def _skip_block(cursor: _FrameReader) -> bool:
+    """Whether there was anything in it."""
+    counts = _read_counts(cursor)
+    cursor.skip(len(counts) + 2 * sum(counts))
+    return len(counts) > 0
+
+
+def _read_counts(cursor: _FrameReader) -> "array[int]":
+    (positions,) = cursor.take(1)
+    counts = cursor.take(positions)
+    if min(counts, default=0) < 0:
+        raise ValueError("a delta lists fewer than no tokens")
+    return counts
+
+
+def _float_bits(numbers: Iterable[float]) -> "array[int]":
+    return array("i", array("f", numbers).tobytes())
+
+
+def _floats(bits: "array[int]") -> "array[float]":
+    return array("f", bits.tobytes())
+
+
+FRAME_MARKER = -(2**31)
+_REASONS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+_CODES = 1 + len(_REASONS)  # a mark's: 0 where tokens follow, or the reason's
+
+
+class TokenLog:
+    """The row of one request, ``values``, and where each of its choices stands."""
+
+    __slots__ = ("_current", "_ended", "_has_prompt_logprobs", "_lengths", "values")
+
+    def __init__(self, choices: int) -> None:
+        self.values = array("i")
+        self._lengths = [0] * choices
+        self._ended = [False] * choices
+        self._has_prompt_logprobs = False
+        self._current = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices."""
+        return sum(self._lengths)
+
+    @classmethod
+    def restore(cls, values: "array[int]", reader: "TokenLogReader") -> Self:
+        """A row that was stored, without what was cut off at its end, and that ``reader`` has read."""
+        deliveries = cls(len(reader.lengths))
+        deliveries.values = values
+        deliveries._lengths, deliveries._ended = list(reader.lengths), list(reader.ended)
+        deliveries._has_prompt_logprobs, deliveries._current = reader.has_prompt_logprobs, reader.current
+        return deliveries
+
+    def append(self, position: int, delta: AnyDelta) -> int:
+        """Adds what is new of a delta whose tokens begin at ``position`` of its choice's output; returns by how much
+        the row grew. What would leave a hole is not added, nor is anything after the choice's end.
+        """
+        length = self._lengths[delta.index]
+        if self._ended[delta.index] or position > length:
+            return 0
+        before, framed = len(self.values), _needs_frame(delta)
+        if framed or position < length:
+            delta = self._without_known(length - position, delta)
+            framed = _needs_frame(delta)
+        if framed:
+            packed = pack_frame(delta, _reason_code(delta.finish_reason))
+            self.values.extend((FRAME_MARKER, len(packed)))
+            self.values.extend(packed)
+        else:
+            self._append_plain(delta)
+        self._advance(delta)
+        return len(self.values) - before
+
+    def _without_known(self, known: int, delta: AnyDelta) -> RecordedDelta:
+        """The delta without its first ``known`` tokens. Log-probabilities of the prompt come once, a score with the
+        end.
+        """
+        return RecordedDelta(
+            delta.index,
+            delta.token_ids[known:],
+            delta.finish_reason,
+            delta.logprobs[known : len(delta.token_ids)],
+            [] if self._has_prompt_logprobs else delta.prompt_logprobs,
+            None if delta.finish_reason is None else delta.score,
+        )
+
+    def _append_plain(self, delta: AnyDelta) -> None:
+        if delta.token_ids:
+            if delta.index != self._current:
+                self.values.append(_marker(delta.index, 0))
+                self._current = delta.index
+            self.values.extend(delta.token_ids)
+        if delta.finish_reason is not None:
+            self.values.append(_marker(delta.index, _reason_code(delta.finish_reason)))
+
+    def _advance(self, delta: AnyDelta) -> None:
+        self._lengths[delta.index] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._ended[delta.index] = True
+        if delta.prompt_logprobs:
+            self._has_prompt_logprobs = True
+
+
+class TokenLogReader:
+    """Reads a row from its beginning, as it grows. ``current`` is the choice that plain tokens belong to, ``lengths``
+    and ``ended`` say where each choice stands, and ``prompted`` whether log-probabilities of the prompt came. A
+    ``brief`` reader leaves log-probabilities and scores out, which take ten times as long as all the rest.
+    """
+
+    __slots__ = ("_unpack", "current", "ended", "has_prompt_logprobs", "lengths")
+
+    def __init__(self, choices: int, *, tokens_only: bool = False) -> None:
+        self.current = 0
+        self.lengths = [0] * choices
+        self.ended = [False] * choices
+        self.has_prompt_logprobs = False
+        self._unpack = unpack_frame_tokens if tokens_only else unpack_frame
+
+    def read(self, values: "array[int]", start: int = 0, limit: int | None = None) -> tuple[list[RecordedDelta], int]:
+        """The deltas in what follows in the row from ``start`` on, and how many values they are: the rest is a delta
+        that is not complete and has to come again with the next call. After ``limit`` values no other delta is begun,
+        nor one that is larger than that but the first. Raises ``ValueError`` for what is no such row.
+        """
+        deltas: list[RecordedDelta] = []
+        position, stop = start, len(values) if limit is None else min(len(values), start + limit)
+        while position < stop:
+            if limit is not None and position > start and self.entry_size(values, position) > limit:
+                break
+            length = self._read_entry(values, position, stop, deltas)
+            if not length:
+                break
+            position += length
+        return deltas, position - start
+
+    def entry_size(self, values: "array[int]", start: int) -> int:
+        """How many values the delta that begins at ``start`` has at least, once it is complete."""
+        is_frame = start + 1 < len(values) and values[start] == FRAME_MARKER
+        return 2 + values[start + 1] if is_frame else 1
+
+    def has_complete_entry(self, values: "array[int]", start: int) -> bool:
+        """Whether all of the delta that begins at ``start`` is there."""
+        if start >= len(values) or values[start] != FRAME_MARKER:
+            return start < len(values)
+        return start + 1 < len(values) and start + 2 + values[start + 1] <= len(values)
+
+    def _read_entry(self, values: "array[int]", start: int, stop: int, deltas: list[RecordedDelta]) -> int:
+        """Adds the delta that begins at ``start``; returns how many values it takes, 0 when it is not complete."""
+        first = values[start]
+        if first == FRAME_MARKER:
+            return self._read_frame(values, start, deltas)
+        if first >= 0:
+            end = _end_of_tokens(values, start, stop)
+            self._add(RecordedDelta(self.current, values[start:end].tolist()), deltas)
+            return end - start
+        index, code = divmod(-1 - first, _CODES)
+        self._check_choice(index)
+        if code:
+            self._add(RecordedDelta(index, [], _REASONS[code - 1]), deltas)
+        else:
+            self.current = index
+        return 1
+
+    def _read_frame(self, values: "array[int]", start: int, deltas: list[RecordedDelta]) -> int:
+        if len(values) < start + 2:
+            return 0
+        end = start + 2 + values[start + 1]
+        if end < start + 2:
+            raise ValueError("a frame has no length")
+        if end > len(values):
+            return 0
+        delta, code, prompted = self._unpack(values[start + 2 : end])
+        self._check_choice(delta.index)
+        if not 0 <= code < _CODES:
+            raise ValueError("a choice ended for no known reason")
+        reason = _REASONS[code - 1] if code else None
+        whole = RecordedDelta(delta.index, delta.token_ids, reason, delta.logprobs, delta.prompt_logprobs, delta.score)
+        self._add(whole, deltas)
+        self.has_prompt_logprobs = self.has_prompt_logprobs or prompted
+        return end - start
+
+    def _add(self, delta: RecordedDelta, deltas: list[RecordedDelta]) -> None:
+        if self.ended[delta.index]:
+            raise ValueError(f"choice {delta.index} goes on after its end")
+        self.lengths[delta.index] += len(delta.token_ids)
+        self.ended[delta.index] = delta.finish_reason is not None
+        deltas.append(delta)
+
+    def _check_choice(self, index: int) -> None:
+        if not 0 <= index < len(self.ended):
+            raise ValueError(f"the request has no choice {index}")
+
+
+def _end_of_tokens(values: "array[int]", start: int, stop: int) -> int:
+    for position in range(start + 1, stop):
+        if values[position] < 0:
+            return position
+    return stop
+
+
+def _needs_frame(delta: AnyDelta) -> bool:
+    return bool(delta.logprobs or delta.prompt_logprobs) or delta.score is not None
+
+
+def _reason_code(reason: FinishReason | None) -> int:
+    return 0 if reason is None else 1 + _REASONS.index(reason)
+
+
+def _marker(index: int, code: int) -> int:
+    return -1 - (index * _CODES + code)
+
+
+# What was told, put together again where it was cut. Knows neither rows nor databases.
+
+
+class DeltaMerger:
+    """A list of deltas, in which plain ones of one choice are one until something else of that choice comes: choices
+    that run side by side are cut at every token.
+    """
+
+    __slots__ = ("_open", "deltas")
+
+    def __init__(self) -> None:
+        self.deltas: list[RecordedDelta] = []
+        self._open: dict[int, list[int]] = {}
+
+    def add(self, delta: RecordedDelta) -> None:
+        """The next delta, whose tokens become the list's own."""
+        plain = not delta.logprobs and not delta.prompt_logprobs and delta.score is None
+        if not plain or delta.finish_reason is not None:
+            self._open.pop(delta.index, None)
+            self.deltas.append(delta)
+        elif (tokens := self._open.get(delta.index)) is not None:
+            tokens += delta.token_ids
+        else:
+            self._open[delta.index] = delta.token_ids
+            self.deltas.append(delta)
+
+
+# How a row of any length is read beside everything else that this process does: in parts of a millisecond or so, and a
+# delta that is larger than that in a thread. Knows no database.
+
+
+CHUNK_VALUES = 4_096  # values of a row
+MAX_INLINE_VALUES = 16_384  # values of one delta that are read in the loop: 64 KiB
+CHECKSUM_CHUNK_BYTES = 1_048_576  # bytes
+
+
+async def read_chunk(reader: TokenLogReader, values: "array[int]", start: int) -> tuple[list[RecordedDelta], int]:
+    """Some of the deltas that begin at ``start``, and how many values they are: 0 when there is no complete one. Raises
+    ``ValueError`` for what is no row.
+    """
+    if reader.entry_size(values, start) > MAX_INLINE_VALUES:
+        read, taken = await asyncio.to_thread(reader.read, values, start, CHUNK_VALUES)
+    else:
+        read, taken = reader.read(values, start, CHUNK_VALUES)
+    told = DeltaMerger()
+    for delta in read:
+        told.add(delta)
+    return told.deltas, taken
+
+
+async def read_log(reader: TokenLogReader, values: "array[int]") -> tuple[list[RecordedDelta], int]:
+    """All deltas of a row as it is now, and how many values they are. Raises ``ValueError`` for what is no row."""
+    told, position, end = DeltaMerger(), 0, len(values)
+    while position < end:
+        part, taken = await read_chunk(reader, values, position)
+        if not taken:
+            break
+        for delta in part:
+            told.add(delta)
+        position += taken
+        if position < end:
+            await asyncio.sleep(0)
+    return told.deltas, position
+
+
+async def log_checksum(row: bytes, before: int = 0) -> int:
+    """The CRC-32 of a row that goes on from what has the checksum ``before``."""
+    rest = memoryview(row)
+    while len(rest) > CHECKSUM_CHUNK_BYTES:
+        before, rest = crc32(rest[:CHECKSUM_CHUNK_BYTES], before), rest[CHECKSUM_CHUNK_BYTES:]
+        await asyncio.sleep(0)
+    return crc32(rest, before)
+
+
+async def read_record(
+    request_id: str, fields: Mapping[bytes, bytes], row: bytes, now: int = 0, *, tokens_only: bool = False
+) -> tuple[RequestRecord, TokenLogReader, int]:
+    """The record from its hash and its row, ``now`` being the database's time in ms; the reader that stands at its end,
+    and how many values of the row are complete deltas. Of a ``brief`` one the deltas are without log-probabilities and
+    scores. Raises ``CorruptRecordError``.
+    """
+    record = decode_record(request_id, fields, len(row), await log_checksum(row), now)
+    reader = TokenLogReader(record.generation.params.n, tokens_only=tokens_only)
+    try:
+        record.deltas, taken = await read_log(reader, unpack_tokens(row))
+    except ValueError:
+        raise CorruptRecordError("the row is damaged") from None
+    return record, reader, taken

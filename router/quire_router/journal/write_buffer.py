@@ -1,0 +1,205 @@
+"""What a journal has been told and its database has not: one request a request, coalesced, and bounded. Does no I/O."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import islice
+from zlib import crc32
+
+from quire_proto.sampling import FinishReason
+
+from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease, fits_limits, request_size
+from quire_router.journal.codec import pack_tokens
+from quire_router.journal.token_log import TokenLog
+
+MAX_TOKENS_PER_WRITE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """How a request ended."""
+
+    reason: FinishReason
+    error: str = ""
+    usage: Usage = NO_USAGE
+
+
+@dataclass(slots=True)
+class BufferedRequest:
+    """One request that runs, or that has ended or was let go of and is not written yet.
+
+    It holds the whole record, not only what is new, so that a database that lost it can be given it again: what was
+    told, at 4 bytes a token, and the request with its prompt as it came. So much of ``deliveries`` is known to be
+    there as ``stored`` says, and ``checksum`` is of. The lease was last renewed at ``renewed``.
+    """
+
+    generation: GenerationRequest
+    lease: Lease
+    log: TokenLog = field(init=False)
+    opened: bool = False
+    num_stored: int = 0
+    checksum: int = 0
+    renewed: float = 0.0
+    end: RequestEnd | None = None
+    released: bool = False
+    cancelled: bool = False
+
+    def __post_init__(self) -> None:
+        self.log = TokenLog(self.generation.params.n)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether its lease may write."""
+        return self.end is None and not self.released
+
+    @property
+    def log_length(self) -> int:
+        """How long the row of deliveries is."""
+        return len(self.log.values)
+
+    @property
+    def num_unwritten(self) -> int:
+        """Tokens that wait to be written, the request's with them until the record is opened."""
+        return self.log_length - self.num_stored + (0 if self.opened else request_size(self.generation))
+
+
+@dataclass(slots=True)  # a frozen one takes longer to make, and there is one for each flush and stream
+class BufferedWrite:
+    """What one flush writes of a request, fixed at its start: the request may grow while the database works.
+
+    ``packed`` is its log from ``start`` to ``stop`` (in values), ``checksum`` that of the log up to ``stop``.
+    ``num_tokens`` are those of the whole log, None if there is more to write.
+    """
+
+    request: BufferedRequest
+    opens: bool
+    start: int
+    stop: int
+    packed: bytes
+    checksum: int
+    num_tokens: int | None
+    end: RequestEnd | None
+    releases: bool
+
+
+class WriteBuffer:
+    """The entries, and which of them are dirty.
+
+    At most ``max_requests`` entries and ``max_tokens`` unwritten tokens are held; what goes beyond is dropped, whole
+    requests at a time, so that a record in the database is always a prefix of what happened.
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_tokens = max_tokens
+        self._requests: dict[str, BufferedRequest] = {}
+        self._dirty: OrderedDict[str, None] = OrderedDict()
+        self._num_unwritten = 0
+        self._became_dirty = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Requests with something to write."""
+        return len(self._dirty)
+
+    def get(self, request_id: str) -> BufferedRequest | None:
+        """The request's request, while it has one."""
+        return self._requests.get(request_id)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no room for another request."""
+        return len(self._requests) >= self._max_requests
+
+    def has_capacity(self, request: BufferedRequest) -> bool:
+        """Whether the request is small enough to be kept, also beside what is here."""
+        fits = not self.is_full and self._num_unwritten + request.num_unwritten <= self._max_tokens
+        return fits and fits_limits(request.generation)
+
+    def add(self, request: BufferedRequest) -> bool:
+        """False when there is no room for it, or there is one of its request."""
+        if not self.has_capacity(request) or request.lease.request_id in self._requests:
+            return False
+        self._requests[request.lease.request_id] = request
+        self._num_unwritten += request.num_unwritten
+        self.mark_dirty(request)
+        return True
+
+    def append(self, request: BufferedRequest, position: int, delta: AnyDelta) -> bool:
+        """Adds what is new of a delta; False, and the request is gone, when there is no room for it."""
+        added = request.log.append(position, delta)
+        self._num_unwritten += added
+        if self._num_unwritten > self._max_tokens or request.log_length > MAX_LOG_VALUES:
+            self.remove(request)
+            return False
+        if added:
+            self.mark_dirty(request)
+        return True
+
+    def mark_dirty(self, request: BufferedRequest) -> None:
+        """The request has something to write."""
+        if request.lease.request_id not in self._dirty:
+            self._dirty[request.lease.request_id] = None
+            self._became_dirty.set()
+
+    def mark_unrenewed_dirty(self, than: float) -> None:
+        """Every request whose lease was not renewed since then has it to renew."""
+        for request in self._requests.values():
+            if request.renewed < than:
+                self.mark_dirty(request)
+
+    def contains(self, request: BufferedRequest) -> bool:
+        """Whether the request is still the one of its request."""
+        return self._requests.get(request.lease.request_id) is request
+
+    def remove(self, request: BufferedRequest) -> None:
+        """Forgets the request."""
+        if self.contains(request):
+            self._num_unwritten -= request.num_unwritten
+            del self._requests[request.lease.request_id]
+            self._dirty.pop(request.lease.request_id, None)
+
+    async def wait_dirty(self) -> None:
+        """Returns when an request is dirty."""
+        while not self._dirty:
+            self._became_dirty.clear()
+            await self._became_dirty.wait()
+
+    def next_writes(self, count: int) -> list[BufferedWrite]:
+        """What to write of the ``count`` entries that have waited longest."""
+        return [_next_write(self._requests[request_id]) for request_id in islice(self._dirty, count)]
+
+    def mark_stored(self, write: BufferedWrite, now: float) -> None:
+        """The database has it."""
+        request = write.request
+        if not self.contains(request):
+            return  # it was dropped in the meantime
+        self._num_unwritten -= request.num_unwritten
+        request.opened, request.renewed = True, now
+        request.num_stored, request.checksum = write.stop, write.checksum
+        self._num_unwritten += request.num_unwritten
+        if write.end is not None or (write.releases and request.end is None):  # else it was cancelled in the meantime
+            self.remove(request)
+        elif request.num_stored == request.log_length and request.is_writable:
+            self._dirty.pop(request.lease.request_id, None)
+        else:
+            self._dirty.move_to_end(request.lease.request_id)
+
+    def mark_lost(self, request: BufferedRequest) -> None:
+        """The database does not have what it had: everything is to be written again."""
+        if self.contains(request):
+            self._num_unwritten -= request.num_unwritten
+            request.opened, request.num_stored, request.checksum = False, 0, 0
+            self._num_unwritten += request.num_unwritten
+            self.mark_dirty(request)
+
+
+def _next_write(request: BufferedRequest) -> BufferedWrite:
+    stop = min(request.log_length, request.num_stored + MAX_TOKENS_PER_WRITE)
+    whole = stop == request.log_length
+    end = request.end if whole else None
+    packed = pack_tokens(request.log.values[request.num_stored : stop])
+    checksum = crc32(packed, request.checksum)
+    releases = whole and request.released and end is None
+    told = request.log.num_tokens if whole else None
+    return BufferedWrite(request, not request.opened, request.num_stored, stop, packed, checksum, told, end, releases)

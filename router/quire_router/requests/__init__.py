@@ -1,0 +1,1 @@
+"""The life of one request: admit, place, stream, recover, finish."""

@@ -1,0 +1,382 @@
+"""The state of one request: its choices, its journal record and how it ends. Does no I/O and chooses no engine."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from time import monotonic
+from uuid import uuid4
+
+from quire.v1 import engine_pb2
+from quire_proto.convert import sampling_to_proto
+from quire_proto.errors import ErrorCode, QuireError, internal
+from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.text.tokenizer import ModelTokenizer
+
+from quire_router.admission.limits import Reservation
+from quire_router.core import metrics
+from quire_router.core.delta_stream import ResponseConsumer, deadline_exceeded
+from quire_router.core.generation import Delta, GenerationRequest, Usage
+from quire_router.core.metrics import token_metrics
+from quire_router.engines.output_stream import Output, OutputStream
+from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
+from quire_router.placement.prefix_index import HashesByNamespace
+from quire_router.requests.choices import (
+    BestOfSelection,
+    Choice,
+    chunked,
+    create_choices,
+    mark_replayed,
+    split_at_cursor,
+    with_usage,
+    yielding_to_loop,
+)
+
+RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
+"""Seconds that a client should wait before it tries again."""
+
+_BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+
+
+class RequestState:
+    """A request between its first and its last delta.
+
+    ``lease`` is on its journal record, and ``bill`` what it was charged; ``trace_context`` is the one that it came
+    with. ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
+    when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
+    ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and ``losses``
+    those that were lost since the last token. ``names`` are the hashes of its prompt's blocks that were needed so far.
+    ``finish_reason`` is None until the record is closed; of several choices the most severe reason counts.
+
+    A request that continues from its ``record`` begins with what that holds, after ``replay_record``; nothing of that
+    is emitted again. Its client may have received more than was written down: what is before its consumer's cursor is
+    emitted as replayed. It is ``restored``: it was admitted before.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationRequest,
+        text: ModelTokenizer,
+        journal: Journal,
+        lease: Lease,
+        reader: ResponseConsumer,
+        *,
+        record: RequestRecord | None = None,
+        bill: Reservation | None = None,
+    ) -> None:
+        self.generation = generation
+        self.trace_context = reader.trace_context
+        self.cached_tokens: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.refused_by: set[str] = set()
+        self.names: HashesByNamespace = {}
+        self.attempt = 0
+        self.interrupted: asyncio.Future[QuireError | None] = asyncio.get_running_loop().create_future()
+        self._text = text
+        self._journal = journal
+        self._lease = lease
+        self.consumer = reader
+        self.consumer_expired = False
+        self._cursor = reader.cursor
+        self._bill = bill
+        self._direct_path = reader.direct_path
+        self.restored = record is not None
+        self._outputs: OutputStream | None = None
+        self._recorded = [0] * generation.params.n
+        self._finish_reasons: list[FinishReason | None] = [None] * generation.params.n
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
+        self._start_choices()
+        self._began = monotonic()
+        self._first_token_seen = False
+        self.losses = 0
+        self._tokens_at_loss = 0
+        self._refusals = 0
+        self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
+        self._token_metrics = token_metrics(generation.model)
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.generation.request_id
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return self._unfinished == 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far: the prompt once, and the outputs of all choices, also of those that are not told."""
+        made = sum(len(each.token_ids) for each in self._unreplayed or self._choices)
+        return Usage(len(self.generation.prompt_token_ids), made, self.cached_tokens or 0)
+
+    @property
+    def has_output(self) -> bool:
+        """Whether anything of the answer was told."""
+        return (
+            bool(self._unreplayed) or any(self._recorded) or any(reason is not None for reason in self._finish_reasons)
+        )
+
+    @property
+    def resumable(self) -> bool:
+        """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
+        if only that of another of its prompts. Nobody does where another prompt's error ended the answer for good.
+        """
+        generation, siblings = self.generation, self.consumer.prompt_group
+        if siblings.failed:
+            return False
+        if generation.background or generation.digest:
+            return True
+        return generation.stream and (self.has_output or self.restored or siblings.begun)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Why each choice has ended; none before the request has."""
+        end = self.finish_reason
+        return [] if end is None else [reason or end for reason in self._finish_reasons]
+
+    async def replay_record(self) -> None:
+        """Brings every choice to where the record leaves it, in turns with others: there may be much of it. To be done
+        before anything else is asked of the answer.
+        """
+        if not self._unreplayed:
+            return
+        async for piece in yielding_to_loop(chunked(self._unreplayed)):
+            choice = self._choices[piece.index]
+            choice.process(Output(piece.token_ids, len(choice.token_ids), piece.finish_reason))
+            if piece.prompt_logprobs:
+                self._prompt_logprobs = []
+        self._unreplayed = []
+        self._recorded = [len(choice.token_ids) for choice in self._choices]
+        self._finish_reasons = [choice.finish_reason for choice in self._choices]
+        self._unfinished = self._finish_reasons.count(None)
+        self._first_token_seen = self.has_output
+
+    def count_loss(self) -> None:
+        """An engine was lost."""
+        made = self.usage.completion_tokens
+        self.losses = 1 if made > self._tokens_at_loss else self.losses + 1
+        self._tokens_at_loss = made
+
+    def count_refusal(self, engine_id: str) -> None:
+        """An engine was too full to take the request."""
+        self._refusals += 1
+        self.refused_by.add(engine_id)
+
+    def build_submit(self, traceparent: str) -> engine_pb2.Submit:
+        """The request from where it stands: its prompt, and what came of each choice."""
+        generation, params = self.generation, self.generation.params
+        if self._prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # they have come
+        alone = len(self._choices) == 1
+        return engine_pb2.Submit(
+            request_id=self.id if self.attempt == 1 and not self.restored else _attempt_id(self.id),
+            prompt_token_ids=generation.prompt_token_ids,
+            output_token_ids=self._choices[0].token_ids if alone else (),
+            sampling=sampling_to_proto(params),
+            cache_salt=generation.cache_salt,
+            traceparent=traceparent,
+            delivered=() if alone else map(_delivered, filter(_has_output, self._choices)),
+            priority=generation.priority,
+        )
+
+    def attach_stream(self, outputs: OutputStream) -> None:
+        """From now on an interruption ends ``outputs``, and pieces come by the shortcut where they can."""
+        self._outputs = outputs
+        if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
+            outputs.sink = self.try_direct_write
+
+    def interrupt(self, error: QuireError | None) -> None:
+        """Ends the request from outside: with ``error``, or as cancelled. The first interruption counts."""
+        if self.interrupted.done():
+            return
+        self.interrupted.set_result(error)
+        if self._outputs is not None and error is None:
+            self._outputs.abort()
+        elif self._outputs is not None and error is not None:
+            self._outputs.fail(error)
+
+    def end_for_consumer(self) -> None:
+        """Ends the answer because its reader's time is over: the request is left to whoever reads on."""
+        self.consumer_expired = not self.interrupted.done()
+        self.interrupt(deadline_exceeded())
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether somebody cancelled the request, rather than end it with an error."""
+        return self.interrupted.done() and self.interrupted.result() is None
+
+    def raise_interruption(self) -> None:
+        """Raises the error that the request was interrupted with, unless it was simply cancelled."""
+        error = self.interrupted.result()
+        if error is not None:
+            raise error
+
+    def process_output(self, output: Output) -> list[Delta]:
+        """The pieces that an engine's output makes, journalled; the end of the last choice finishes the request. Raises
+        the error that the output ends with.
+        """
+        if output.error is not None:
+            raise _client_error(output.error)
+        if output.deltas is not None:
+            return output.deltas
+        if self.cached_tokens is None:
+            self.cached_tokens = min(output.cached_tokens, len(self.generation.prompt_token_ids))
+        if output.prompt_logprobs:
+            self._prompt_logprobs = output.prompt_logprobs
+        choice, reason = self._choices[output.index], output.finish_reason
+        deltas = self._to_deltas(choice, output)
+        if deltas[-1].finish_reason is not reason and self._outputs is not None:
+            self._outputs.cancel(choice.index)  # a stop string, of which the engine knows nothing
+        return self._emit(deltas)
+
+    def try_direct_write(self, output: Output) -> bool:
+        """Processes an output and writes its deltas to the sink at once. Returns False if the task that reads the
+        stream has to deliver it, through ``process_output``: there is no open sink, or a choice ends. If a stop string
+        in the text ended it, the output carries its deltas already.
+        """
+        writer = self._direct_path.sink
+        if writer is None or not writer.is_open or output.finish_reason is not None:
+            return False
+        deltas = self.process_output(output)
+        if self._choices[output.index].finish_reason is not None:
+            output.deltas = deltas  # a stop string
+            return False
+        for delta in deltas:
+            writer.write(delta)
+        return True
+
+    def finish_open_choices(self, reason: FinishReason) -> list[Delta]:
+        """The last pieces of a request whose choices end without an engine's word, finished."""
+        return self._emit([choice.finish(reason) for choice in self._choices if choice.finish_reason is None])
+
+    def finish_complete_choices(self) -> list[Delta]:
+        """What remains to be told where no engine is at work: the ends of choices that lack nothing but its word, and
+        that of a record that lacks nothing but its own. The others go on from where they are, but a beam search begins
+        anew: another engine's beams need not be the same.
+        """
+        params = self.generation.params
+        if params.beam_width:
+            self._start_choices()
+            return []
+        complete = [choice for choice in self._choices if _is_complete(choice, params.max_tokens)]
+        return self._emit([choice.finish(FinishReason.LENGTH) for choice in complete])
+
+    def finish(self, reason: FinishReason, error: str = "") -> None:
+        """Closes the record and counts the request; the first end counts. One that was cancelled here ends as that:
+        its last output may have been on its way.
+        """
+        if self.finish_reason is None:
+            if self.cancelled:
+                reason, error = FinishReason.ABORT, ""
+            self._journal.finish(self._lease, reason, error, self.usage)
+            self._close(reason)
+
+    def release(self) -> None:
+        """Ends the request here and leaves its record to whoever goes on with it; the first end counts."""
+        if self.finish_reason is None:
+            self._journal.release(self._lease)
+            if self._bill is not None:
+                self._bill.commit_all()
+            self._close(FinishReason.ABORT)
+
+    def _close(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._bill is not None:
+            self._settle(self._bill)
+        generation = self.generation
+        self._token_metrics.flush()
+        metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
+        metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
+
+    def _settle(self, bill: Reservation) -> None:
+        if self.attempt == self._refusals and not self.restored:
+            bill.cancel()  # no engine ever had it
+        else:
+            bill.used = self.generation.cost(self.usage.prompt_tokens, self.usage.completion_tokens)
+            bill.settle()
+
+    def _start_choices(self) -> None:
+        """Makes all choices, with nothing in them yet."""
+        generation, params = self.generation, self.generation.params
+        self._choices = create_choices(generation, self._text, params.num_returned)
+        self._unfinished = len(self._choices)
+        self._selection = BestOfSelection(params) if BestOfSelection.applies_to(params) else None
+
+    def _emit(self, pieces: list[Delta]) -> list[Delta]:
+        """What the client gets when ``pieces`` have come, written down."""
+        for piece in pieces:
+            if piece.finish_reason is not None:
+                self._unfinished -= 1
+        if self._selection is not None:
+            pieces = self._select_best(self._selection, pieces)
+        if self._prompt_logprobs and pieces:
+            pieces[0] = replace(pieces[0], prompt_logprobs=self._prompt_logprobs)
+            self._prompt_logprobs = []
+        pieces = [self._record(piece) for piece in pieces]
+        if self.ended and self.finish_reason is None:
+            self.finish(max((reason for reason in self._finish_reasons if reason is not None), key=_BY_SEVERITY.index))
+            return with_usage(pieces, self.usage, self._cursor)
+        return pieces
+
+    def _to_deltas(self, choice: Choice, output: Output) -> list[Delta]:
+        """The piece that an output makes, or two where its reader stands within it."""
+        mark = self._cursor if self._selection is None else None
+        deltas: list[Delta] = []
+        for part in [output] if mark is None else split_at_cursor(output, mark):
+            if choice.finish_reason is None:
+                deltas.append(choice.process(part))
+                self._count_tokens(choice, deltas[-1].token_ids)
+        return deltas
+
+    def _select_best(self, selection: BestOfSelection, pieces: list[Delta]) -> list[Delta]:
+        for piece in pieces:
+            selection.add(piece)
+        return selection.best() if self.ended else []
+
+    def _record(self, piece: Delta) -> Delta:
+        """Writes the piece down; returns it, as told if its reader had it."""
+        index, reason = piece.index, piece.finish_reason
+        if piece.token_ids or reason is not None:
+            self._journal.append(self._lease, self._recorded[index], piece)
+        self._recorded[index] += len(piece.token_ids)
+        self._finish_reasons[index] = reason
+        return piece if self._cursor is None else mark_replayed(piece, self._recorded[index], self._cursor)
+
+    def _count_tokens(self, choice: Choice, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        now, last = monotonic(), choice.last_token
+        self._token_metrics.add(len(token_ids), None if last is None else now - last)
+        if not self._first_token_seen:
+            metrics.TTFT.labels(self.generation.model).observe(now - self._began)
+            self._first_token_seen = True
+        choice.last_token = now
+
+
+def _is_complete(choice: Choice, max_tokens: int) -> bool:
+    """Whether every token that was asked for is there, so that no engine is needed to say so."""
+    return choice.finish_reason is None and len(choice.token_ids) >= max_tokens
+
+
+def _has_output(choice: Choice) -> bool:
+    return bool(choice.token_ids) or choice.finish_reason is not None
+
+
+def _delivered(choice: Choice) -> engine_pb2.Delivered:
+    ended = choice.finish_reason is not None
+    return engine_pb2.Delivered(index=choice.index, token_ids=choice.token_ids, finished=ended)
+
+
+def _attempt_id(request_id: str) -> str:
+    """A name for a later attempt, at most 64 characters: the engine may still be busy with an earlier one."""
+    return f"{request_id[:31]}-{uuid4().hex}"
+
+
+def _client_error(error: QuireError) -> QuireError:
+    """An output's error as the client sees it: that an id is in use there is no client's fault, and an error that will
+    pass says when.
+    """
+    if error.code is ErrorCode.CONFLICT:
+        return internal()
+    wait = RETRY_AFTER.get(error.code)
+    return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)

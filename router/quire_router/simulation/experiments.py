@@ -1,0 +1,179 @@
+"""All runs of one command: each policy at each utilisation, on the same requests."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from quire_engine.simulation.simulated_executor import splitmix, uniform
+from quire_engine.simulation.simulator import NANOSECONDS
+
+from quire_router.simulation.config import FleetSettings
+from quire_router.simulation.report import Report, RequestTrace, RunRecord, ttft
+from quire_router.simulation.simulated_fleet import FleetSimulation
+from quire_router.simulation.workload import Job, from_trace, generate, span, stretched_to
+
+# What a tenant that sends far more than its part does to the others: its requests, and their waits.
+
+
+_WHO, _WHEN = range(100, 102)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """95th percentiles, in seconds: from the arrival until the router's queue let go of a request, and until its first
+    token; and how many were not completed.
+    """
+
+    turn_p95: float
+    ttft_p95: float
+    rejects: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """The waits of all tenants but the first, without its flood and with it, and those of the flood."""
+
+    calm: Waits
+    flooded: Waits
+    flood: Waits
+
+
+def assign_tenants(jobs: Sequence[Job], tenants: int, seed: int) -> list[Job]:
+    """Each job is anybody's; with one tenant it has no name."""
+    if tenants == 1:
+        return list(jobs)
+    return [replace(job, tenant=f"tenant-{splitmix(seed, _WHO, index) % tenants}") for index, job in enumerate(jobs)]
+
+
+def add_flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Job]:
+    """The jobs, and so many more of the first tenant that it sends ``times`` as much as before. Prompts of the flood
+    are other tenants' jobs over again, with contents of their own.
+    """
+    more = round((times - 1) * len(jobs) / tenants)
+    end = jobs[-1].time
+    names = 1 + max(name for job in jobs for name, _ in job.segments)
+    extra: list[Job] = []
+    for index in range(more):
+        job = jobs[index % len(jobs)]
+        shift = names * (1 + index // len(jobs))
+        segments = tuple((name + shift, length) for name, length in job.segments)
+        extra.append(Job(end * uniform(seed, _WHEN, index), segments, job.num_output, "tenant-0"))
+    return sorted([*jobs, *extra], key=lambda job: job.time)
+
+
+def tenant_report(calm: RunRecord, flooded: RunRecord) -> TenantReport:
+    """The two runs beside each other."""
+    return TenantReport(
+        _measure_waits(trace for trace in calm.traces if trace.tenant != "tenant-0"),
+        _measure_waits(trace for trace in flooded.traces if trace.tenant != "tenant-0"),
+        _measure_waits(trace for trace in flooded.traces if trace.tenant == "tenant-0"),
+    )
+
+
+def _measure_waits(traces: Iterable[RequestTrace]) -> Waits:
+    asked = list(traces)
+    turns = [(trace.placed - trace.arrived) / NANOSECONDS for trace in asked if trace.placed is not None]
+    first = [ttft(trace) for trace in asked if trace.first_token is not None]
+    return Waits(_p95(turns), _p95(first), sum(trace.error is not None for trace in asked))
+
+
+def _p95(values: Sequence[float]) -> float:
+    return float(np.percentile(values, 95)) if values else 0.0
+
+
+Records = dict[float, dict[str, RunRecord]]
+Change = Callable[[FleetSettings, list[Job]], list[Job]]
+
+
+def read_jobs(settings: FleetSettings) -> list[Job]:
+    """The requests, at times that mean nothing yet. Raises ``TraceError``."""
+    if settings.trace is None:
+        jobs = generate(settings.shared_prefix, settings.seed)[: settings.limit]
+    else:
+        jobs = from_trace(settings.trace, start=settings.start, limit=settings.limit, seed=settings.seed)
+    return assign_tenants(jobs, settings.tenants, settings.seed)
+
+
+def unchanged(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
+    """No change of the requests."""
+    del settings
+    return jobs
+
+
+def with_flood(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
+    """The requests with those that the first tenant sends besides."""
+    return add_flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
+
+
+def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = unchanged) -> Records:
+    """The records by utilisation and policy; ``change`` is made to the requests once they have their times."""
+    records: Records = {}
+    for utilisation in settings.utilisation:
+        timed = change(settings, at_utilisation(settings, jobs, utilisation))
+        records[utilisation] = {
+            policy: FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
+            for policy in settings.placement
+        }
+    return records
+
+
+def at_utilisation(settings: FleetSettings, jobs: Sequence[Job], utilisation: float) -> list[Job]:
+    """The jobs at times that make this utilisation."""
+    step = settings.max_num_batched_tokens
+    return stretched_to(jobs, span(jobs, utilisation, settings.engines, settings.latency, step))
+
+
+# Reports as tables for people: one row a policy, one column a figure.
+
+
+_COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
+    ("hits", lambda r: f"{100 * r.hit_rate:.1f} %"),
+    ("TTFT mean, s", lambda r: f"{r.ttft.mean:.3f}"),
+    ("p50", lambda r: f"{r.ttft.p50:.3f}"),
+    ("p90", lambda r: f"{r.ttft.p90:.3f}"),
+    ("p99", lambda r: f"{r.ttft.p99:.3f}"),
+    ("ITL, ms", lambda r: f"{1000 * r.itl.mean:.1f}"),
+    ("end to end p50, s", lambda r: f"{r.end_to_end.p50:.2f}"),
+    ("rejects", lambda r: str(r.requests - r.completed)),
+    ("imbalance", lambda r: f"{r.imbalance:.3f}"),
+    ("busy", lambda r: f"{100 * r.busy:.0f} %"),
+    ("preempted", lambda r: str(r.preemptions)),
+)
+
+
+def make_table(reports: Mapping[str, Report]) -> str:
+    """The reports below each other, under the names of their figures."""
+    rows = [["policy", *(name for name, _ in _COLUMNS)]]
+    rows += [[name, *(cell(report) for _, cell in _COLUMNS)] for name, report in reports.items()]
+    return _format(rows)
+
+
+def make_tenant_table(reports: Mapping[str, TenantReport]) -> str:
+    """What a flood did, below each other."""
+    rows = [["policy", "", "turn p95, s", "", "TTFT p95, s", "", "rejects"]]
+    for name, report in reports.items():
+        calm = report.calm
+        rows.append([name, "without", *_wait_cells(calm, calm)])
+        rows.append(["", "with the flood", *_wait_cells(report.flooded, calm)])
+        rows.append(["", "the flood itself", *_wait_cells(report.flood, calm)])
+    return _format(rows)
+
+
+def _wait_cells(waits: Waits, calm: Waits) -> list[str]:
+    turn, ttft = _change(waits.turn_p95, calm.turn_p95), _change(waits.ttft_p95, calm.ttft_p95)
+    return [f"{waits.turn_p95:.3f}", turn, f"{waits.ttft_p95:.3f}", ttft, str(waits.rejects)]
+
+
+def _change(seconds: float, before: float) -> str:
+    return f"{seconds / before - 1:+.0%}" if before and seconds != before else ""
+
+
+def _format(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(_format_row(row, widths) for row in rows)
+
+
+def _format_row(row: Sequence[str], widths: Sequence[int]) -> str:
+    first, *others = row
+    cells = [f"{first:<{widths[0]}}", *(f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))]
+    return "  ".join(cells).rstrip()

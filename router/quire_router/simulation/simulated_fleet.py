@@ -1,0 +1,388 @@
+"""A whole fleet on virtual time. Decides nothing: requests come to routers when they are due, routers send them to
+engines, and engines step for as long as they have work.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import groupby
+
+from quire.v1 import engine_pb2
+from quire_engine.core.block_pool import BlockStored, KVCacheEvent, Tier
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import EngineCoreOutput, count_leaked_blocks
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.server.messages import load_to_proto
+from quire_engine.server.step_time_model import StepTimeEstimator
+from quire_engine.simulation.config import SimulatedEngineConfig
+from quire_engine.simulation.simulated_executor import SimulatedExecutor, splitmix
+from quire_engine.simulation.simulator import NANOSECONDS
+from quire_proto.errors import QuireError
+from quire_proto.sampling import SamplingParams
+
+from quire_router.admission.fair_queue import FairQueue, QueuedRequest
+from quire_router.admission.queue import QueueSettings
+from quire_router.admission.tenants import Tenants
+from quire_router.core.generation import GenerationRequest
+from quire_router.engines.load import LedgerEntry
+from quire_router.engines.load_messages import LoadMessage
+from quire_router.placement import prefix_index as tier
+from quire_router.placement.query import PlacementSettings
+from quire_router.simulation.report import RequestTrace, RunRecord
+from quire_router.simulation.simulated_router import (
+    CacheChange,
+    DelayedFeed,
+    Delays,
+    EngineFeeds,
+    EngineHandshake,
+    SimulatedRouter,
+)
+from quire_router.simulation.workload import Job
+
+# One engine of a simulated fleet: the engine's own core, scheduler and pools, with the simulated executor.
+
+
+STUCK_AFTER = 1000
+
+
+class SimulatedEngine:
+    """Steps when it is told to. What a step makes is known when it begins and belongs to the moment of its end: nothing
+    reaches the engine between the two. ``busy`` are the nanoseconds in which it stepped.
+    """
+
+    def __init__(self, settings: SimulatedEngineConfig, seed: int) -> None:
+        self.busy = 0
+        limits = settings.scheduler_config(settings.scheduling_policy)
+        executor = SimulatedExecutor(
+            settings.kv_cache_config,
+            settings.latency,
+            seed=seed,
+            vocab_size=limits.vocab_size,
+            sleep=self._advance_clock,
+        )
+        self.memory = KVCacheManager(
+            settings.kv_cache_config,
+            prefix_caching=settings.enable_prefix_caching,
+            host_caching=settings.enable_host_caching,
+        )
+        self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
+        self._core = EngineCore(self.scheduler, executor, self._receive)
+        self._meter = StepTimeEstimator(settings.latency.rates, settings.kv_cache_config.block_bytes)
+        self._now = 0
+        self._idle_steps = 0
+        self._inbox: list[Request] = []
+        self._step: EngineCoreOutputs | None = None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._step is not None
+
+    def report(self) -> engine_pb2.Load:
+        """What it would say of itself when a router connects."""
+        return load_to_proto(self.scheduler.get_load(), self._meter.model)
+
+    def submit(self, generation: GenerationRequest, num_output: int) -> None:
+        """A request has come that will draw so many tokens; the engine looks at it when its next step begins."""
+        params = replace(generation.params, max_tokens=num_output, ignore_eos=True)
+        tokens, salt = generation.prompt_token_ids, generation.cache_salt
+        self._inbox.append(Request(generation.request_id, tokens, params, cache_salt=salt))
+
+    def admit_arrived(self) -> list[tuple[str, QuireError]]:
+        """Looks at what has arrived; returns what it refuses."""
+        refused: list[tuple[str, QuireError]] = []
+        for request in self._inbox:
+            try:
+                self.scheduler.add_request(request)
+            except QuireError as error:
+                refused.append((request.request_id, error))
+        self._inbox.clear()
+        return refused
+
+    def begin(self, now: int) -> int | None:
+        """Begins a step, if there is work; returns when it ends, in nanoseconds."""
+        if not self.scheduler.has_work:
+            return None
+        self._now = now
+        self._core.step()
+        self.busy += self._now - now
+        self._measure((self._now - now) / NANOSECONDS)
+        self._idle_steps = 0 if self._now > now else self._idle_steps + 1
+        assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
+        return self._now
+
+    def end(self) -> tuple[EngineCoreOutputs, engine_pb2.Load]:
+        """What the step made and what the engine says after it, at the moment of its end."""
+        step, self._step = self._step, None
+        assert step is not None, "no step is under way"
+        return step, load_to_proto(step.load, self._meter.model)
+
+    def _measure(self, seconds: float) -> None:
+        """As the service does with every step, but for the clock."""
+        assert self._step is not None, "every step is published"
+        trace = self._step.trace
+        prompt_tokens = trace.num_tokens - trace.num_decode
+        self._meter.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
+
+    def _receive(self, step: EngineCoreOutputs) -> None:
+        self._step = step
+
+    def _time(self) -> int:
+        return self._now
+
+    def _advance_clock(self, seconds: float) -> None:
+        self._now += round(seconds * NANOSECONDS)
+
+
+# The queue of one simulated router: the fair queue of a real one, in virtual time.
+
+
+class SimulatedQueue:
+    """Requests that wait for room. What ``AdmissionQueue`` does with tasks, this does when it is asked."""
+
+    def __init__(self, replica: SimulatedRouter, settings: QueueSettings) -> None:
+        self._replica = replica
+        self._queue = FairQueue(Tenants(), settings.bounds)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, waiting: QueuedRequest) -> list[QueuedRequest]:
+        """A request has come. Returns those that have to give way, itself too if it is refused."""
+        try:
+            return self._queue.add(waiting)
+        except QuireError:
+            return [waiting]
+
+    def next(self) -> QueuedRequest | None:
+        """Whose turn it is, if it is anybody's."""
+        if not self._queue:
+            return None
+        replica, now = self._replica, self._replica.seconds
+        is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
+        return self._queue.pop(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
+
+    def remove(self, request_id: str) -> bool:
+        """The request waits no more; False if it did not."""
+        return self._queue.remove(request_id)
+
+
+# What a simulated engine tells routers, in the messages of ``quire.v1``.
+
+
+_TIERS = {Tier.DEVICE: tier.Tier.DEVICE, Tier.HOST: tier.Tier.HOST}
+
+
+def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
+    """What such an engine says that it is."""
+    capacity = settings.kv_cache_config
+    return engine_pb2.DescribeResponse(
+        block_size=capacity.block_size,
+        blocks_total=capacity.device_blocks - 1,
+        host_blocks_total=capacity.host_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefix_caching=settings.enable_prefix_caching,
+    )
+
+
+def cache_changes(events: Sequence[KVCacheEvent]) -> list[CacheChange]:
+    """The events in their order, those alike that follow each other together."""
+    groups = groupby(events, key=lambda event: (isinstance(event, BlockStored), event.tier))
+    return [CacheChange(stored, _TIERS[where], [e.block_hash for e in group]) for (stored, where), group in groups]
+
+
+# What happens, in the order in which it does at one moment.
+_STEP_ENDS, _QUEUE_TIMEOUT, _ARRIVAL, _QUEUE_RETRY = range(4)
+
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """So many engines and routers, when routers hear of what, how they place, how requests wait for their turn (None:
+    nobody waits) and until how much an engine has to compute, and how many tokens each allows its output to have.
+    """
+
+    engines: int
+    replicas: int
+    delays: Delays
+    placement: PlacementSettings
+    queue: QueueSettings | None
+    room_seconds: float
+    max_tokens: int
+
+
+class FleetSimulation:
+    """For one run."""
+
+    def __init__(self, fleet: FleetShape, settings: SimulatedEngineConfig, seed: int) -> None:
+        self._fleet = fleet
+        self._seed = seed
+        self._engines = [SimulatedEngine(settings, splitmix(seed, index)) for index in range(fleet.engines)]
+        self._feeds = [EngineFeeds(DelayedFeed(), DelayedFeed()) for _ in self._engines]
+        shares: DelayedFeed[LoadMessage] = DelayedFeed()
+        handshake = EngineHandshake(describe(settings), self._engines[0].report())
+        self._replicas = [
+            SimulatedRouter(
+                number,
+                fleet.placement,
+                handshake,
+                self._feeds,
+                shares=shares,
+                delays=fleet.delays,
+                room_seconds=fleet.room_seconds,
+            )
+            for number in range(fleet.replicas)
+        ]
+        self._queues = [SimulatedQueue(replica, fleet.queue) for replica in self._replicas] if fleet.queue else []
+        self._queue_retries = [-1] * fleet.replicas
+        self._heap: list[tuple[int, int, int]] = []
+        self._jobs: Sequence[Job] = ()
+        self._traces: list[RequestTrace] = []
+        self._in_flight: dict[int, LedgerEntry] = {}
+        self._now = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that routers count as running somewhere."""
+        return sum(replica.in_flight for replica in self._replicas)
+
+    def run(self, jobs: Sequence[Job]) -> RunRecord:
+        """Every job to its end."""
+        self._jobs = jobs
+        self._traces = [self._new_trace(index, job) for index, job in enumerate(jobs)]
+        self._heap = [(trace.arrived, _ARRIVAL, index) for index, trace in enumerate(self._traces)]
+        heapify(self._heap)
+        handlers = {
+            _STEP_ENDS: self._end_step,
+            _QUEUE_TIMEOUT: self._time_out_in_queue,
+            _ARRIVAL: self._arrive,
+            _QUEUE_RETRY: self._retry_queue,
+        }
+        while self._heap:
+            self._now, kind, index = heappop(self._heap)
+            handlers[kind](index)
+        return self._record()
+
+    def _new_trace(self, index: int, job: Job) -> RequestTrace:
+        router = splitmix(self._seed, index) % len(self._replicas)
+        return RequestTrace(round(job.time * NANOSECONDS), job.tenant, job.num_prompt, router)
+
+    # Requests
+
+    def _arrive(self, index: int) -> None:
+        trace = self._traces[index]
+        self._advance_router(trace.router)
+        if self._fleet.queue is None:
+            self._dispatch(index)
+            return
+        job, queue = self._jobs[index], self._queues[trace.router]
+        tokens = trace.num_prompt + self._allowed(job)
+        for refused in queue.add(QueuedRequest(str(index), MODEL, trace.tenant, tokens, 8 * trace.num_prompt)):
+            self._end(int(refused.request_id), "OVERLOADED")
+        self._dispatch_queued(trace.router)
+        if trace.placed is None and trace.ended is None:
+            timeout = round(self._fleet.queue.max_seconds * NANOSECONDS)
+            heappush(self._heap, (self._now + timeout, _QUEUE_TIMEOUT, index))
+
+    def _dispatch_queued(self, router: int) -> None:
+        while (waiting := self._queues[router].next()) is not None:
+            self._dispatch(int(waiting.request_id))
+
+    def _advance_router(self, router: int) -> None:
+        if len(self._replicas) > 1:
+            for replica in self._replicas:
+                replica.publisher.flush(self._now)
+        self._replicas[router].advance(self._now)
+
+    def _time_out_in_queue(self, index: int) -> None:
+        if self._queues[self._traces[index].router].remove(str(index)):
+            self._end(index, "OVERLOADED")
+
+    def _retry_queue(self, router: int) -> None:
+        self._advance_router(router)
+        self._dispatch_queued(router)
+
+    def _dispatch(self, index: int) -> None:
+        trace = self._traces[index]
+        replica, generation = self._replicas[trace.router], self._generation(index)
+        decision = replica.place(generation)
+        trace.engine, trace.placed = int(decision.engine_id), self._now
+        self._in_flight[index] = replica.begin(decision, generation)
+        self._engines[trace.engine].submit(generation, self._jobs[index].num_output)
+        if not self._engines[trace.engine].is_stepping:
+            self._begin_step(trace.engine)
+
+    def _generation(self, index: int) -> GenerationRequest:
+        job = self._jobs[index]
+        return GenerationRequest(
+            request_id=str(index),
+            model=MODEL,
+            prompt_token_ids=job.prompt(),
+            params=SamplingParams(temperature=0, seed=0, max_tokens=self._allowed(job)),
+            tenant=job.tenant,
+            cache_salt=job.tenant.encode(),
+            created=0.0,
+        )
+
+    def _allowed(self, job: Job) -> int:
+        return max(job.num_output, self._fleet.max_tokens)
+
+    def _end(self, index: int, error: str | None) -> None:
+        trace = self._traces[index]
+        trace.ended, trace.error = self._now, error
+        in_flight = self._in_flight.pop(index, None)
+        if in_flight is not None:
+            self._advance_router(trace.router)
+            in_flight.end()
+
+    # Engines
+
+    def _begin_step(self, engine: int) -> None:
+        for request_id, error in self._engines[engine].admit_arrived():
+            self._end(int(request_id), error.code.name)
+        ends = self._engines[engine].begin(self._now)
+        if ends is not None:
+            heappush(self._heap, (ends, _STEP_ENDS, engine))
+
+    def _end_step(self, engine: int) -> None:
+        step, load = self._engines[engine].end()
+        for output in step.outputs:
+            self._record_output(output)
+        self._publish_step(engine, load, step.kv_events)
+        self._begin_step(engine)
+
+    def _record_output(self, output: EngineCoreOutput) -> None:
+        index = int(output.request_id)
+        trace = self._traces[index]
+        if output.token_ids:
+            if trace.first_token is None:
+                trace.first_token, trace.cached_tokens = self._now, output.cached_tokens
+                self._advance_router(trace.router)
+                self._in_flight[index].on_first_output()
+            trace.last_token = self._now
+            trace.num_tokens += len(output.token_ids)
+        if output.ends_request:
+            self._end(index, None if output.error is None else output.error.code.name)
+
+    def _publish_step(self, engine: int, load: engine_pb2.Load, events: list[KVCacheEvent]) -> None:
+        """The engine's news are on their way. Whoever has requests that wait will look whether they bring room."""
+        self._feeds[engine].loads.publish(self._now, load)
+        if events:
+            self._feeds[engine].changes.publish(self._now, cache_changes(events))
+        for router, queue in enumerate(self._queues):
+            if queue and self._queue_retries[router] < self._now:
+                self._queue_retries[router] = self._now + self._fleet.delays.load
+                heappush(self._heap, (self._queue_retries[router], _QUEUE_RETRY, router))
+
+    def _record(self) -> RunRecord:
+        return RunRecord(
+            traces=self._traces,
+            busy=[engine.busy for engine in self._engines],
+            end=max((trace.ended or 0 for trace in self._traces), default=0),  # not when the last timeout would be
+            preemptions=sum(sum(engine.scheduler.stats.preemptions.values()) for engine in self._engines),
+            lost_blocks=sum(count_leaked_blocks(engine.memory, ()) for engine in self._engines),
+        )

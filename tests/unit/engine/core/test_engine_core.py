@@ -1,0 +1,172 @@
+"""The engine's loop: what a failing step, a bad request and an abort do to everybody else."""
+
+from threading import Event, Thread
+from time import sleep
+
+import pytest
+from quire_engine.core.block_pool import BlockStored, KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AbortRequest, AddRequest, EngineCore, EngineCoreOutputs, GetSnapshot, Shutdown
+from quire_engine.core.executor import CopyError
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_proto.errors import ErrorCode
+from quire_proto.sampling import FinishReason, SamplingParams
+
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor, expected_output
+
+CAPACITY = KVCacheConfig(block_size=4, device_blocks=30, host_blocks=30)
+
+
+class PoisonedExecutor(PagedExecutor):
+    """Fails whenever the poison token is computed."""
+
+    poison = 13
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        if any(self.poison in chunk.token_ids for chunk in plan.chunks):
+            raise RuntimeError("the kernel cannot do this")
+        return super().execute_model(plan)
+
+
+class Engine:
+    """A core that is stepped by hand, and what it published."""
+
+    def __init__(self, executor: PagedExecutor, **limits: int) -> None:
+        settings = {"max_num_batched_tokens": 64, "max_model_len": 100, "vocab_size": VOCAB_SIZE, **limits}
+        self.memory = KVCacheManager(CAPACITY)
+        self.steps: list[EngineCoreOutputs] = []
+        self.core = EngineCore(Scheduler(SchedulerConfig(**settings), self.memory), executor, self.steps.append)
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 6) -> None:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.core.send(AddRequest(Request(request_id, prompt, params)))
+
+    def run(self) -> dict[str, list[EngineCoreOutput]]:
+        """Steps until nothing is left; the outputs of each request."""
+        self.core.send(Shutdown())
+        self.core.run()
+        for _ in range(1000):
+            if self.core.scheduler.has_work:
+                self.core.step()
+        assert not self.core.scheduler.has_work
+        outputs: dict[str, list[EngineCoreOutput]] = {}
+        for step in self.steps:
+            for output in step.outputs:
+                outputs.setdefault(output.request_id, []).append(output)
+        self.memory.check_integrity()
+        assert self.memory.device_pool.num_free == self.memory.device_pool.num_blocks
+        return outputs
+
+
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def clean_prompt(seed: int) -> list[int]:
+    """A prompt whose whole expected output is free of the poison."""
+    for start in range(seed * 1000, seed * 1000 + 1000):
+        prompt = [start % VOCAB_SIZE, (start // VOCAB_SIZE) % VOCAB_SIZE, seed]
+        if PoisonedExecutor.poison not in prompt + expected_output(prompt, 0, 6):
+            return prompt
+    raise AssertionError("no clean prompt")
+
+
+def test_a_request_that_makes_the_step_fail_ends_alone() -> None:
+    engine = Engine(PoisonedExecutor(CAPACITY))
+    good = {f"good{i}": clean_prompt(i) for i in range(3)}
+    for request_id, prompt in good.items():
+        engine.add(request_id, prompt)
+    engine.add("bad", [1, 2, PoisonedExecutor.poison])
+    outputs = engine.run()
+    for request_id, prompt in good.items():
+        assert tokens(outputs[request_id]) == expected_output(prompt, 0, 6)
+    (end,) = outputs["bad"]
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.error is not None
+    assert end.error.code is ErrorCode.INTERNAL
+    assert "kernel" not in end.error.message, "the inner reason was told"
+
+
+def test_a_failed_copy_ends_the_engine() -> None:
+    class BrokenCopies(PagedExecutor):
+        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+            raise CopyError("no such memory")
+
+    engine = Engine(BrokenCopies(CAPACITY))
+    engine.add("a", [1, 2, 3])
+    with pytest.raises(CopyError):
+        engine.run()
+
+
+def test_an_abort_frees_everything_by_the_next_step() -> None:
+    engine = Engine(PagedExecutor(CAPACITY))
+    engine.core._handle_command(AddRequest(Request("a", [1] * 20, SamplingParams(max_tokens=50, ignore_eos=True))))
+    for _ in range(5):
+        engine.core.step()
+    assert engine.memory.device_pool.num_free < engine.memory.device_pool.num_blocks
+    engine.core._handle_command(AbortRequest("a"))
+    assert engine.memory.device_pool.num_free == engine.memory.device_pool.num_blocks
+    engine.core.step()
+    (end,) = engine.steps[-1].outputs
+    assert end.finish_reason is FinishReason.ABORT
+
+
+def test_the_queue_is_bounded() -> None:
+    engine = Engine(PagedExecutor(CAPACITY), max_waiting=2)
+    for index in range(4):
+        engine.add(str(index), [index + 1])
+    refused = [o for outputs in engine.run().values() for o in outputs if o.error]
+    assert len(refused) == 2
+    assert all(output.error.code is ErrorCode.OVERLOADED for output in refused)
+
+
+def test_a_snapshot_is_taken_between_two_steps() -> None:
+    engine = Engine(PagedExecutor(CAPACITY))
+    seen: list[tuple[int, set[BlockStored]]] = []
+    engine.add("a", [1] * 20)
+    engine.core.send(GetSnapshot(lambda load, stored: seen.append((load.waiting, set(stored)))))
+    engine.run()
+    engine.core._handle_command(GetSnapshot(lambda load, stored: seen.append((load.running, set(stored)))))
+    assert seen[0] == (1, set())
+    assert seen[1] == (0, set(engine.memory.stored_blocks()))
+    assert len(seen[1][1]) == 6
+
+
+def test_only_a_loop_that_has_something_to_do_can_hang() -> None:
+    entered, released = Event(), Event()
+
+    class HangingExecutor(PagedExecutor):
+        def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+            entered.set()
+            assert released.wait(30)
+            return super().execute_model(plan)
+
+    engine = Engine(HangingExecutor(CAPACITY))
+    thread = Thread(target=engine.core.run)
+    thread.start()
+    idle = 1.0
+    sleep(idle)
+    assert engine.core.seconds_since_progress == 0.0, "idle time counts as a hang"
+    engine.add("a", [1, 2, 3])
+    assert entered.wait(30)
+    assert engine.core.seconds_since_progress < idle, "idle time counts as a hang once work comes"
+    sleep(0.3)
+    assert engine.core.seconds_since_progress >= 0.3
+    released.set()
+    engine.core.send(Shutdown())
+    thread.join(30)
+
+
+def test_a_step_says_what_it_did() -> None:
+    engine = Engine(PagedExecutor(CAPACITY))
+    engine.add("a", [1] * 20, max_tokens=2)
+    engine.add("b", [2] * 10, max_tokens=2)
+    engine.run()
+    first, second = engine.steps[0].trace, engine.steps[1].trace
+    assert (first.num_prefill, first.num_decode, first.num_tokens, first.request_ids) == (2, 0, 30, ["a", "b"])
+    assert (second.num_prefill, second.num_decode, second.num_tokens) == (0, 2, 2)
+    assert first.started <= second.started

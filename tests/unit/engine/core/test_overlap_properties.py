@@ -1,0 +1,170 @@
+"""With a step planned ahead and devices that lag behind, every output is what it is step by step, whatever arrives, is
+aborted, finishes, is preempted or fails, and every block comes back.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from quire_engine.core.block_pool import BlockStored, KVCacheConfig, Tier
+from quire_engine.core.engine_core import GetSnapshot
+from quire_engine.core.kv_cache_manager import CachedBlock
+from quire_engine.core.outputs import EngineLoad
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, SchedulerOutput
+
+from tests.support.engine_machine import Client, EngineMachine
+from tests.support.overlapping_executor import Misuse, OverlappingPagedExecutor
+from tests.support.paged_executor import PagedExecutor
+from tests.support.scenario import Choice, Run, Scenario
+
+PLACES = ["launch", "forward", "draw"]
+# How many pieces of the work that waits on a device are done when one more is queued.
+PACES: Mapping[str, Callable[[Random], Callable[[int], int]]] = {
+    "late": lambda random: lambda queued: 0,
+    "at once": lambda random: lambda queued: queued,
+    "any": lambda random: lambda queued: random.randint(0, queued),
+}
+
+
+@contextmanager
+def no_misuse() -> Iterator[None]:
+    """Shows a breach of the protocol to hypothesis, which then looks for a shorter way to it."""
+    try:
+        yield
+    except Misuse as breach:
+        raise AssertionError(str(breach)) from breach
+
+
+class OverlapMachine(EngineMachine):
+    """The engine of the other machine, on an executor that overlaps steps and sometimes fails one."""
+
+    def make_executor(self, capacity: KVCacheConfig) -> OverlappingPagedExecutor:
+        self.executor = OverlappingPagedExecutor(capacity)
+        self.executor.fails = self.fails
+        self.failing: str | None = None
+        self.blames = False
+        self.blamed: set[str] = set()
+        fork, admit = self.memory.fork, self.memory.attach_cached_blocks
+        self.memory.fork = lambda table: self.check_still(table.block_ids) or fork(table)
+        self.memory.attach_cached_blocks = lambda table, hits: self.check_hits(hits) or admit(table, hits)
+        return self.executor
+
+    def check_hits(self, hits: Sequence[CachedBlock]) -> None:
+        self.check_still([hit.block_id for hit in hits if hit.tier is Tier.DEVICE])
+
+    def check_still(self, block_ids: list[int]) -> None:
+        """What comes to be shared is written by no step under way."""
+        size = self.memory.block_size
+        for plan in self.scheduler._under_way:
+            for chunk in plan.chunks:
+                if self.scheduler._registry.sequence(chunk.sequence_id) is not None:
+                    written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
+                    assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
+
+    def fails(self, where: str, plan: SchedulerOutput) -> bool:
+        if where == "launch":
+            self.check_plan(plan)
+        if where == "run" and self.blames:
+            self.blames = False
+            self.blamed.update(self.scheduler.request_ids(plan))
+            return True
+        fails, self.failing = where == self.failing, None if where == self.failing else self.failing
+        return fails
+
+    def check_plan(self, plan: SchedulerOutput) -> None:
+        super().check_plan(plan)
+        pending = [chunk for chunk in plan.chunks if PLACEHOLDER_TOKEN_ID in chunk.token_ids]
+        under_way = {draw.sequence_id for step in self.executor.under_way for c in step.plan.chunks for draw in c.draws}
+        assert all(chunk.sequence_id in under_way for chunk in pending), "nothing draws the token that is pending"
+
+    @rule(pace=st.sampled_from([*PACES]), seed=st.integers(0, 99))
+    def change_pace(self, pace, seed):
+        self.executor.pace = PACES[pace](Random(seed))
+
+    @rule(where=st.sampled_from(PLACES))
+    def fail_once(self, where):
+        """A failure that nobody is to blame for harms nobody."""
+        self.failing, self.blames = where, False
+
+    @rule(where=st.sampled_from(PLACES))
+    def fail_by_one(self, where):
+        """Who fails alone too ends alone."""
+        self.failing, self.blames = where, True
+
+    def check_client(self, client: Client) -> None:
+        if client.request.request_id in self.blamed:
+            assert client.ended
+        else:
+            super().check_client(client)
+
+    @precondition(lambda self: hasattr(self, "core"))
+    @rule()
+    def inspect(self):
+        with no_misuse():
+            self.core._handle_command(GetSnapshot(self.check_snapshot))
+
+    def check_snapshot(self, load: EngineLoad, stored: list[BlockStored]) -> None:
+        assert not self.executor.under_way
+        assert set(stored) == self.cached, "a snapshot holds what was not told, or will be told again"
+        assert load == self.scheduler.get_load()
+
+    def step_once(self) -> None:
+        with no_misuse():
+            super().step_once()
+        self.ran_before = {sequence.id for sequence in self.scheduler.running}
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "memory"):
+            assert not self.executor.under_way
+
+
+OverlapMachine.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestOverlappingEngine = OverlapMachine.TestCase
+
+
+@given(seed=st.integers(0, 2**32), pace=st.sampled_from([*PACES]))
+@settings(max_examples=150, deadline=None)
+def test_a_step_ahead_changes_nothing_that_is_told(seed: int, pace: str) -> None:
+    compare(seed, pace)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_step_ahead_changes_nothing_that_is_told_in_many_runs() -> None:
+    for seed in range(4_000):
+        compare(seed, [*PACES][seed % len(PACES)])
+
+
+def compare(seed: int, pace: str) -> None:
+    """Runs one scenario step by step, and with a step ahead."""
+    scenario = Scenario(seed)
+    executor = OverlappingPagedExecutor(scenario.capacity)
+    executor.pace = PACES[pace](Random(seed))
+    expected = Run(scenario, PagedExecutor(scenario.capacity)).answers
+    with no_misuse():
+        answers = Run(scenario, executor).answers
+    requests = {each.request_id: each for arrivals in scenario.arrivals.values() for each in arrivals}
+    for request_id, request in requests.items():
+        one, other = answers[request_id], expected[request_id]
+        if request.sampling.beam_width and scenario.caching == "none" and (one.error or other.error):
+            continue  # beams that are computed again share nothing then, so it depends on the moment whether they fit
+        assert one.error == other.error
+        if not (one.is_aborted or other.is_aborted):
+            assert one == other
+        for index in one.choices:
+            compare_choice(one.choices[index], other.choices[index])
+
+
+def compare_choice(one: Choice, other: Choice) -> None:
+    """What was aborted, sooner in one run than in the other, begins alike."""
+    if not (one.is_aborted or other.is_aborted):
+        assert one == other
+    length = min(len(one.token_ids), len(other.token_ids))
+    assert one.token_ids[:length] == other.token_ids[:length]

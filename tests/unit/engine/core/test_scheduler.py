@@ -1,0 +1,150 @@
+"""What a plan holds: order, budget, admission and preemption."""
+
+from collections.abc import Callable
+
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request, Sequence, SequenceStatus
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_proto.sampling import SamplingParams
+
+SIZE = 4
+
+
+class Bench:
+    """A scheduler that is stepped by hand; every token drawn is 9."""
+
+    def __init__(self, device: int = 100, host: int = 0, **limits: int) -> None:
+        self.memory = KVCacheManager(KVCacheConfig(SIZE, device, host), prefix_caching=False)
+        self.scheduler = Scheduler(SchedulerConfig(max_model_len=400, **limits), self.memory)
+
+    def add(self, request_id: str, prompt: int, max_tokens: int = 16) -> Sequence:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add_request(Request(request_id, [1] * prompt, params))
+        return self.sequences(request_id)[0]
+
+    def sequences(self, request_id: str) -> list[Sequence]:
+        group = self.scheduler._registry.group(request_id)
+        return list(group.sequences.values()) if group else []
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule()
+        self.scheduler.update_from_output(plan, ModelOutput({d.sequence_id: 9 for c in plan.chunks for d in c.draws}))
+        return plan
+
+    def step_until(self, condition: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
+        for _ in range(200):
+            if condition(plan := self.step()):
+                return plan
+        raise AssertionError("it never happened")
+
+
+def preempted(plan: SchedulerOutput) -> bool:
+    return plan.num_preempted > 0
+
+
+def lengths(plan: SchedulerOutput) -> list[tuple[int, int]]:
+    return [(chunk.sequence_id, len(chunk.token_ids)) for chunk in plan.chunks]
+
+
+def test_decodes_come_before_a_long_prompt_which_takes_what_is_left_of_the_budget() -> None:
+    bench = Bench(max_num_batched_tokens=10)
+    bench.add("a", 3)
+    bench.add("b", 4)
+    assert lengths(bench.step()) == [(0, 3), (1, 4)]
+    bench.add("long", 25)
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    assert lengths(bench.step()) == [(0, 1), (1, 1), (2, 8)]
+    last = bench.step()
+    assert lengths(last) == [(0, 1), (1, 1), (2, 1)]
+    assert last.chunks[2].draws, "the last token of the prompt draws the first of the output"
+
+
+def test_a_chunk_that_does_not_reach_the_end_draws_nothing() -> None:
+    bench = Bench(max_num_batched_tokens=10)
+    bench.add("a", 25)
+    assert [bool(bench.step().chunks[0].draws) for _ in range(3)] == [False, False, True]
+
+
+def test_a_prompt_is_admitted_only_when_all_of_it_fits() -> None:
+    bench = Bench(device=11, max_num_batched_tokens=8)
+    bench.add("a", 16, max_tokens=2)
+    bench.step()
+    late = bench.add("b", 24, max_tokens=2)
+    bench.step()
+    assert late.status is SequenceStatus.WAITING
+    bench.step()
+    bench.step()
+    assert late.status is SequenceStatus.RUNNING
+
+
+def test_the_newest_gives_way_and_nothing_is_admitted_in_that_step() -> None:
+    bench = Bench(device=10, host=20)
+    one, two = bench.add("one", 15), bench.add("two", 13)
+    bench.step()
+    waiting = bench.add("three", 1)
+    plan = bench.step_until(preempted)
+    assert (one.status, two.status, waiting.status) == (
+        SequenceStatus.RUNNING,
+        SequenceStatus.SWAPPED,
+        SequenceStatus.WAITING,
+    )
+    assert [chunk.sequence_id for chunk in plan.chunks] == [one.id]
+    bench.step()
+    assert waiting.status is SequenceStatus.WAITING, "admitted although a sequence is swapped out"
+
+
+def test_swap_is_preferred_while_the_host_has_room() -> None:
+    for host, expected in ((20, SequenceStatus.SWAPPED), (2, SequenceStatus.PREEMPTED), (0, SequenceStatus.PREEMPTED)):
+        bench = Bench(device=10, host=host)
+        bench.add("one", 15)
+        two = bench.add("two", 13)
+        bench.step_until(preempted)
+        assert two.status is expected
+
+
+def test_a_preempted_sequence_is_the_next_to_run() -> None:
+    bench = Bench(device=10, max_num_seqs=2)
+    bench.add("one", 15, max_tokens=12)
+    two = bench.add("two", 13)
+    bench.add("three", 1)
+    bench.step_until(preempted)
+    assert bench.scheduler.preempted.first() is two
+
+
+def test_of_two_victims_the_older_comes_back_first() -> None:
+    bench = Bench(device=14, host=40)
+    sequences = [bench.add(str(index), 15, max_tokens=30) for index in range(3)]
+    bench.step_until(lambda _: len(bench.scheduler.swapped) == 2)
+    assert list(bench.scheduler.swapped) == sequences[1:]
+
+
+def test_a_prompt_that_takes_the_whole_pool_runs_when_it_is_alone() -> None:
+    bench = Bench(device=9)
+    sequence = bench.add("a", 31, max_tokens=1)
+    bench.step()
+    assert sequence.status is SequenceStatus.FINISHED
+
+
+def test_a_step_that_copies_out_copies_nothing_in() -> None:
+    bench = Bench(device=12, host=40, max_num_batched_tokens=16)
+    for index in range(6):
+        bench.add(str(index), 7, max_tokens=30)
+    seen_in = seen_out = 0
+    for _ in range(500):
+        plan = bench.step()
+        assert not (plan.blocks_to_swap_in and plan.blocks_to_swap_out)
+        seen_in, seen_out = seen_in + len(plan.blocks_to_swap_in), seen_out + len(plan.blocks_to_swap_out)
+    assert not bench.scheduler.has_work
+    assert seen_in
+    assert seen_out
+
+
+def test_a_sequence_ends_at_the_models_length() -> None:
+    bench = Bench(device=200)
+    sequence = bench.add("a", 390, max_tokens=10)
+    bench.step_until(lambda _: not bench.scheduler.has_work)
+    assert sequence.num_tokens == 400

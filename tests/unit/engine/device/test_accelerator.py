@@ -1,0 +1,105 @@
+"""A device, a dtype or what a device computes with that cannot be had is said in one sentence, and each thread computes
+on the engine's device.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.checkpoint.weights import LoadOptions, resolve_dtype
+from quire_engine.config import EngineArgs, ExecutorConfig
+from quire_engine.device.accelerator import inference_on, resolve_device
+from quire_engine.errors import ModelError
+from quire_engine.models.loader import load_model, read_model_config
+from quire_engine.worker.model_runner import load_model_and_attention
+from transformers import GPT2Config
+
+CUDA = torch.device("cuda", 0)
+DEMO = Path(__file__).parents[4] / "demo" / "model"
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ModelError, match=r"^The device is set to cuda, and no GPU can be used here\.$"):
+        resolve_device("cuda")
+
+
+def test_auto_is_the_current_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda", 3)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+def test_a_gpu_that_is_there_and_cannot_be_used_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise RuntimeError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might ..."
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", refuse)
+    for name in ("auto", "cuda"):
+        with pytest.raises(ModelError, match=r"^The GPU cannot be used: CUDA error: [^\n]* unavailable; --device cpu"):
+            resolve_device(name)
+    assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_bfloat16_is_refused_on_gpus_without_it(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolve_dtype("float16", torch.bfloat16, CUDA) == resolve_dtype("auto", torch.float16, CUDA) == torch.float16
+    for name, stored in (("bfloat16", torch.float32), ("auto", torch.bfloat16)):
+        if capability >= (8, 0):
+            assert resolve_dtype(name, stored, CUDA) == torch.bfloat16
+        else:
+            with pytest.raises(
+                ModelError, match=r"^This GPU cannot compute in bfloat16; use --dtype float16 or float32\.$"
+            ):
+                resolve_dtype(name, stored, CUDA)
+
+
+def test_computing_is_inference_on_that_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[object] = []
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            self._device = device
+
+        def __enter__(self) -> None:
+            entered.append(self._device)
+
+        def __exit__(self, *_: object) -> None:
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    with inference_on(torch.device("cpu")):
+        assert torch.is_inference_mode_enabled()
+    assert not entered
+    with inference_on(CUDA):
+        assert torch.is_inference_mode_enabled()
+    assert entered == [CUDA, None]
+
+
+# Before weights are read
+
+
+def test_an_attention_that_cannot_be_is_refused_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.models.loader.Llama", lambda *_: pytest.fail("weights were read"))
+    config = EngineArgs(model=DEMO)
+    for attention, complaint in (("flashinfer", "flashinfer does not run on the CPU"), ("flush", "'flush' does not")):
+        with pytest.raises(ModelError, match=complaint):
+            load_model_and_attention(
+                config.model_copy(update={"attention": attention}), read_model_config(DEMO), torch.device("cpu")
+            )
+
+
+def test_a_model_that_runs_through_transformers_is_not_deterministic_and_says_so(tmp_path: Path) -> None:
+    """There are no weights in the folder: nobody has looked for them."""
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    options = LoadOptions(ExecutorConfig(deterministic=True))
+    with pytest.raises(
+        ModelError, match=r"^--deterministic is for models .*, and GPT2LMHeadModel runs through transformers\.$"
+    ):
+        load_model(read_model_config(tmp_path), tmp_path, options)

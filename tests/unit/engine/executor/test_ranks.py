@@ -1,0 +1,569 @@
+"""What ranks say to each other arrives as it was sent or not at all; what they share is all of the model, once; and
+whether they have parted is known.
+"""
+
+import json
+import logging
+import os
+import socket
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from quire_engine.attention.base import AttentionBatch
+from quire_engine.checkpoint.config import DecoderConfig, MoEConfig
+from quire_engine.checkpoint.weights import Checkpoint
+from quire_engine.config import EngineArgs
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.step import PLACEHOLDER_TOKEN_ID, ScheduledChunk
+from quire_engine.distributed.communicator import Communicator, TensorParallelGroup, largest_shard_size, shard
+from quire_engine.errors import ModelError
+from quire_engine.executor import rank_worker as checks
+from quire_engine.executor import rpc as wire
+from quire_engine.executor.multiproc import compute_rank_cache_sizes, with_all_ranks_bytes
+from quire_engine.executor.rank_processes import RankFailure, RankFailureTracker
+from quire_engine.executor.rank_worker import RankSettings, check_tensor_parallel_size
+from quire_engine.executor.rpc import (
+    MessageError,
+    RpcMessage,
+    batch_from_arrays,
+    batch_to_arrays,
+    copies_from_arrays,
+    copies_to_arrays,
+    json_from_array,
+    json_to_array,
+    receive,
+    rows_from_arrays,
+    send,
+)
+from quire_engine.models.transformers_backend import TransformersConfig
+from quire_engine.worker.input_batch import ModelInput, prepare_inputs
+from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, compute_cache_sizes
+from safetensors.torch import save_file
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank that talks to nobody."""
+
+    rank: int
+    size: int
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    join = sum
+
+
+def places(size: int) -> list[Communicator]:
+    return [Place(rank, size) for rank in range(size)]
+
+
+# Shares
+
+
+@given(total=st.integers(0, 200), size=st.integers(1, 9))
+def test_the_shares_of_all_ranks_are_everything_once_and_in_order(total: int, size: int) -> None:
+    shares = [range(total)[shard(total, one)] for one in places(size)]
+    assert [each for part in shares for each in part] == list(range(total))
+    assert max(map(len, shares)) == len(shares[0]) == largest_shard_size(total, places(size)[0])
+
+
+@given(rows=st.integers(1, 12), columns=st.integers(1, 12), size=st.integers(1, 5), divided=st.integers(0, 1))
+def test_ranks_read_parts_that_make_up_the_tensors(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, columns: int, size: int, divided: int
+) -> None:
+    folder = tmp_path_factory.mktemp("weights")
+    generator = torch.Generator().manual_seed(rows)
+    tensors = {name: torch.randn(count, columns, generator=generator) for name, count in (("a", rows), ("b", 3))}
+    save_file(tensors, folder / "model.safetensors")
+    shapes = [tuple(tensor.shape) for tensor in tensors.values()]
+    checkpoint = Checkpoint(folder)
+    parts = [
+        checkpoint.load_fused(["a", "b"], shapes, torch.float32, CPU, ranks=one, divided=divided)
+        for one in places(size)
+    ]
+    if divided == 1:
+        assert torch.equal(torch.cat(parts, 1), torch.cat(list(tensors.values())))
+        return
+    counts = [[len(range(shape[0])[shard(shape[0], one)]) for shape in shapes] for one in places(size)]
+    firsts, seconds = zip(*(part.split(count) for part, count in zip(parts, counts, strict=True)), strict=True)
+    assert torch.equal(torch.cat(firsts), tensors["a"])
+    assert torch.equal(torch.cat(seconds), tensors["b"])
+
+
+def test_only_the_ranks_part_of_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.arange(24.0).view(6, 4)}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    monkeypatch.setattr("quire_engine.checkpoint.weights.safe_open", OnlySlices)
+    part = checkpoint.load_fused(["a"], [(6, 4)], torch.float32, CPU, ranks=Place(1, 2), divided=1)
+    assert torch.equal(part, torch.arange(24.0).view(6, 4)[:, 2:])
+
+
+class OnlySlices:
+    """A safetensors file of which no tensor can be had as a whole."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        from safetensors import safe_open
+
+        self._file = safe_open(path, **options)
+
+    def __enter__(self) -> "OnlySlices":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(name)
+
+
+# The wire
+
+ARRAYS = st.lists(
+    st.tuples(st.sampled_from(["uint8", "int32", "int64"]), st.lists(st.integers(0, 255), max_size=20)).map(
+        lambda pair: np.array(pair[1], pair[0])
+    ),
+    max_size=wire.MAX_ARRAYS,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), ARRAYS), max_size=4))
+def test_messages_arrive_as_they_were_sent(messages: list[tuple[int, int, list[Any]]]) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        for kind, number, arrays in messages:
+            send(one, RpcMessage(kind, number, arrays))
+        one.close()
+        for kind, number, arrays in messages:
+            got = receive(other)
+            assert got is not None
+            assert (got.code, got.call_number) == (kind, number)
+            assert [array.dtype for array in got.arrays] == [array.dtype for array in arrays]
+            assert all(np.array_equal(*pair) for pair in zip(got.arrays, arrays, strict=True))
+        assert receive(other) is None
+
+
+def received(data: bytes) -> RpcMessage | None:
+    one, other = socket.socketpair()
+    with one, other:
+        one.sendall(data)
+        one.shutdown(socket.SHUT_WR)
+        return receive(other)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<IIQ", 1, wire.MAX_ARRAYS + 1, 1),
+        struct.pack("<IIQIQ", 1, 1, 1, 0, wire.MAX_BYTES + 1),
+        struct.pack("<IIQIQIQ", 1, 2, 1, 0, wire.MAX_BYTES, 1, 1),
+        struct.pack("<IIQIQ", 1, 1, 1, 3, 1),
+        struct.pack("<IIQIQ", 1, 1, 1, 2, 2**61),
+        b"half a head",
+    ],
+)
+def test_what_is_no_message_is_refused_before_memory_is_taken(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        received(data)
+
+
+@given(st.integers(1, 39))
+def test_a_message_that_ends_in_the_middle_is_refused(size: int) -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        send(one, RpcMessage(1, 2, [np.arange(3)]))
+        whole = other.recv(1000)
+    with pytest.raises(MessageError):
+        received(whole[:size])
+
+
+@pytest.mark.parametrize("value", [None, {"a": [1.5, "x"]}, "ü", [], 10**30])
+def test_plain_values_come_back(value: object) -> None:
+    assert json_from_array(json_to_array(value)) == value
+
+
+def test_text_that_is_no_json_is_refused() -> None:
+    with pytest.raises(MessageError):
+        json_from_array(np.frombuffer(b"{", np.uint8))
+
+
+# Calls
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> list[ScheduledChunk]:
+    made = []
+    for number in range(draw(st.integers(1, 5))):
+        start, tokens = draw(st.integers(0, 9)), draw(st.lists(st.integers(0, 999), min_size=1, max_size=9))
+        tokens[-1] = draw(st.sampled_from([tokens[-1], PLACEHOLDER_TOKEN_ID]))
+        made.append(
+            ScheduledChunk(
+                number, tokens, start, list(range(20)), prompt_logprob_targets=tokens[: draw(st.integers(0, 3))]
+            )
+        )
+    return made
+
+
+@given(chunks())
+def test_a_batch_arrives_as_it_was(chunks: list[ScheduledChunk]) -> None:
+    batch = prepare_inputs(chunks, 4).model_input
+    again = batch_from_arrays(batch_to_arrays(batch))
+    for kind, one, other in ((ModelInput, batch, again), (AttentionBatch, batch.attention, again.attention)):
+        for field in fields(kind):
+            if field.name != "attention":
+                mine, theirs = getattr(one, field.name), getattr(other, field.name)
+                assert mine.dtype == theirs.dtype
+                assert torch.equal(mine, theirs), field.name
+
+
+@given(chunks(), st.data())
+def test_a_batch_whose_parts_do_not_fit_is_refused(chunks: list[ScheduledChunk], data: st.DataObject) -> None:
+    arrays = batch_to_arrays(prepare_inputs(chunks, 4).model_input)
+    place = data.draw(st.sampled_from([0, 4, 5, 7, 8, 9]))
+    arrays[place] = np.append(arrays[place], arrays[place][:1])
+    with pytest.raises(MessageError):
+        batch_from_arrays(arrays)
+    with pytest.raises(MessageError):
+        batch_from_arrays(arrays[1:])
+
+
+COPIES = st.lists(st.builds(BlockCopy, st.integers(0, 2**40), st.integers(0, 2**40)), max_size=5)
+
+
+@given(st.tuples(COPIES, COPIES, COPIES))
+def test_copies_arrive_in_their_order(copies: Any) -> None:
+    assert copies_from_arrays(copies_to_arrays(copies)) == copies
+
+
+@pytest.mark.parametrize("arrays", [[], [np.arange(2)] * 2, [np.arange(3)] * 3, [np.arange(2, dtype=np.int32)] * 3])
+def test_copies_that_are_no_pairs_are_refused(arrays: list[Any]) -> None:
+    with pytest.raises(MessageError):
+        copies_from_arrays(arrays)
+
+
+def test_rows_are_one_list_of_numbers() -> None:
+    assert rows_from_arrays([np.arange(3)]).tolist() == [0, 1, 2]
+    with pytest.raises(MessageError):
+        rows_from_arrays([np.arange(3), np.arange(3)])
+
+
+# Settings and refusals
+
+CONFIG = DecoderConfig(
+    architecture="MixtralForCausalLM",
+    vocab_size=30,
+    max_length=64,
+    eos_token_ids=(2, 5),
+    model_revision="r",
+    hidden_size=16,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=2,
+    intermediate_size=24,
+    rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+    qkv_bias=False,
+    attention_output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    sliding_windows=(None, 7),
+    rope_frequencies=(0.1, 1 / 3),
+    rope_scale=1.0,
+    moe=MoEConfig(4, 2, 24, True, False, (True, True)),
+)
+SETTINGS = RankSettings(
+    EngineArgs(model=Path("/models/m"), tensor_parallel_size=2, quantization="int8", deterministic=True),
+    CONFIG,
+    device="cpu",
+    threads=1,
+    store=Path("/tmp/s"),
+)
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, moe=None)])
+def test_settings_arrive_as_they_were(config: DecoderConfig) -> None:
+    settings = replace(SETTINGS, config=config)
+    again = RankSettings.from_plain(json.loads(json.dumps(settings.to_plain())))
+    assert again == settings
+
+
+def test_each_rank_has_a_gpu_of_its_own_and_all_share_the_cpu() -> None:
+    on_gpu = replace(SETTINGS, device="cuda:0")
+    assert [str(on_gpu.device_for(rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert str(replace(on_gpu, device="cuda:3", engine=EngineArgs(model=Path("/models/m"))).device_for(0)) == "cuda:3"
+    assert [str(SETTINGS.device_for(rank)) for rank in range(2)] == ["cpu", "cpu"]
+
+
+def refused(config: Any, size: int, device: torch.device = CPU) -> str:
+    with pytest.raises(ModelError) as caught:
+        check_tensor_parallel_size(config, size, device)
+    text = str(caught.value)
+    assert text.startswith(f"The tensor parallel size is {size}, ")
+    assert text.endswith(".")
+    return text
+
+
+def test_a_size_that_does_not_divide_the_model_is_refused() -> None:
+    dense = replace(CONFIG, moe=None)
+    assert "8 attention heads" in refused(CONFIG, 3)
+    assert "4 KV heads" in refused(CONFIG, 8)
+    assert "21 inner numbers" in refused(replace(dense, intermediate_size=21), 2)
+    mixed = MoEConfig(4, 2, 24, True, False, (True, False))
+    assert "21 inner numbers" in refused(replace(dense, intermediate_size=21, moe=mixed), 2)
+    for size in (1, 2, 4):
+        check_tensor_parallel_size(replace(CONFIG, intermediate_size=21), size, CPU)
+
+
+def test_models_of_transformers_are_not_divided() -> None:
+    config = TransformersConfig("GPT2LMHeadModel", 30, 64, (2,), "r", hf_config=None, model_class=None)
+    assert "GPT2LMHeadModel" in refused(config, 2)
+    check_tensor_parallel_size(config, 1, CPU)
+
+
+def test_there_must_be_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_tensor_parallel_size(CONFIG, 2, torch.device("cuda:0"))
+    assert "2 GPUs" in refused(CONFIG, 4, torch.device("cuda:0"))
+
+
+def test_more_ranks_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(checks, "usable_cores", lambda: 2)
+    with caplog.at_level(logging.WARNING):
+        check_tensor_parallel_size(CONFIG, 2, CPU)
+        assert not caplog.records
+        check_tensor_parallel_size(CONFIG, 4, CPU)
+    assert "4 ranks share 2 cores" in caplog.text
+
+
+# Memory
+
+MEASURED = MemoryProfile(
+    limit=10 * GIB,
+    source="the container's limit",
+    dedicated=True,
+    used_before=GIB // 4,
+    used_loaded=GIB,
+    available=9 * GIB,
+    peak=GIB + GIB // 2,
+    growth_reserve=GIB // 8,
+)
+SMALLEST = CacheSizes(1 << 20, 0)
+
+
+def test_one_rank_decides_as_if_there_were_no_others() -> None:
+    request = CacheBudget(None, GIB)
+    assert compute_rank_cache_sizes(request, [MEASURED], SMALLEST) == (
+        compute_cache_sizes(request, MEASURED, SMALLEST),
+        MEASURED,
+    )
+
+
+def test_blocks_are_counted_with_all_of_their_parts_in_one_memory() -> None:
+    capacity = KVCacheConfig(16, 100, 10, 64)
+    assert with_all_ranks_bytes(capacity, [MEASURED] * 4) == KVCacheConfig(16, 100, 10, 256)
+    assert (
+        with_all_ranks_bytes(capacity, [MEASURED])
+        == with_all_ranks_bytes(capacity, [replace(MEASURED, host_available=1)] * 4)
+        == capacity
+    )
+
+
+@given(size=st.integers(2, 4), swap=st.integers(0, 4 * GIB))
+def test_ranks_of_one_memory_stay_within_it_together(size: int, swap: int) -> None:
+    pools, whole = compute_rank_cache_sizes(CacheBudget(None, swap), [MEASURED] * size, SMALLEST)
+    taken = size * (MEASURED.used_without_cache + pools.kv_cache_bytes + pools.swap_bytes)
+    assert 0.89 * whole.limit < taken <= 0.9 * whole.limit
+    assert size * pools.swap_bytes <= swap
+
+
+def test_a_given_size_is_for_all_ranks_of_one_memory() -> None:
+    measures = [replace(MEASURED, peak=None)] * 2
+    assert compute_rank_cache_sizes(CacheBudget(4 * GIB, GIB), measures, SMALLEST)[0] == CacheSizes(2 * GIB, GIB // 2)
+    with pytest.raises(ModelError, match="no memory for a KV pool"):
+        compute_rank_cache_sizes(CacheBudget(9 * GIB, 0), measures, SMALLEST)
+
+
+def test_the_fullest_gpu_decides_for_all() -> None:
+    roomy = replace(MEASURED, host_available=8 * GIB, growth_reserve=0)
+    full = replace(roomy, used_loaded=4 * GIB, available=6 * GIB, peak=4 * GIB)
+    request = CacheBudget(None, 6 * GIB)
+    pools, fullest = compute_rank_cache_sizes(request, [roomy, full], SMALLEST)
+    assert fullest.used_loaded == full.used_loaded
+    assert pools == CacheSizes(compute_cache_sizes(request, full, SMALLEST).kv_cache_bytes, 3 * GIB)
+    assert compute_rank_cache_sizes(CacheBudget(GIB, 0), [roomy, full], SMALLEST)[0] == CacheSizes(GIB, 0)
+
+
+# Accord
+
+
+def failure(number: int, collectives: int = 0, **more: Any) -> RankFailure:
+    return RankFailure(number, collectives, "it broke", **more)
+
+
+def test_a_failure_of_all_ranks_in_one_place_is_settled() -> None:
+    accord = RankFailureTracker(2)
+    number = accord.begin_call()
+    accord.record_remote_failure(1, failure(number, 3))
+    assert (accord.all_failed_alike, accord.divergence) == (False, None)
+    assert "Rank 1 failed" in str(accord.suspected_failure)
+    accord.record_failure(3, "it broke here")
+    assert not accord.all_failed_alike
+    accord.record_remote_failure(2, failure(number, 3))
+    assert (accord.all_failed_alike, accord.divergence, accord.suspected_failure) == (True, None, None)
+    accord.begin_call()
+    assert (accord.all_failed_alike, accord.divergence, accord.suspected_failure) == (False, None, None)
+
+
+def test_ranks_that_fail_in_different_places_have_parted() -> None:
+    accord = RankFailureTracker(1)
+    accord.record_remote_failure(1, failure(accord.begin_call(), 2))
+    accord.record_failure(3, "it broke here")
+    assert not accord.all_failed_alike
+    assert accord.divergence == "Rank 1 failed in another place than rank 0: it broke."
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_fails_where_rank_0_did_not_has_parted(late: bool) -> None:
+    accord = RankFailureTracker(1)
+    number = accord.begin_call()
+    accord.record_success()
+    if late:
+        accord.begin_call()
+    accord.record_remote_failure(1, failure(number))
+    assert accord.divergence == "Rank 1 failed in a step that rank 0 computed: it broke."
+
+
+def test_rank_0_failing_alone_is_a_doubt_until_the_others_have_failed_too() -> None:
+    accord = RankFailureTracker(1)
+    accord.begin_call()
+    accord.record_failure(0, "it broke here")
+    assert accord.suspected_failure == "Rank 0 failed in a step in which other ranks did not: it broke here."
+    assert accord.divergence is None
+
+
+def test_a_sentence_for_the_user_is_kept_as_it_is() -> None:
+    accord = RankFailureTracker(1)
+    accord.record_remote_failure(1, RankFailure(accord.begin_call(), 0, "There is no memory.", user_error=True))
+    assert accord.divergence == "There is no memory."
+
+
+# The group
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def groups(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """All ends of one group, in threads of this process."""
+    store = tmp_path_factory.mktemp("group") / "store"
+    made = [TensorParallelGroup(rank, request.param, CPU, ordered=True) for rank in range(request.param)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            patch.setenv(name, "lo")
+        each(made, lambda group: group.connect(store))
+    yield made
+    for group in made:
+        group.close()
+
+
+def each(groups: list[TensorParallelGroup], work: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [future.result(60) for future in [pool.submit(work, group) for group in groups]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_the_same_on_all_ranks_and_at_all_places(
+    groups: list[TensorParallelGroup], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(7, 13, generator=generator).to(dtype) for _ in groups]
+    expected = parts[0].float()
+    for part in parts[1:]:
+        expected = expected + part.float()
+    made = each(groups, lambda group: group.all_reduce(parts[group.rank].clone()))
+    assert all(torch.equal(one, expected.to(dtype)) for one in made)
+    alone = each(groups, lambda group: group.all_reduce(parts[group.rank][5:6].clone()))
+    assert all(torch.equal(one, expected[5:6].to(dtype)) for one in alone)
+
+
+def test_rank_0_gets_the_parts_side_by_side(groups: list[TensorParallelGroup]) -> None:
+    parts = [torch.full((4, 2), float(group.rank)) for group in groups]
+    made = each(groups, lambda group: group.gather(parts[group.rank]))
+    assert torch.equal(made[0], torch.cat(parts, 1))
+    assert all(torch.equal(one, part) for one, part in zip(made[1:], parts[1:], strict=True))
+
+
+def test_all_ranks_get_what_rank_0_has(groups: list[TensorParallelGroup]) -> None:
+    tensors = [torch.full((3,), 5 * group.rank + 2) for group in groups]
+    each(groups, lambda group: group.broadcast(tensors[group.rank]))
+    assert all(tensor.tolist() == [2, 2, 2] for tensor in tensors)
+
+
+def test_what_was_begun_is_counted(groups: list[TensorParallelGroup]) -> None:
+    before = [group.num_collectives for group in groups]
+    each(groups, lambda group: group.gather(group.all_reduce(torch.ones(1, 2))))
+    assert [group.num_collectives - count for group, count in zip(groups, before, strict=True)] == [2] * len(groups)
+
+
+class Nccl:
+    """What the group uses of torch's ``ProcessGroupNCCL``, as it behaves: it makes its communicator, and chooses
+    the interface for it, at the first exchange; and an orderly shutdown waits for the other ranks.
+    """
+
+    def __init__(self, store: object, rank: int, size: int, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self.interface: str | None = None
+        self.ended: list[str] = []
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> "Nccl":
+        self.interface = self.interface or os.environ.get("NCCL_SOCKET_IFNAME", "the default route's")
+        return self
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[TensorParallelGroup, Nccl]:
+    """A rank's end of a group of two GPUs, and what it is connected through."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="cpu"))
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    group = TensorParallelGroup(0, 2, torch.device("cuda", 0), ordered=False)
+    group.connect(tmp_path / "store")
+    return group, group._process_group
+
+
+def test_nccl_listens_on_the_loopback_interface_alone(on_cuda: tuple[TensorParallelGroup, Nccl]) -> None:
+    assert on_cuda[1].interface == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rank_that_hangs_on_a_gpu_is_waited_for_for_minutes(on_cuda: tuple[TensorParallelGroup, Nccl]) -> None:
+    assert timedelta(minutes=5) <= on_cuda[1].timeout <= timedelta(minutes=30)
+
+
+def test_a_group_of_gpus_whose_other_ranks_have_ended_is_left_without_waiting(
+    on_cuda: tuple[TensorParallelGroup, Nccl],
+) -> None:
+    group, nccl = on_cuda
+    group.close()
+    group.close()
+    assert nccl.ended == ["abort"]

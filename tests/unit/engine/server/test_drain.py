@@ -1,0 +1,170 @@
+"""How an engine's service ends: it serves on while others learn that it leaves, and waits for nothing in vain."""
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from quire.v1 import engine_pb2, types_pb2
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.executor import ExecutorError
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import ModelOutput, SchedulerOutput
+from quire_engine.server import server as server_module
+from quire_engine.server.server import EngineServer, ServerConfig
+from quire_router.engines.connection import EngineConnection
+
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.ports import cut_off, free_port
+from tests.support.processes import fetch
+from tests.support.slow_grammars import SlowSource
+from tests.support.waiting import until
+
+CAPACITY = KVCacheConfig(4, 4000, 0)
+LONG = 600.0
+
+
+class Executor(PagedExecutor):
+    """Fails as a whole once ``broken``: then there is no core any more."""
+
+    broken = False
+
+    def execute_model(self, plan: SchedulerOutput) -> ModelOutput:
+        if self.broken:
+            raise ExecutorError("a block copy failed")
+        return super().execute_model(plan)
+
+
+class Served:
+    """An engine's service in this process, with a router's link to it."""
+
+    def __init__(self, *, shutdown_delay: float) -> None:
+        self.executor = Executor(CAPACITY)
+        self.port, self.metrics_port = free_port(), free_port()
+        config = ServerConfig(
+            host="127.0.0.1",
+            port=self.port,
+            metrics_port=self.metrics_port,
+            tls=None,
+            session_grace=5,
+            shutdown_delay=shutdown_delay,
+            shutdown_timeout=LONG,
+            stall_timeout=60,
+            trace_step_interval=1000,
+            tracing=False,
+        )
+        scheduler = Scheduler(SchedulerConfig(max_model_len=4000, vocab_size=VOCAB_SIZE), KVCacheManager(CAPACITY))
+        description = engine_pb2.DescribeResponse(served_model_names=["m"], max_model_len=4000, vocab_size=VOCAB_SIZE)
+        self.server = EngineServer(config, self.executor, scheduler, description, SlowSource())
+        self.serving = self.server.serve()
+        self.load = engine_pb2.Load()
+        self.link = EngineConnection(f"127.0.0.1:{self.port}", on_load=self.load.CopyFrom)
+
+    async def probes(self) -> list[int]:
+        pages = ("/started", "/ready", "/live")
+        return [(await asyncio.to_thread(fetch, self.metrics_port, page))[0] for page in pages]
+
+    async def tokens(self, request_id: str, count: int) -> list[int]:
+        sampling = types_pb2.SamplingParams(max_tokens=count, ignore_eos=True)
+        outputs = self.link.submit(
+            engine_pb2.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=sampling)
+        )
+        return [token async for output in outputs for token in output.token_ids]
+
+
+@asynccontextmanager
+async def served(*, shutdown_delay: float = 0.0) -> AsyncIterator[tuple[Served, asyncio.Task[None]]]:
+    """One that is ready, and the task that ends with it."""
+    engine = Served(shutdown_delay=shutdown_delay)
+    serving = asyncio.create_task(engine.serving)
+    engine.link.start()
+    try:
+        await until(lambda: engine.link.ready)
+        yield engine, serving
+    finally:
+        await engine.link.close()
+        while not serving.done():
+            signal.raise_signal(signal.SIGTERM)  # the second ends the first stage
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await asyncio.wait([serving])
+
+
+async def test_an_engine_that_leaves_serves_on_and_is_not_ready() -> None:
+    async with served(shutdown_delay=LONG) as (engine, serving):
+        assert await engine.probes() == [200, 200, 200]
+        signal.raise_signal(signal.SIGTERM)
+        await until_probes(engine, [200, 503, 200])
+        assert len(await engine.tokens("late", 4)) == 4
+        assert engine.link.ready
+        signal.raise_signal(signal.SIGINT)
+        await serving
+        assert not engine.link.ready
+
+
+async def test_who_asks_an_engine_for_a_clients_page_is_sent_to_the_router() -> None:
+    async with served() as (engine, _):
+        status, said = await asyncio.to_thread(fetch, engine.metrics_port, "/v1/models")
+
+    assert (status, "through a router" in json.loads(said)["error"]) == (404, True)
+
+
+@pytest.mark.parametrize("port", ["port", "metrics_port"])
+async def test_an_engine_whose_port_is_taken_ends_with_its_address(port: str) -> None:
+    engine = Served(shutdown_delay=0)
+    address = f"127.0.0.1:{getattr(engine, port)}"
+    with socket.create_server(("127.0.0.1", getattr(engine, port))), pytest.raises(OSError, match=address):
+        await engine.serving
+
+
+async def test_an_engine_that_drains_ends_what_it_runs_and_takes_nothing_new() -> None:
+    async with served() as (engine, serving):
+        running = asyncio.create_task(engine.tokens("a", 300))
+        await until(lambda: engine.load.running > 0)
+        signal.raise_signal(signal.SIGTERM)
+        await until(lambda: not engine.link.ready)
+        assert len(await running) == 300
+        await serving
+
+
+@pytest.mark.parametrize("delay", [0.0, LONG])
+async def test_an_engine_whose_core_fails_while_it_leaves_waits_for_nobody(delay: float) -> None:
+    async with served(shutdown_delay=delay) as (engine, serving):
+        running = asyncio.create_task(engine.tokens("a", 3000))
+        await until(lambda: engine.load.running > 0)
+        signal.raise_signal(signal.SIGTERM)
+        engine.executor.broken = True
+        with pytest.raises(ExecutorError):
+            await serving
+        await engine.link.close()
+        await asyncio.wait([running])
+        assert running.exception() is not None
+
+
+async def until_probes(engine: Served, expected: list[int]) -> None:
+    async with asyncio.timeout(20):
+        while await engine.probes() != expected:
+            pass
+
+
+async def test_a_router_that_vanishes_without_a_word_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection stays open on the engine's side, and nothing more comes over it."""
+    monkeypatch.setattr(server_module, "KEEPALIVE_SECONDS", 0.3)
+    async with served() as (engine, _), cut_off(engine.port) as (port, dead):
+        hub = engine.server._sessions
+        vanishing = EngineConnection(f"127.0.0.1:{port}")
+        vanishing.start()
+        try:
+            await until(lambda: vanishing.ready)
+            await asyncio.sleep(1.0)
+            assert vanishing.session.id in hub._sessions  # one that is there answers
+            dead.set()
+            await until(lambda: vanishing.session.id not in hub._sessions)
+            assert engine.link.ready
+        finally:
+            await vanishing.close()

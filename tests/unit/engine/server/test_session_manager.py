@@ -1,0 +1,632 @@
+"""Sessions inside the engine: signs of life, bounds, and who hears of what."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.v1 import engine_pb2 as pb
+from quire.v1 import types_pb2 as types
+from quire_engine.core.block_pool import BlockRemoved, BlockStored, KVCacheConfig, KVCacheEvent, Tier
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import AbortRequest, AddRequest, Command, EngineCore, EngineCoreOutputs
+from quire_engine.core.executor import UNMEASURED
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.outputs import EngineCoreOutput
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.server import messages
+from quire_engine.server import session as sessions
+from quire_engine.server import session_manager as compilations
+from quire_engine.server import session_manager as hubs
+from quire_engine.server.messages import cached_to_proto, output_to_proto, request_from_proto
+from quire_engine.server.session import Session, SessionOverflowError
+from quire_engine.server.session_manager import SessionManager
+from quire_engine.server.step_time_model import StepTimeEstimator
+from quire_engine.server.tracing import TraceExporter
+from quire_proto.sampling import TokenLogprobs
+
+from tests.support.paged_executor import VOCAB_SIZE, PagedExecutor
+from tests.support.slow_grammars import EmptyGrammar, Watched
+from tests.support.waiting import until
+
+CAPACITY = KVCacheConfig(4, 40, 0)
+
+
+class Engine:
+    """A hub on a core that is stepped by hand."""
+
+    def __init__(self) -> None:
+        self.grammars = Watched()
+        spans = TraceExporter(enabled=False, step_interval=1)
+        self.hub = SessionManager(
+            7, grace=0.05, spans=spans, grammars=self.grammars.compiler, pace=StepTimeEstimator(UNMEASURED, 1)
+        )
+        config = SchedulerConfig(max_model_len=100, vocab_size=VOCAB_SIZE)
+        self.core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY)), PagedExecutor(CAPACITY), self.hub.publish)
+        self.hub.bind(self.core)
+
+    async def open(self, session_id: str, last_sequence: int = 0) -> tuple[Session, int, pb.Snapshot]:
+        opening = asyncio.create_task(self.hub.open(pb.Open(session_id=session_id, last_sequence=last_sequence)))
+        await asyncio.sleep(0)
+        self.take_commands()
+        session, number, snapshot = await opening
+        return session, number, snapshot.snapshot
+
+    def take_commands(self) -> None:
+        while not self.core._commands.empty():
+            self.core._handle_command(self.core._commands.get())
+
+    def submit(self, session: Session, request_id: str, **sampling: object) -> None:
+        params = types.SamplingParams(**{"max_tokens": 20, **sampling})
+        message = pb.Submit(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling=params)
+        self.hub.submit(session, message)
+
+    def submit_structured(self, session: Session, request_id: str, regex: str = "a+", **sampling: object) -> None:
+        self.submit(session, request_id, structured=types.Structured(regex=regex), **sampling)
+
+    async def compile(self) -> None:
+        """Lets the grammars be compiled, and the hub hear of it."""
+        self.grammars.source.release()
+        await until(lambda: not self.hub._pending_grammars._waiting)
+
+    def commands(self) -> list[Command]:
+        """What the core has been told and has not carried out."""
+        return [self.core._commands.get() for _ in range(self.core._commands.qsize())]
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.take_commands()
+            self.core.step()
+
+
+async def received(session: Session, number: int, count: int) -> list[pb.StepBatch]:
+    batches: list[pb.StepBatch] = []
+    async with asyncio.timeout(5):
+        async for batch in session.stream(number):
+            batches.append(batch)
+            if len(batches) == count:
+                break
+    return batches
+
+
+def outputs_of(batches: list[pb.StepBatch]) -> list[pb.SequenceOutput]:
+    return [output for batch in batches for output in batch.outputs]
+
+
+async def test_two_routers_may_choose_the_same_id_and_each_hears_its_own() -> None:
+    engine = Engine()
+    (one, first, _), (two, second, _) = await engine.open("one"), await engine.open("two")
+    engine.submit(one, "same")
+    engine.step(3)
+    engine.submit(two, "same")
+    engine.step(2)
+    mine = [output for batch in await received(one, first, 5) for output in batch.outputs]
+    theirs = [output for batch in await received(two, second, 3) for output in batch.outputs]
+    assert [output.position for output in mine] == [0, 1, 2, 3, 4]
+    assert [output.position for output in theirs] == [0, 1]
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from("ab"), st.integers(0, 3)),
+        st.tuples(st.just("cancel"), st.sampled_from("ab"), st.integers(0, 3)),
+        st.tuples(st.just("step"), st.integers(1, 4)),
+        st.just(("time",)),
+    ),
+    max_size=25,
+)
+
+
+@given(OPERATIONS)
+def test_what_is_told_together_is_what_is_told_step_by_step(operations: list[tuple]) -> None:
+    """Every session hears the same tokens, changes of the cache and last load, in the same order and without a gap."""
+    every_step, together = asyncio.run(heard(operations, 0.0)), asyncio.run(heard(operations, 3600.0))
+    happened = every_step.pop("all")
+    assert hashes_of(together.pop("all")) == hashes_of(happened)
+    assert sum(map(len, together.values())) <= sum(map(len, every_step.values()))
+    for name, batches in together.items():
+        whole = every_step[name]
+        assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+        assert outputs_of(batches) == outputs_of(whole)
+        assert hashes_of(batches) == hashes_of(happened)
+        assert [load_of(batch) for batch in batches[-1:]] == [load_of(batch) for batch in whole[-1:]]
+        for batch in batches:  # what a session has in progress it hears of at once
+            if batch.outputs:
+                told = [each for each in batches if each.sequence <= batch.sequence]
+                assert hashes_of(told) == hashes_of([each for each in happened if each.step <= batch.step])
+
+
+async def heard(operations: list[tuple], interval: float) -> dict[str, list[pb.StepBatch]]:
+    """The batches of two sessions, where those without requests hear every ``interval`` seconds; ``all`` are the
+    changes of the cache as the core told them.
+    """
+    happened: list[pb.StepBatch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hubs, "IDLE_UPDATE_INTERVAL", interval)
+        publish = SessionManager.publish
+
+        def note(hub: SessionManager, step: EngineCoreOutputs) -> None:
+            events = messages.events_to_proto(step.kv_events)
+            happened.append(pb.StepBatch(step=step.trace.step, kv_events=events))
+            publish(hub, step)
+
+        patch.setattr(SessionManager, "publish", note)
+        engine = Engine()
+        sessions_of = {name: (await engine.open(name))[0] for name in "ab"}
+        for kind, *rest in operations:
+            if kind == "submit":
+                message = pb.Submit(request_id=f"r{rest[1]}", prompt_token_ids=[rest[1], *range(9)])
+                message.sampling.max_tokens = 3
+                engine.hub.submit(sessions_of[rest[0]], message)
+            elif kind == "cancel":
+                engine.hub.cancel(sessions_of[rest[0]], f"r{rest[1]}")
+            elif kind == "step":
+                engine.step(*rest)
+            else:
+                engine.hub._update_idle_sessions()
+        engine.hub._update_idle_sessions()
+        return {"all": happened, **{name: list(session._unacknowledged) for name, session in sessions_of.items()}}
+
+
+def load_of(batch: pb.StepBatch) -> tuple[int, ...]:
+    load = batch.load
+    return load.running, load.waiting, load.blocks_free, load.uncomputed_tokens
+
+
+def hashes_of(batches: list[pb.StepBatch]) -> list[tuple[str, int, bytes]]:
+    return [
+        (event.WhichOneof("event"), changed.tier, name)
+        for batch in batches
+        for event in batch.kv_events
+        for changed in (event.stored if event.HasField("stored") else event.removed,)
+        for name in changed.block_hashes
+    ]
+
+
+async def test_a_session_without_requests_hears_of_many_steps_at_once_and_one_with_requests_of_each() -> None:
+    engine = Engine()
+    (busy, _, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
+    engine.submit(busy, "r", max_tokens=20)
+    engine.step(10)
+    assert (busy.sequence, idle.sequence) == (10, 1)  # of the first at once
+    await until(lambda: idle.sequence == 2)
+    assert idle._unacknowledged[-1].step == busy._unacknowledged[-1].step
+    assert idle._unacknowledged[-1].load == busy._unacknowledged[-1].load
+    await asyncio.sleep(hubs.IDLE_UPDATE_INTERVAL)
+    assert idle.sequence == 2  # nothing is told without news
+    engine.submit(idle, "s", max_tokens=20)
+    engine.step(3)
+    assert idle.sequence == 5
+
+
+async def test_tokens_are_handed_over_even_when_tracing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the tracer is broken")
+
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r")
+    monkeypatch.setattr(TraceExporter, "on_step", fail)
+    with pytest.raises(RuntimeError, match="tracer"):
+        engine.step()
+    (batch,) = await received(session, number, 1)
+    assert len(batch.outputs[0].token_ids) == 1
+
+
+async def test_a_waiting_session_gets_signs_of_life_and_an_idle_one_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hubs, "HEARTBEAT_INTERVAL", 0.01)
+    engine = Engine()
+    (busy, number, _), (idle, _, _) = await engine.open("busy"), await engine.open("idle")
+    engine.submit(busy, "r")
+    beating = asyncio.create_task(engine.hub.send_heartbeats())
+    batches = await received(busy, number, 3)
+    beating.cancel()
+    assert [(batch.sequence, batch.step, len(batch.outputs)) for batch in batches] == [(1, 0, 0), (2, 0, 0), (3, 0, 0)]
+    assert idle.sequence == 0
+
+
+async def test_a_broken_stream_is_replayed_after_what_was_acknowledged() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r")
+    engine.step(5)
+    session.acknowledge(2)
+    engine.hub.detach(session, number)
+    again, number, snapshot = await engine.open("s", last_sequence=3)
+    assert again is session
+    assert (snapshot.resumed, snapshot.sequence) == (True, 3)
+    assert [batch.sequence for batch in await received(session, number, 2)] == [4, 5]
+
+
+async def test_a_session_with_unread_ends_is_kept_for_the_grace() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r")
+    engine.step(25)
+    assert not session.requests
+    engine.hub.detach(session, number)
+    _, _, snapshot = await engine.open("s", last_sequence=4)
+    assert snapshot.resumed
+
+
+async def test_a_session_that_stays_away_is_closed_and_its_requests_aborted() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r")
+    engine.step(2)
+    engine.hub.detach(session, number)
+    await asyncio.sleep(0.2)
+    engine.step()
+    assert not engine.core.scheduler.has_work
+    _, _, snapshot = await engine.open("s", last_sequence=2)
+    assert not snapshot.resumed
+
+
+async def test_an_id_can_be_submitted_again_while_its_last_use_is_still_ending() -> None:
+    engine = Engine()
+    old, _, _ = await engine.open("s")
+    engine.submit(old, "r")
+    engine.step(2)
+    new, number, _ = await engine.open("s")
+    engine.submit(new, "r")
+    engine.step(20)
+    outputs = [output for batch in await received(new, number, 20) for output in batch.outputs]
+    assert [output.position for output in outputs if output.token_ids] == list(range(20))
+    assert outputs[-1].finish_reason
+
+
+@pytest.mark.parametrize("bound", ["MAX_UNACKNOWLEDGED", "MAX_UNACKNOWLEDGED_BYTES"])
+async def test_what_is_kept_for_a_router_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(sessions, bound, 3)
+    session = Session("s", 1)
+
+    def publish(times: int) -> None:
+        for _ in range(times):
+            session.publish(1, [pb.SequenceOutput(request_id="r", token_ids=[1])], pb.Load(), [])
+
+    with pytest.raises(SessionOverflowError):
+        publish(10)
+    session.acknowledge(session.sequence)
+    session.publish(1, [], pb.Load(), [])
+
+
+async def test_an_acknowledgement_from_the_future_harms_only_its_sender() -> None:
+    session = Session("s", 1)
+    number = session.attach()
+    session.publish(1, [], pb.Load(), [])
+    session.acknowledge(10**9)
+    session.publish(2, [], pb.Load(), [])
+    assert [batch.step for batch in await received(session, number, 1)] == [2]
+
+
+# Pace and drain
+
+
+async def test_the_load_says_how_fast_the_engine_is_once_it_is_warm() -> None:
+    engine = Engine()
+    session, number, snapshot = await engine.open("s")
+    assert not snapshot.load.HasField("pace")
+    for name in "abcdefg":
+        engine.submit(session, name, max_tokens=2)
+        engine.step(2)
+    batches = await received(session, number, 14)
+    assert not any(batch.load.HasField("pace") for batch in batches[:8]), "the first prompts cost more than later ones"
+    pace = batches[-1].load.pace
+    assert pace.step_seconds + pace.token_seconds + pace.sequence_seconds > 0
+    assert pace.host_block_seconds == 1 / UNMEASURED.bytes_per_second
+    _, _, later = await engine.open("later")
+    assert later.load.HasField("pace")
+
+
+async def test_every_session_hears_at_once_that_the_engine_drains_and_later_ones_hear_it_first() -> None:
+    engine = Engine()
+    (busy, number, snapshot), (idle, other, _) = await engine.open("busy"), await engine.open("idle")
+    assert not snapshot.draining
+    engine.submit(busy, "r", max_tokens=2)
+    engine.step()
+    engine.hub.drain()
+    engine.step()
+    for batches in (await received(busy, number, 3), await received(idle, other, 3)):
+        assert [(batch.step > 0, batch.draining) for batch in batches] == [(True, False), (False, True), (True, True)]
+    _, _, again = await engine.open("busy", last_sequence=2)
+    _, _, late = await engine.open("late")
+    assert (again.resumed, again.draining, late.resumed, late.draining) == (True, True, False, True)
+
+
+def test_what_a_long_step_is_split_into_says_of_each_part_that_the_engine_drains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 10)
+    session = Session("s", 1, draining=True)
+    session.publish(1, [pb.SequenceOutput(request_id=f"request-{index}") for index in range(5)], pb.Load(), [])
+    assert [batch.draining for batch in session._unacknowledged] == [True] * 5
+
+
+# Several choices
+
+
+async def test_each_choice_is_told_under_its_index_and_the_request_lives_until_the_last_has_ended() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit(session, "r", n=3, max_tokens=4)
+    engine.step(2)
+    engine.hub.cancel(session, "r", (1,))
+    engine.step(1)
+    assert session.requests
+    engine.step(2)
+    assert not session.requests
+    outputs = outputs_of(await received(session, number, 5))
+    ends = {output.index: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {
+        0: types.FINISH_REASON_LENGTH, 1: types.FINISH_REASON_ABORT, 2: types.FINISH_REASON_LENGTH,
+    }  # fmt: skip
+    for index in (0, 2):
+        told = [output.position for output in outputs if output.index == index and output.token_ids]
+        assert told == [0, 1, 2, 3]
+
+
+def test_a_submit_is_read_with_its_deliveries_and_its_priority() -> None:
+    message = pb.Submit(request_id="r", prompt_token_ids=[1], priority=-3)
+    message.delivered.add(index=1, token_ids=[4, 5], finished=True)
+    request = request_from_proto(message, "7")
+    (delivered,) = request.resumed_outputs
+    assert (delivered.index, delivered.token_ids, delivered.finished) == (1, (4, 5), True)
+    assert request.priority == -3
+
+
+def test_an_output_is_told_whole() -> None:
+    scored = TokenLogprobs(-0.5, ((3, -0.25), (4, -0.5)))
+    output = EngineCoreOutput("k", [4], position=2, index=1, logprobs=[scored], score=-1.5)
+    (message,) = output_to_proto(output, "r")
+    (told,) = message.logprobs
+    assert (message.request_id, message.index, message.position, message.score) == ("r", 1, 2, -1.5)
+    assert (told.logprob, list(told.top_token_ids), list(told.top_logprobs)) == (-0.5, [3, 4], [-0.25, -0.5])
+    assert not output_to_proto(EngineCoreOutput("k", [4]), "r")[0].HasField("score")
+
+
+async def test_what_is_told_of_a_long_prompt_comes_in_pieces_and_no_message_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "PROMPT_PIECE", 100)
+    monkeypatch.setattr(sessions, "MAX_BATCH_BYTES", 4096)
+    told = [TokenLogprobs(-float(position), ((position, -1.0),)) for position in range(1, 1051)]
+    output = EngineCoreOutput("k", [9], prompt_logprobs=told, prompt_position=1)
+    pieces = output_to_proto(output, "r")
+    assert [list(piece.token_ids) for piece in pieces] == [[]] * 10 + [[9]]
+    session = Session("s", 1)
+    number = session.attach()
+    stored = [pb.KvEvent(stored=pb.KvStored(block_hashes=[b"x"]))]
+    session.publish(5, [*pieces, *output_to_proto(EngineCoreOutput("o", [8]), "other")], pb.Load(running=2), stored)
+    batches = await received(session, number, session.sequence)
+    assert len(batches) > 3
+    assert [batch.sequence for batch in batches] == list(range(1, len(batches) + 1))
+    assert {(batch.step, batch.load.running) for batch in batches} == {(5, 2)}
+    assert [len(batch.kv_events) for batch in batches] == [0] * (len(batches) - 1) + [1]
+    assert max(batch.ByteSize() for batch in batches) < 5000
+    positions = [
+        output.prompt_position + offset
+        for output in outputs_of(batches)
+        for offset, each in enumerate(output.prompt_logprobs)
+        if each.logprob == -(output.prompt_position + offset)
+    ]
+    assert positions == list(range(1, 1051))
+
+
+def change(came: bool, name: bytes, tier: Tier) -> KVCacheEvent:
+    return BlockStored(name, tier) if came else BlockRemoved(name, tier)
+
+
+@given(st.lists(st.builds(change, st.booleans(), st.binary(min_size=1, max_size=1), st.sampled_from(Tier))))
+def test_changes_of_the_cache_are_told_whole_and_in_their_order(changes: list[KVCacheEvent]) -> None:
+    told = []
+    for event in messages.events_to_proto(changes):
+        kind, blocks = (BlockStored, event.stored) if event.HasField("stored") else (BlockRemoved, event.removed)
+        tier = {pb.KV_TIER_DEVICE: Tier.DEVICE, pb.KV_TIER_HOST: Tier.HOST}[blocks.tier]
+        told += [kind(name, tier) for name in blocks.block_hashes]
+    assert told == changes
+
+
+def test_a_snapshot_names_what_is_cached_tier_by_tier() -> None:
+    stored = [BlockStored(b"a", Tier.HOST), BlockStored(b"b", Tier.DEVICE), BlockStored(b"c", Tier.HOST)]
+    assert [(each.tier, list(each.block_hashes)) for each in cached_to_proto(stored)] == [
+        (pb.KV_TIER_DEVICE, [b"b"]),
+        (pb.KV_TIER_HOST, [b"a", b"c"]),
+    ]
+    assert cached_to_proto([]) == []
+
+
+# Grammars
+
+
+async def test_a_request_reaches_the_core_with_its_grammar_and_others_do_not_wait_for_it() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "slow")
+    engine.submit(session, "other")
+    (other,) = engine.commands()
+    await engine.compile()
+    (slow,) = engine.commands()
+    assert isinstance(other, AddRequest)
+    assert isinstance(slow, AddRequest)
+    assert other.request.grammar is None
+    assert isinstance(slow.request.grammar, EmptyGrammar)
+    assert slow.request.grammar.structured.text == "a+"
+
+
+async def test_a_grammar_that_is_known_lets_its_request_start_at_once() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "first")
+    await engine.compile()
+    engine.grammars.source.hold()
+    engine.submit_structured(session, "second")
+    assert len(engine.commands()) == 2
+    assert engine.grammars.source.compiled == {"a+": 1}
+
+
+@pytest.mark.parametrize(
+    ("regex", "code", "param"),
+    [("bad", types.ERROR_CODE_INVALID, "regex"), ("broken", types.ERROR_CODE_INTERNAL, "")],
+)
+async def test_a_request_whose_grammar_cannot_be_had_is_refused_and_its_id_is_free(
+    regex: str, code: int, param: str
+) -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", regex)
+    await engine.compile()
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert (refusal.request_id, refusal.finish_reason) == ("r", types.FINISH_REASON_ERROR)
+    assert (refusal.error.code, refusal.error.param) == (code, param)
+    assert not session.requests
+    assert not engine.commands()
+    engine.submit(session, "r")
+    assert len(engine.commands()) == 1
+
+
+async def test_a_request_that_is_cancelled_while_its_grammar_is_compiled_ends_like_a_running_one() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    message = pb.Submit(request_id="r", prompt_token_ids=[1, 2, 3])
+    message.sampling.n = 3
+    message.sampling.structured.regex = "a+"
+    message.delivered.add(index=0, token_ids=[5, 6])
+    message.delivered.add(index=1, token_ids=[7], finished=True)
+    engine.hub.submit(session, message)
+    engine.hub.cancel(session, "r")
+    ends = outputs_of(await received(session, number, 1))
+    assert [(end.index, end.position, end.finish_reason) for end in ends] == [
+        (0, 2, types.FINISH_REASON_ABORT),
+        (2, 0, types.FINISH_REASON_ABORT),
+    ]
+    assert not session.requests
+    await told_late(engine)
+    assert not engine.commands()
+    assert session.sequence == 1
+
+
+async def told_late(engine: Engine) -> None:
+    """Lets the grammars be compiled when nobody waits for them any more."""
+    engine.grammars.source.release()
+    await until(lambda: not engine.grammars.compiler._pending)
+    await asyncio.sleep(0)
+
+
+async def test_choices_that_are_cancelled_while_the_grammar_is_compiled_are_not_run() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", n=3, max_tokens=2)
+    engine.hub.cancel(session, "r", (0, 2))
+    await engine.compile()
+    add, abort = engine.commands()
+    assert isinstance(add, AddRequest)
+    assert abort == AbortRequest(add.request.request_id, (0, 2))
+    engine.core.send(add)
+    engine.core.send(abort)
+    engine.step(2)
+    outputs = outputs_of(await received(session, number, 2))
+    reasons = {output.index: output.finish_reason for output in outputs if output.finish_reason}
+    assert reasons == {
+        0: types.FINISH_REASON_ABORT, 1: types.FINISH_REASON_LENGTH, 2: types.FINISH_REASON_ABORT,
+    }  # fmt: skip
+    assert not any(output.token_ids for output in outputs if output.index != 1)
+
+
+async def test_a_submit_that_is_repeated_while_its_grammar_is_compiled_changes_nothing() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    for _ in range(3):
+        engine.submit_structured(session, "r")
+    await engine.compile()
+    engine.submit_structured(session, "r")
+    assert len(engine.commands()) == 1
+
+
+async def test_an_id_that_was_cancelled_while_its_grammar_was_compiled_can_be_submitted_again() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r", "one")
+    engine.hub.cancel(session, "r")
+    engine.submit_structured(session, "r", "two")
+    await engine.compile()
+    (add,) = engine.commands()
+    assert isinstance(add, AddRequest)
+    assert isinstance(add.request.grammar, EmptyGrammar)
+    assert add.request.grammar.structured.text == "two"
+    engine.core.send(add)
+    engine.step(1)
+    cancelled, first = outputs_of(await received(session, number, 2))
+    assert (cancelled.finish_reason, first.finish_reason) == (types.FINISH_REASON_ABORT, 0)
+
+
+def is_closed(engine: Engine, session: Session) -> None:
+    engine.hub.close(session)
+
+
+def is_replaced(engine: Engine, session: Session) -> None:
+    engine.hub._register("s", engine.core.scheduler.get_load(), [], asyncio.get_running_loop().create_future())
+
+
+@pytest.mark.parametrize("lost", [is_closed, is_replaced])
+async def test_nothing_comes_of_a_grammar_whose_session_was_lost_meanwhile(
+    lost: Callable[[Engine, Session], None],
+) -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "r")
+    lost(engine, session)
+    await told_late(engine)
+    assert not engine.commands()
+    assert not engine.hub._live
+
+
+async def test_an_engine_that_drains_waits_for_grammars_too() -> None:
+    engine = Engine()
+    session, _, _ = await engine.open("s")
+    engine.submit_structured(session, "r", max_tokens=1)
+    engine.hub.drain()
+    drained = asyncio.create_task(engine.hub.wait_idle())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    await engine.compile()
+    engine.step(1)
+    async with asyncio.timeout(5):
+        await drained
+
+
+async def test_a_request_waits_only_so_long_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilations, "GRAMMAR_TIMEOUT_SECONDS", 0.01)
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "r")
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert refusal.error.code == types.ERROR_CODE_OVERLOADED
+    assert refusal.error.HasField("retry_after")
+    await told_late(engine)
+    assert not engine.commands()
+
+
+async def test_a_request_whose_grammar_is_one_too_many_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire_engine.structured_output.compiler.MAX_PENDING", 1)
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    engine.submit_structured(session, "first", "one")
+    engine.submit_structured(session, "second", "two")
+    (refusal,) = outputs_of(await received(session, number, 1))
+    assert (refusal.request_id, refusal.error.code) == ("second", types.ERROR_CODE_OVERLOADED)
+    assert list(session.requests) == ["first"]
+    await engine.compile()
+
+
+async def test_requests_whose_grammars_an_engine_will_not_compile_any_more_can_go_elsewhere() -> None:
+    engine = Engine()
+    session, number, _ = await engine.open("s")
+    for index in range(8):
+        engine.submit_structured(session, f"r{index}", f"regex{index}")
+    engine.grammars.compiler.close()
+    await until(lambda: not engine.hub._pending_grammars._waiting)
+    refusals = outputs_of(await received(session, number, session.sequence))
+    assert {refusal.error.code for refusal in refusals} == {types.ERROR_CODE_UNAVAILABLE}
+    assert len(refusals) + len(engine.commands()) == 8
+    assert refusals

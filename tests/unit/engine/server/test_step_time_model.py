@@ -1,0 +1,226 @@
+"""What an engine learns of its own pace agrees with the latency model that the simulated executor takes its time by."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_engine.core.block_pool import KVCacheConfig
+from quire_engine.core.config import SchedulerConfig
+from quire_engine.core.engine_core import EngineCore, EngineCoreOutputs, StepTrace
+from quire_engine.core.executor import Rates
+from quire_engine.core.kv_cache_manager import KVCacheManager
+from quire_engine.core.request import Request
+from quire_engine.core.scheduler import Scheduler
+from quire_engine.core.step import StepTimings
+from quire_engine.server.step_time_model import WARM, StepTimeEstimator, StepTimeModel
+from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
+from quire_proto.sampling import SamplingParams
+
+CAPACITY = KVCacheConfig(16, 4000, 0, block_bytes=1000)
+Step = tuple[int, int, float]
+
+
+def steps(latency: LatencyModel, count: int, seed: int) -> Iterator[Step]:
+    """Prompt tokens, sequences and seconds of an engine's steps under a load that rises and falls."""
+    source, made = random.Random(seed), []
+    executor = SimulatedExecutor(CAPACITY, latency, sleep=lambda _: None)
+    config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4000)
+    core = EngineCore(Scheduler(config, KVCacheManager(CAPACITY), rates=latency.rates), executor, made.append)
+    for number in range(count):
+        if source.random() < 0.15 or not core.scheduler.has_work:
+            prompt = [source.randrange(1000) for _ in range(source.randrange(20, 900))]
+            params = SamplingParams(max_tokens=source.randrange(5, 60), ignore_eos=True)
+            core.scheduler.add_request(Request(str(number), prompt, params))
+        core.step()
+        yield taken(made.pop(), latency)
+
+
+def taken(step: EngineCoreOutputs, latency: LatencyModel) -> Step:
+    trace, times = step.trace, step.trace.timings
+    seconds = times.forward + times.sample + latency.overhead_seconds
+    return trace.num_tokens - trace.num_decode, trace.num_draws, seconds
+
+
+def learned(latency: LatencyModel, rates: Rates, count: int = 400) -> tuple[StepTimeModel, list[Step]]:
+    meter, seen = StepTimeEstimator(rates, 1000, warm=0), list(steps(latency, count + 200, seed=1))
+    for step in seen[:count]:
+        meter.observe(*step)
+    assert meter.model is not None
+    return meter.model, seen[count:]
+
+
+def mean_error(pace: StepTimeModel, seen: list[Step]) -> float:
+    errors = [abs(pace.predict(tokens, sequences) / seconds - 1) for tokens, sequences, seconds in seen]
+    return sum(errors) / len(errors)
+
+
+def latencies(**more: st.SearchStrategy[float]) -> st.SearchStrategy[LatencyModel]:
+    return st.builds(
+        LatencyModel,
+        tokens_per_second=st.floats(500, 50_000),
+        weights_seconds=more.get("weights", st.just(0.0)),
+        context_seconds=st.just(0.0),
+        pair_seconds=st.just(0.0),
+        draw_seconds=st.floats(1e-6, 1e-3),
+        overhead_seconds=st.floats(1e-4, 0.02),
+        bytes_per_second=st.just(1e9),
+        jitter=more.get("jitter", st.just(0.0)),
+    )
+
+
+wrong = st.sampled_from([0.2, 1.0, 5.0])
+
+
+@given(latencies(), wrong)
+@settings(max_examples=25, deadline=None)
+def test_steps_that_are_a_sum_are_predicted_within_some_percent(latency: LatencyModel, factor: float) -> None:
+    pace, later = learned(latency, Rates(factor * latency.tokens_per_second, 1e9))
+    # The token that ends a prompt is one of the prompt's and one that a draw follows: it is counted twice.
+    ends = 1.1 * pace.token_seconds
+    for prompt_tokens, sequences, seconds in later:
+        slack = ends * sequences if prompt_tokens else 0.0
+        assert pace.predict(prompt_tokens, sequences) == pytest.approx(seconds, rel=0.05, abs=slack)
+    assert mean_error(pace, later) < 0.03
+
+
+@given(latencies(weights=st.floats(0, 0.01), jitter=st.floats(0, 0.1)), wrong)
+@settings(max_examples=25, deadline=None)
+def test_steps_that_are_no_sum_and_jitter_are_predicted_within_a_fifth_on_average(
+    latency: LatencyModel, factor: float
+) -> None:
+    pace, later = learned(latency, Rates(factor * latency.tokens_per_second, 1e9))
+    assert mean_error(pace, later) < 0.2
+
+
+any_steps = st.lists(
+    st.tuples(st.integers(0, 4096), st.integers(0, 300), st.floats(-1.0, 1e4, allow_nan=False)), max_size=120
+)
+
+
+@given(any_steps, st.floats(1e-3, 1e7), st.floats(1e-3, 1e12))
+@settings(deadline=None)
+def test_whatever_the_steps_were_nothing_is_negative_or_beyond_all_bounds(
+    seen: list[Step], tokens_per_second: float, bytes_per_second: float
+) -> None:
+    meter = StepTimeEstimator(Rates(tokens_per_second, bytes_per_second), 1000, warm=0)
+    for step in seen:
+        meter.observe(*step)
+    pace = meter.model
+    if pace is None:
+        assert all(seconds <= 0 or not (tokens or sequences) for tokens, sequences, seconds in seen)
+        return
+    costs = (pace.step_seconds, pace.token_seconds, pace.sequence_seconds, pace.host_block_seconds)
+    assert all(0 <= cost < float("inf") for cost in costs)
+    assert sum(costs[:3]) > 0
+
+
+def fed(*feeds: tuple[int, Callable[[int], Step]]) -> StepTimeModel:
+    meter = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0)
+    for times, step in feeds:
+        for number in range(times):
+            meter.observe(*step(number))
+    assert meter.model is not None
+    return meter.model
+
+
+def decode(number: int) -> Step:
+    return 0, 1 + number % 40, 0.01 + (1 + number % 40) * 1e-4
+
+
+def mixed(number: int) -> Step:
+    return 100 * (1 + number % 5), 10, 0.01 + 10e-4 + 100 * (1 + number % 5) * 2e-5
+
+
+def test_what_no_step_has_shown_stays_what_was_measured_at_the_start() -> None:
+    pace = fed((500, decode))
+    assert pace.token_seconds == pytest.approx(1e-3)
+    assert pace.host_block_seconds == 2e-3
+    assert pace.predict(0, 20) == pytest.approx(0.012, rel=0.01)
+
+
+def test_a_load_that_never_varies_is_predicted_though_its_parts_cannot_be_told_apart() -> None:
+    pace = fed((500, lambda _: (0, 8, 0.02)))
+    assert pace.predict(0, 8) == pytest.approx(0.02, rel=0.01)
+
+
+def test_a_long_spell_of_decoding_does_not_blur_what_is_known_of_prompts() -> None:
+    pace = fed((300, mixed), (20_000, decode))
+    assert pace.token_seconds == pytest.approx(2e-5, rel=0.05)
+
+
+def test_an_engine_that_became_slower_is_known_to_be() -> None:
+    pace = fed((1000, decode), (2000, lambda number: (*decode(number)[:2], 3 * decode(number)[2])))
+    assert pace.predict(0, 20) == pytest.approx(0.036, rel=0.02)
+
+
+def test_one_step_that_was_held_up_changes_little() -> None:
+    pace = fed((500, decode), (1, lambda _: (0, 8, 5.0)), (16, decode))
+    assert pace.predict(0, 20) == pytest.approx(0.012, rel=0.05)
+
+
+def trace(started: float, passed: float, **fields: object) -> StepTrace:
+    values = {"num_prefill": 0, "num_decode": 4, "num_tokens": 4, "num_draws": 4, "failed": False, **fields}
+    timings = StepTimings(swap=values.pop("swap", 0.0))
+    nanoseconds = int(1e9 * started)
+    return StepTrace(1, nanoseconds, timings, 0.0, 0.0, passed, preempted=0, swapped_blocks=0, request_ids=[], **values)
+
+
+def test_steps_that_overlap_last_from_the_end_of_the_one_before() -> None:
+    meter = StepTimeEstimator(Rates(1000, 1e6), 1, warm=0)
+    for number in range(300):
+        meter.on_step(trace(0.01 * number, 0.02))
+    assert meter.model is not None
+    assert meter.model.predict(0, 4) == pytest.approx(0.01, rel=0.05)
+
+
+def test_block_copies_and_pauses_between_steps_do_not_count_and_failed_steps_tell_nothing() -> None:
+    meter = StepTimeEstimator(Rates(1000, 1e6), 1, warm=0)
+    for number in range(300):
+        meter.on_step(trace(number, 0.05, swap=0.04))
+        meter.on_step(trace(number + 0.5, 0.4, failed=True))
+    assert meter.model is not None
+    assert meter.model.predict(0, 4) == pytest.approx(0.01, rel=0.01)
+
+
+def test_the_first_prompts_cost_more_than_later_ones_and_are_not_learned_from() -> None:
+    meter = StepTimeEstimator(Rates(1000, 1e6), 2000)
+    for number in range(WARM - 1):
+        meter.observe(100, 10, 60.0)
+        for step in (decode(number), decode(number + 1)):
+            meter.observe(*step)
+    assert meter.model is None, "what decoding costs says little without prompts"
+    meter.observe(*mixed(0))
+    assert meter.model is not None
+    assert meter.model.predict(*mixed(0)[:2]) == pytest.approx(mixed(0)[2], rel=0.01)
+
+
+@pytest.mark.parametrize(("idle", "steps"), [(3600.0, 3), (60.0, 6)])
+def test_an_engine_that_was_slow_and_then_idle_is_soon_known_to_be_fast(idle: float, steps: int) -> None:
+    """What was learned in a slow minute weighs little once the engine has rested; without that it would take hundreds
+    of steps.
+    """
+    meter, now = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0), 0.0
+    for number in range(300):
+        now += 0.2
+        for tokens, sequences, seconds in (mixed(number), decode(number)):
+            meter.observe(tokens, sequences, 5 * seconds, now)
+    for number in range(steps):
+        now += idle
+        for step in (mixed(number), decode(number)):
+            meter.observe(*step, now)
+    assert meter.model is not None
+    assert meter.model.predict(300, 10) < 1.6 * mixed(2)[2]
+    assert meter.model.predict(0, 10) < 1.6 * decode(9)[2]
+
+
+def test_an_engine_that_rests_keeps_what_it_knew_of_what_it_does_not_do_again() -> None:
+    meter, now = StepTimeEstimator(Rates(1000, 1e6), 2000, warm=0), 0.0
+    for number in range(300):
+        meter.observe(*mixed(number), now)
+    for number in range(300):
+        now += 60.0
+        meter.observe(*decode(number), now)
+    assert meter.model is not None
+    assert meter.model.token_seconds == pytest.approx(2e-5, rel=0.05)

@@ -1,0 +1,96 @@
+"""What the engine tells of requests and grammars: spans of several choices, counters."""
+
+from dataclasses import replace
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import generate_latest
+from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.outputs import EngineCoreOutput, EngineLoad, SchedulerStats
+from quire_engine.core.request import Request, SequenceEvent, SequenceTimings
+from quire_engine.core.step import StepTimings
+from quire_engine.server.metrics import EngineMetrics
+from quire_engine.server.tracing import TraceExporter
+from quire_engine.structured_output.compiler import CompileOutcome
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_proto.telemetry import Attribute, Span
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
+LOAD = EngineLoad(*[0] * 8)
+
+
+def step(*outputs: EngineCoreOutput) -> EngineCoreOutputs:
+    return EngineCoreOutputs(list(outputs), LOAD, [], TRACE)
+
+
+def end(index: int, finished: int, *, last: bool = False) -> EngineCoreOutput:
+    times = SequenceTimings(arrived=1, admitted=2, first_token=3, finished=finished)
+    return EngineCoreOutput("k", index=index, finish_reason=FinishReason.STOP, timings=times, ends_request=last)
+
+
+def test_a_request_with_several_choices_waits_once_and_decodes_each() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder.on_submit(Request("k", [1, 2], SamplingParams(n=2), traceparent=PARENT))
+    builder.on_step(step(end(1, 5)))
+    builder.on_step(step(end(0, 9, last=True)))
+    builder.on_step(step(end(0, 11, last=True)))  # of nobody that is known any more
+    spans = exporter.get_finished_spans()
+    assert [span.name for span in spans] == [Span.WAIT, Span.PREFILL, Span.DECODE, Span.DECODE]
+    assert [told(span) for span in spans[2:]] == [(1, 5), (0, 9)]
+
+
+@pytest.mark.parametrize("passed", [18.0, 40.0])
+def test_the_parts_of_a_step_follow_each_other_until_its_end(passed: float) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1, tracer=provider.get_tracer("test"))
+    trace = replace(TRACE, started=5, timings=StepTimings(2.0, 8.0, 4.0), schedule=1.0, emit=3.0, elapsed=passed)
+    builder.on_step(EngineCoreOutputs([], LOAD, [], trace))
+    *parts, root = [(span.name, span.start_time - 5, span.end_time - 5) for span in exporter.get_finished_spans()]
+    late = int(passed) - 15
+    assert [(name, start // 10**9, end // 10**9) for name, start, end in parts] == [
+        (Span.STEP_SCHEDULE, 0, 1),
+        (Span.STEP_SWAP, 1, 3),
+        (Span.STEP_FORWARD, late, late + 8),
+        (Span.STEP_SAMPLE, late + 8, late + 12),
+        (Span.STEP_EMIT, late + 12, late + 15),
+    ]
+    assert root == (Span.STEP, 0, int(passed) * 10**9)
+
+
+def test_a_preemption_is_an_event_of_the_span_that_it_falls_into() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    builder = TraceExporter(enabled=True, step_interval=1000, tracer=provider.get_tracer("test"))
+    builder.on_submit(Request("k", [1, 2], SamplingParams(), traceparent=PARENT))
+    output = end(0, 90, last=True)
+    output.timings = SequenceTimings(
+        10, 20, 50, 90, events=[SequenceEvent("recompute", 40), SequenceEvent("recompute", 60)]
+    )
+    builder.on_step(step(output))
+    events = {span.name: [event.timestamp for event in span.events] for span in exporter.get_finished_spans()}
+    assert events == {Span.WAIT: [], Span.PREFILL: [40], Span.DECODE: [50, 60]}
+
+
+def told(span: ReadableSpan) -> tuple[object, int | None]:
+    assert span.attributes is not None
+    return span.attributes[Attribute.CHOICE], span.end_time
+
+
+def test_grammars_are_counted_by_what_became_of_them() -> None:
+    metrics = EngineMetrics("demo", SchedulerStats(), lambda: 0.0)
+    for outcome, seconds in (
+        (CompileOutcome.COMPILED, 0.004),
+        (CompileOutcome.KNOWN, 0.0),
+        (CompileOutcome.REFUSED, 0.2),
+    ):
+        metrics.on_grammar(outcome, seconds)
+    text = generate_latest(metrics.registry).decode()
+    for outcome in ("compiled", "known", "refused"):
+        assert f'quire_engine_grammars_total{{model="demo",outcome="{outcome}"}} 1.0' in text
+    assert 'quire_engine_grammar_compile_seconds_count{model="demo"} 2.0' in text

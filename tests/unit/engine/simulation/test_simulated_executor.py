@@ -1,0 +1,207 @@
+"""The simulated executor answers what a model would have to, and takes the time that the formula says."""
+
+from itertools import pairwise
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_engine.core.block_pool import BlockCopy, KVCacheConfig
+from quire_engine.core.step import ModelOutput, SampleRequest, ScheduledChunk, SchedulerOutput
+from quire_engine.simulation.simulated_executor import LatencyModel, SimulatedExecutor
+from quire_proto.sampling import SamplingParams
+
+CAPACITY = KVCacheConfig(block_size=4, device_blocks=100, host_blocks=10, block_bytes=1000)
+LATENCY = LatencyModel(
+    tokens_per_second=1000,
+    weights_seconds=0.01,
+    context_seconds=1e-4,
+    pair_seconds=1e-5,
+    draw_seconds=1e-3,
+    overhead_seconds=0.002,
+    bytes_per_second=1e6,
+)
+VOCAB_SIZE = 40
+
+
+def executor(seed: int = 0, latency: LatencyModel = LATENCY) -> tuple[SimulatedExecutor, list[float]]:
+    slept: list[float] = []
+    return SimulatedExecutor(CAPACITY, latency, seed=seed, vocab_size=VOCAB_SIZE, sleep=slept.append), slept
+
+
+@st.composite
+def draws(draw: st.DrawFn, sequence_id: int, token_ids: list[int]) -> SampleRequest:
+    """A draw of any kind, somewhere in an output."""
+    logprobs = draw(st.sampled_from([None, 0, 3]))
+    min_tokens = draw(st.integers(0, 3))
+    params = SamplingParams(
+        temperature=draw(st.sampled_from([0.0, 1.0])), max_tokens=9, min_tokens=min_tokens, logprobs=logprobs
+    )
+    return SampleRequest(
+        sequence_id,
+        params,
+        draw(st.integers(0, 5)),
+        token_ids,
+        len(token_ids) - draw(st.integers(0, min(3, len(token_ids) - 1))),
+        stop_token_ids=frozenset(draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=10))),
+        num_candidates=draw(st.sampled_from([0, 0, 1, 8])),
+    )
+
+
+@st.composite
+def chunks(draw: st.DrawFn, sequence_id: int) -> ScheduledChunk:
+    token_ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
+    start = draw(st.integers(0, len(token_ids) - 1))
+    count = draw(st.integers(0, 3))
+    num_targets = draw(st.sampled_from([0, 0, len(token_ids) - start - 1, len(token_ids) - start]))
+    return ScheduledChunk(
+        sequence_id,
+        token_ids[start:],
+        start,
+        list(range(1, 6)),
+        tuple(draw(draws(1000 * sequence_id + index, token_ids)) for index in range(count)),
+        prompt_logprob_targets=[draw(st.integers(0, VOCAB_SIZE - 1)) for _ in range(num_targets)],
+        num_prompt_logprobs=draw(st.sampled_from([0, 2])),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> SchedulerOutput:
+    copies = st.lists(st.builds(BlockCopy, st.integers(1, 9), st.integers(0, 9)), max_size=3)
+    return SchedulerOutput(
+        draw(st.integers(1, 100)),
+        [draw(chunks(index)) for index in range(draw(st.integers(0, 4)))],
+        draw(copies),
+        draw(copies),
+        draw(copies),
+    )
+
+
+@given(plans())
+def test_every_draw_has_exactly_one_answer_and_every_target_a_score(plan: SchedulerOutput) -> None:
+    result = executor()[0].execute_model(plan)
+    asked = [draw for chunk in plan.chunks for draw in chunk.draws]
+    assert set(result.token_ids) == {draw.sequence_id for draw in asked if not draw.num_candidates}
+    assert set(result.candidates) == {draw.sequence_id for draw in asked if draw.num_candidates}
+    scored = {draw.sequence_id for draw in asked if draw.params.wants_logprobs and not draw.num_candidates}
+    assert set(result.logprobs) == scored
+    assert not result.errors
+    targets = {
+        chunk.sequence_id: len(chunk.prompt_logprob_targets) for chunk in plan.chunks if chunk.prompt_logprob_targets
+    }
+    assert {key: len(scores) for key, scores in result.prompt_logprobs.items()} == targets
+
+
+@given(plans())
+def test_candidates_and_top_tokens_are_distinct_and_fall_as_probabilities_do(plan: SchedulerOutput) -> None:
+    result = executor()[0].execute_model(plan)
+    rankings = [list(zip(c.token_ids, c.logprobs, strict=True)) for c in result.candidates.values()]
+    rankings += [list(score.top) for score in result.logprobs.values()]
+    rankings += [list(score.top) for scores in result.prompt_logprobs.values() for score in scores]
+    for ranking in rankings:
+        token_ids, logprobs = [token_id for token_id, _ in ranking], [logprob for _, logprob in ranking]
+        assert len(set(token_ids)) == len(token_ids)
+        assert all(0 <= token_id < VOCAB_SIZE for token_id in token_ids)
+        assert all(earlier > later for earlier, later in pairwise(logprobs))
+        assert sum(map(exp, logprobs)) < 1
+
+
+@given(plans())
+def test_counts_of_candidates_and_top_tokens_are_those_asked_for(plan: SchedulerOutput) -> None:
+    result = executor()[0].execute_model(plan)
+    for chunk in plan.chunks:
+        assert all(
+            len(score.top) == chunk.num_prompt_logprobs for score in result.prompt_logprobs.get(chunk.sequence_id, [])
+        )
+        for draw in chunk.draws:
+            if draw.num_candidates:
+                assert len(result.candidates[draw.sequence_id].token_ids) == draw.num_candidates
+            elif draw.params.logprobs:
+                score = result.logprobs[draw.sequence_id]
+                assert len(score.top) == draw.params.logprobs
+                assert score.top[0] == (result.token_ids[draw.sequence_id], score.logprob)
+
+
+@given(plans())
+def test_nothing_that_ends_a_sequence_is_drawn_before_min_tokens(plan: SchedulerOutput) -> None:
+    result = executor()[0].execute_model(plan)
+    for draw in (draw for chunk in plan.chunks for draw in chunk.draws):
+        drawn = result.candidates[draw.sequence_id].token_ids if draw.num_candidates else []
+        drawn = drawn or [result.token_ids[draw.sequence_id]]
+        if len(draw.token_ids) - draw.num_prompt_tokens < draw.params.min_tokens:
+            assert not draw.stop_token_ids.intersection(drawn)
+
+
+@given(plans())
+def test_an_answer_depends_on_nothing_else_in_the_step(plan: SchedulerOutput) -> None:
+    whole = executor()[0].execute_model(plan)
+    apart = ModelOutput()
+    for part in reversed(plan.split()):
+        part.step += 1
+        apart.add(executor()[0].execute_model(part))
+    for name in ("token_ids", "logprobs", "candidates", "prompt_logprobs"):
+        assert getattr(apart, name) == getattr(whole, name)
+
+
+def test_tokens_differ_by_seed_and_position_and_greedy_ones_by_position_alone() -> None:
+    def drawn(seed: int, draw_seed: int, temperature: float) -> list[int]:
+        run = SimulatedExecutor(CAPACITY, LATENCY, seed=seed, sleep=lambda _: None).execute_model
+        tokens = []
+        for position in range(1, 9):
+            draw = SampleRequest(0, SamplingParams(temperature=temperature), draw_seed, [5] * position, 1)
+            tokens.append(
+                run(SchedulerOutput(1, [ScheduledChunk(0, [5], position - 1, [1, 2, 3], (draw,))])).token_ids[0]
+            )
+        return tokens
+
+    assert len({tuple(drawn(seed, draw_seed, 1)) for seed in (0, 1) for draw_seed in (0, 1)}) == 4
+    assert drawn(0, 0, 0) == drawn(0, 1, 0) != drawn(1, 0, 0)
+    assert len(set(drawn(0, 0, 0))) > 1
+
+
+@given(plans())
+@settings(max_examples=50)
+def test_a_step_takes_the_time_of_the_formula(plan: SchedulerOutput) -> None:
+    run, slept = executor()
+    timings = run.execute_model(plan).timings
+    forward = 0.0
+    if plan.chunks:
+        forward = max(0.01, sum(len(chunk.token_ids) for chunk in plan.chunks) / 1000)
+        for chunk in plan.chunks:
+            pairs = sum(position + 1 for position in range(chunk.start, chunk.end))
+            forward += max(chunk.end * 1e-4, pairs * 1e-5)
+    assert timings.forward == pytest.approx(forward)
+    copies = len(plan.blocks_to_swap_out) + len(plan.blocks_to_swap_in)
+    assert timings.swap == pytest.approx(copies * 1000 / 1e6 + len(plan.blocks_to_copy) * 2 * 4 * 1e-4)
+    assert timings.sample == pytest.approx(1e-3 * sum(len(chunk.draws) for chunk in plan.chunks))
+    assert slept == pytest.approx([timings.swap + timings.forward + timings.sample + 0.002])
+
+
+def test_jitter_stays_in_its_bounds_and_comes_from_the_seed() -> None:
+    plan = [SchedulerOutput(step, [ScheduledChunk(0, [1], 0, [1])]) for step in range(200)]
+    exact, shaken = LATENCY, LatencyModel(**{**vars_of(LATENCY), "jitter": 0.2})
+
+    def seconds(seed: int, latency: LatencyModel) -> list[float]:
+        run, slept = executor(seed, latency)
+        for one in plan:
+            run.execute_model(one)
+        return slept
+
+    (always,) = set(seconds(0, exact))
+    first = seconds(0, shaken)
+    assert first == seconds(0, shaken) != seconds(1, shaken)
+    assert all(0.8 * always <= each <= 1.2 * always for each in first)
+    assert min(first) < 0.85 * always
+    assert max(first) > 1.15 * always
+
+
+def vars_of(latency: LatencyModel) -> dict[str, float]:
+    return {name: getattr(latency, name) for name in latency.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("tokens_per_second", 0), ("bytes_per_second", -1), ("jitter", 1), ("draw_seconds", -1e-9)]
+)
+def test_a_latency_that_makes_no_sense_is_refused_with_its_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        LatencyModel(**{**vars_of(LATENCY), name: value})

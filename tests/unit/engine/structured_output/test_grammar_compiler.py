@@ -1,0 +1,166 @@
+"""Grammars on their way: compiled once, remembered within bounds, refused in time."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from threading import Barrier
+from time import monotonic, sleep
+
+import pytest
+from quire_engine.core.step import Grammar
+from quire_engine.structured_output import compiler as compilers
+from quire_engine.structured_output.compiler import CompileOutcome, GrammarCompiler
+from quire_proto.errors import ErrorCode, QuireError
+
+from tests.support.slow_grammars import WAITING, EmptyGrammar, SlowSource, Watched, regex
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    watched = Watched()
+    yield watched
+    watched.compiler.close()
+
+
+def made(future: "Future[Grammar]") -> Grammar:
+    return future.result(WAITING)
+
+
+def settled(watched: Watched, *texts: str) -> None:
+    """Compiles them, each after the other."""
+    watched.source.release()
+    for text in texts:
+        wait([watched.compiler.submit(regex(text))], WAITING)
+        until_settled(watched)
+
+
+def until_settled(watched: Watched) -> None:
+    """Who waits for a future may hear of it before the compiler does."""
+    until(lambda: not watched.compiler._pending)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = monotonic() + WAITING
+    while not condition():
+        assert monotonic() < end, "nothing happened"
+        sleep(0.001)
+
+
+def test_equal_grammars_are_compiled_once_even_when_asked_for_at_the_same_moment(watched: Watched) -> None:
+    barrier = Barrier(16)
+
+    def ask() -> "Future[Grammar]":
+        barrier.wait(WAITING)
+        return watched.compiler.submit(regex("same"))
+
+    with ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(ask) for _ in range(16)]
+        futures = [each.result(WAITING) for each in asked]
+    watched.source.release()
+    assert len({id(made(future)) for future in futures}) == 1
+    assert watched.source.compiled == {"same": 1}
+    assert sorted(watched.outcomes) == [CompileOutcome.COMPILED, *[CompileOutcome.KNOWN] * 15]
+
+
+def test_a_refusal_is_remembered_and_a_failure_is_not(watched: Watched) -> None:
+    settled(watched, "bad", "bad", "broken", "broken")
+    assert watched.source.compiled == {"bad": 1, "broken": 2}
+    assert watched.outcomes == [
+        CompileOutcome.REFUSED,
+        CompileOutcome.KNOWN,
+        CompileOutcome.FAILED,
+        CompileOutcome.FAILED,
+    ]
+    with pytest.raises(QuireError, match="It is bad"):
+        made(watched.compiler.submit(regex("bad")))
+
+
+def test_a_remembered_refusal_holds_no_frames_of_the_compiler(watched: Watched) -> None:
+    settled(watched, "bad")
+    error = watched.compiler.submit(regex("bad")).exception(WAITING)
+    assert error is not None
+    assert error.__context__ is None
+    names = []
+    trace = error.__traceback__
+    while trace is not None:
+        names.append(trace.tb_frame.f_code.co_name)
+        trace = trace.tb_next
+    assert "compile" not in names
+
+
+@pytest.mark.parametrize(("bound", "kept"), [("MAX_KEPT", 2), ("MAX_KEPT_BYTES", 2 * (1024 + 3) + 1)])
+def test_what_is_kept_is_bounded_and_what_was_used_last_stays(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, bound: str, kept: int
+) -> None:
+    monkeypatch.setattr(compilers, bound, kept)
+    settled(watched, "one", "two", "one", "six", "one", "six", "two")
+    assert watched.source.compiled == {"one": 1, "two": 2, "six": 1}
+
+
+def test_too_many_at_once_are_refused_until_some_are_compiled(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "MAX_PENDING", 3)
+    futures = [watched.compiler.submit(regex(text)) for text in ("a", "b", "c")]
+    with pytest.raises(QuireError) as refused:
+        watched.compiler.submit(regex("d"))
+    assert refused.value.code is ErrorCode.OVERLOADED
+    assert refused.value.retry_after is not None
+    assert watched.compiler.submit(regex("a")) is futures[0]
+    settled(watched, "a", "b", "c", "d")
+    assert watched.source.compiled["d"] == 1
+
+
+def test_what_is_in_use_is_bounded_until_it_is_let_go_of(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "MAX_KEPT", 0)
+    monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1500)
+    watched.source.release()
+    used = [made(watched.compiler.submit(regex(text))) for text in ("one", "two")]
+    until_settled(watched)
+    with pytest.raises(QuireError, match="too many grammars"):
+        watched.compiler.submit(regex("three"))
+    used.clear()
+    until(lambda: not watched.compiler._alive)
+    assert made(watched.compiler.submit(regex("three")))
+
+
+def test_a_grammar_counts_for_what_it_was_measured_to_take(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilers, "MAX_ALIVE_BYTES", 1 << 20)
+    monkeypatch.setattr(compilers, "MAX_KEPT_BYTES", 1 << 20)
+    watched.source.num_bytes = 2 << 20
+    watched.source.release()
+    large = made(watched.compiler.submit(regex("large")))
+    until_settled(watched)
+    with pytest.raises(QuireError, match="too many grammars"):
+        watched.compiler.submit(regex("next"))
+    del large
+    until(lambda: not watched.compiler._alive)
+    assert made(watched.compiler.submit(regex("next")))
+
+
+def test_what_nobody_waits_for_any_more_is_not_compiled(watched: Watched) -> None:
+    busy = [watched.compiler.submit(regex(text)) for text in ("one", "two")]
+    left, shared = regex("left"), regex("shared")
+    watched.compiler.submit(left)
+    kept = watched.compiler.submit(shared)
+    assert watched.compiler.submit(shared) is kept
+    watched.compiler.withdraw(left)
+    watched.compiler.withdraw(shared)
+    watched.source.release()
+    assert made(kept)
+    assert all(map(made, busy))
+    watched.compiler.withdraw(shared)
+    until_settled(watched)
+    assert watched.source.compiled["left"] == 0
+    assert not watched.compiler._waiters
+    assert made(watched.compiler.submit(left)), "it can be asked for again"
+
+
+def test_closing_cancels_what_is_waited_for() -> None:
+    source = SlowSource()
+    compiler = GrammarCompiler(source)
+    futures = [compiler.submit(regex(str(number))) for number in range(8)]
+    compiler.close()
+    assert source.closed
+    with pytest.raises(CancelledError):
+        futures[-1].result(WAITING)
+    assert isinstance(futures[0].result(WAITING), EmptyGrammar)

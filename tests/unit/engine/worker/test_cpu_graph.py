@@ -1,0 +1,170 @@
+"""A tape does what it recorded, again and on the same memory, and refuses to record what it could not repeat."""
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_engine.kernels import ops as fused
+from quire_engine.kernels.bindings import library
+from quire_engine.kernels.packed_linear import PackedInt8, PackedWeight, pack_weight, quantize
+from quire_engine.worker.cpu_graph import KERNELS, CpuGraph, NotCapturableError, capture
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the kernels cannot be compiled here")
+HIDDEN, INNER, HEADS = 64, 96, 4
+
+
+@dataclass
+class Layers:
+    """Layers of all kernels but attention, on residual states that they change in place."""
+
+    norm: torch.Tensor
+    gate_up: list[PackedWeight]
+    down: list[PackedInt8]
+
+    @classmethod
+    def random(cls, dtype: torch.dtype, count: int = 3) -> "Layers":
+        torch.manual_seed(0)
+        kernels = library()
+        assert kernels is not None
+        gate_up = [pack_weight(torch.randn(2 * INNER, HIDDEN).to(dtype) / 8, None) for _ in range(count)]
+        down = [PackedInt8(kernels, *quantize(torch.randn(HIDDEN, INNER) / 8), None, dtype) for _ in range(count)]
+        return cls(torch.randn(HIDDEN).to(dtype), [each for each in gate_up if each], down)
+
+    def run(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        update = None
+        for gate_up, down in zip(self.gate_up, self.down, strict=True):
+            if update is None:
+                normed = fused.rms_norm(states, self.norm, 1e-5)
+            else:
+                normed = fused.add_rms_norm(update, states, self.norm, 1e-5)
+            fused.rotate(normed.view(len(states), HEADS, -1)[:, 1:], cos, sin)
+            update = down.product(fused.silu_mul(gate_up.product(normed)), gated=False)
+        assert update is not None
+        return update
+
+
+def inputs(rows: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(seed)
+    angles = torch.randn(rows, HIDDEN // HEADS // 2)
+    return torch.randn(rows, HIDDEN).to(dtype), angles.cos(), angles.sin()
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    rows=st.integers(1, 70),
+    seeds=st.lists(st.integers(0, 1000), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_every_replay_is_the_work_itself(rows: int, seeds: list[int], dtype: torch.dtype) -> None:
+    layers, places = Layers.random(dtype), inputs(rows, 7, dtype)
+    expected = layers.run(*(place.clone() for place in places))
+    tape = capture(lambda: layers.run(*places))
+    assert torch.equal(tape.result, expected), "recording does the work too"
+    for seed in seeds:
+        fresh = inputs(rows, seed, dtype)
+        for place, new in zip(places, fresh, strict=True):
+            place.copy_(new)
+        tape.replay()
+        assert torch.equal(tape.result, layers.run(*fresh))
+
+
+def test_memory_is_used_again_within_a_tape_and_by_nobody_else() -> None:
+    def held(count: int) -> int:
+        layers = Layers.random(torch.bfloat16, count)
+        states = inputs(8, 0, torch.bfloat16)
+        tape = capture(lambda: layers.run(*states))
+        tapes.append((tape, layers, states))
+        return sum(size * len(free) for size, free in tape._kept[1]._free.items())  # type: ignore[attr-defined]
+
+    tapes: list[tuple[CpuGraph, Layers, tuple[torch.Tensor, ...]]] = []
+    assert held(20) == held(3), "more layers need no more memory"
+    before = [tape.result.clone() for tape, _, _ in tapes]
+    for tape, _, (states, _, _) in tapes:
+        states.zero_()
+        tape.replay()
+        assert not tape.result.any()
+        states.copy_(inputs(8, 0, torch.bfloat16)[0])
+    for (tape, _, _), result in zip(tapes, before, strict=True):
+        tape.replay()
+        assert torch.equal(tape.result, result), "another tape's replay changed nothing here"
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda states: states + 1,
+        lambda states: fused.rms_norm(states, torch.ones(HIDDEN), 1e-5),  # makes its own weights, by torch
+        lambda states: states.sum(),
+        lambda states: states.clone(),
+        lambda states: states.t().reshape(-1),  # a copy, as it is no view
+        lambda states: states.index_select(0, torch.tensor([0])),
+    ],
+)
+def test_what_cannot_be_repeated_is_not_recorded(work: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    states = torch.randn(4, HIDDEN)
+    with pytest.raises(NotCapturableError, match="is not one of the compiled kernels"):
+        capture(lambda: work(states))
+    assert torch.equal(states.clone() + 0, states), "torch works as before"
+
+
+def test_nothing_is_heard_after_a_recording_or_from_other_threads() -> None:
+    norm, states, others = torch.ones(HIDDEN), torch.randn(4, HIDDEN), torch.randn(4, HIDDEN)
+
+    def work() -> torch.Tensor:
+        other = threading.Thread(target=fused.rms_norm, args=(others, norm, 1e-5))
+        other.start()
+        other.join()
+        return fused.rms_norm(states, norm, 1e-5)
+
+    tape = capture(work)
+    assert len(tape._calls) == 1
+    kernels = library()
+    assert kernels is not None
+    for name in KERNELS:
+        assert not hasattr(getattr(kernels, name), "errcheck") or getattr(kernels, name).errcheck is None
+    fused.rms_norm(states, norm, 1e-5)
+    assert len(tape._calls) == 1
+
+
+def test_several_threads_record_and_compute_at_once() -> None:
+    norm, large = torch.ones(HIDDEN), torch.randn(4000, HIDDEN)
+    counts: list[int] = []
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            fused.rms_norm(large, norm, 1e-5)
+
+    def record_often() -> None:
+        states = torch.randn(4, HIDDEN)
+        for _ in range(150):
+            tape = capture(lambda: [fused.rms_norm(states, norm, 1e-5) for _ in range(8)][-1])
+            counts.append(len(tape._calls))
+
+    recorders = [threading.Thread(target=record_often) for _ in range(2)]
+    computers = [threading.Thread(target=compute, daemon=True) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (*computers, *recorders):
+            thread.start()
+        for thread in recorders:
+            thread.join(60)
+    finally:
+        done.set()
+        sys.setswitchinterval(interval)
+    for thread in computers:
+        thread.join(60)
+    assert counts == [8] * 300
+
+
+def test_every_kernel_that_can_be_recorded_is_known_to_the_library() -> None:
+    kernels = library()
+    assert kernels is not None
+    assert all(kernels.quire_player(name.encode()) for name in KERNELS)
+    assert not kernels.quire_player(b"quire_linear_pack")

@@ -1,0 +1,133 @@
+"""An engine knows how much memory it may have, whichever way it is limited, and how much it holds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from quire_engine.worker.memory import CpuMemory, CudaMemory
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+V2, V1 = "0::/pod/main\n", "5:cpu,cpuacct:/pod/main\n4:memory:/pod/main\n0::/\n"
+UNLIMITED_V1 = "9223372036854771712\n"
+V2_FOLDER, V1_FOLDER = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+def root(tmp: Path, files: dict[str, str], total: int = 16 * GIB, available: int = 12 * GIB) -> Path:
+    meminfo = f"MemTotal: {total // KIB} kB\nMemFree: 5 kB\nMemAvailable: {available // KIB} kB\n"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
+        path = tmp / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": V2}, None),
+        ({"proc/self/cgroup": V2, f"{V2_FOLDER}/pod/main/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": V2, f"{V2_FOLDER}/pod/main/memory.max": "nonsense\n"}, None),
+        ({"proc/self/cgroup": V2, f"{V2_FOLDER}/pod/main/memory.max": f"{2 * GIB}\n"}, 2 * GIB),
+        ({"proc/self/cgroup": V2, f"{V2_FOLDER}/pod/main/memory.max": f"{99 * GIB}\n"}, None),
+        (
+            {
+                "proc/self/cgroup": V2,
+                f"{V2_FOLDER}/pod/memory.max": f"{3 * GIB}\n",
+                f"{V2_FOLDER}/pod/main/memory.max": "max\n",
+            },
+            3 * GIB,
+        ),
+        (
+            {
+                "proc/self/cgroup": V2,
+                f"{V2_FOLDER}/pod/memory.max": f"{3 * GIB}\n",
+                f"{V2_FOLDER}/pod/main/memory.max": f"{5 * GIB}\n",
+            },
+            3 * GIB,
+        ),
+        ({"proc/self/cgroup": "0::/\n", f"{V2_FOLDER}/memory.max": f"{4 * GIB}\n"}, 4 * GIB),
+        ({"proc/self/cgroup": V1, f"{V1_FOLDER}/pod/main/memory.limit_in_bytes": UNLIMITED_V1}, None),
+        ({"proc/self/cgroup": V1, f"{V1_FOLDER}/pod/main/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+        ({"proc/self/cgroup": V1, f"{V1_FOLDER}/memory.limit_in_bytes": f"{GIB}\n"}, GIB),
+    ],
+)
+def test_the_limit_is_that_of_the_container_where_it_has_one(
+    tmp_path: Path, files: dict[str, str], limit: int | None
+) -> None:
+    memory = CpuMemory(root(tmp_path, files))
+    assert memory.limit == (limit or 16 * GIB)
+    assert memory.dedicated == (limit is not None)
+    assert memory.source == ("the container's limit" if limit else "the machine's memory")
+
+
+def test_available_is_the_rest_of_the_limit_or_of_the_machine(tmp_path: Path) -> None:
+    files = {"proc/self/cgroup": V2, f"{V2_FOLDER}/memory.max": f"{8 * GIB}\n"}
+    roomy, tight = CpuMemory(root(tmp_path / "a", files)), CpuMemory(root(tmp_path / "b", files, available=GIB))
+    assert roomy.available() == pytest.approx(8 * GIB - roomy.used(), abs=4 * MIB)
+    assert tight.available() == GIB
+
+
+def test_used_follows_what_the_process_touches() -> None:
+    memory = CpuMemory()
+    before = memory.used()
+    touched = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB <= memory.used() - before <= 80 * MIB
+    del touched
+
+
+def test_the_peak_counts_what_is_gone_again() -> None:
+    memory = CpuMemory()
+    before = memory.used()
+    peak = memory.peak_during(lambda: torch.ones(128 * MIB, dtype=torch.uint8))
+    assert 120 * MIB <= peak - before <= 160 * MIB
+    assert memory.used() - before < 64 * MIB
+
+
+class FakeCuda:
+    """A GPU of which others hold a part, and a cache that torch keeps."""
+
+    def __init__(self, total: int, others: int) -> None:
+        self.total, self.others, self.allocated, self.cached, self.most = total, others, 0, 0, 0
+        self.driver = 0
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.total - self.others - self.allocated - self.cached - self.driver, self.total
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.allocated + self.cached
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return self.most
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.most = self.memory_reserved(device)
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def synchronize(self, device: torch.device) -> None: ...
+
+    def compute(self, size: int, driver: int = 0) -> None:
+        """Needs ``size`` bytes for a while; torch keeps them afterwards. The driver takes some that torch knows nothing
+        of.
+        """
+        self.cached += size
+        self.driver += driver
+        self.most = max(self.most, self.allocated + self.cached)
+
+
+def test_a_gpu_is_measured_from_what_is_free_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, gpu = torch.device("cuda"), FakeCuda(total=80 * GIB, others=10 * GIB)
+    for name in ("mem_get_info", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(torch.cuda, "empty_cache", gpu.empty_cache)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    memory = CudaMemory(device)
+    assert (memory.limit, memory.dedicated, memory.used()) == (80 * GIB, True, 10 * GIB)
+    gpu.allocated, gpu.cached = 20 * GIB, 3 * GIB
+    assert memory.used() == 30 * GIB, "what torch only keeps can be had again"
+    gpu.cached = 7 * GIB
+    assert memory.peak_during(lambda: gpu.compute(5 * GIB)) == 35 * GIB
+    assert memory.available() == 50 * GIB
+    assert memory.peak_during(lambda: gpu.compute(5 * GIB, driver=GIB)) == 36 * GIB, "kernels and graphs are counted"

@@ -1,0 +1,252 @@
+"""Rules of the house that a machine can check: who may import whom, and what nobody may use."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [ROOT / "proto/quire_proto", ROOT / "engine/quire_engine", ROOT / "router/quire_router"]
+# The fleet simulator is engines and routers together, and needs the engine in all of its modules. They are imported by
+# its door only, which says so where the engine is not installed.
+SIMULATOR = ROOT / "router/quire_router/simulation"
+SIMULATOR_DOOR = {SIMULATOR / "__init__.py", SIMULATOR / "main.py"}
+# Scripts that run in the environment of what they run, never in ours.
+FOREIGN = ROOT / "engine/quire_engine/bench/peers"
+FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+
+
+def modules() -> Iterator[Path]:
+    for source in SOURCES:
+        yield from source.rglob("*.py")
+
+
+def imported(script: str) -> set[str]:
+    """Top-level names of all modules that are loaded after running ``script`` in a fresh interpreter."""
+    code = f"{script}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_engines_pure_core_imports_neither_torch_nor_grpc() -> None:
+    names = imported(
+        "import quire_engine.core.engine_core, quire_engine.core.scheduler, quire_engine.core.kv_cache_manager"
+    )
+    assert not names & {"torch", "grpc", "google", "transformers", "numpy", "opentelemetry"}
+
+
+def test_the_engines_service_does_not_import_torch() -> None:
+    assert "torch" not in imported("import quire_engine.server.server, quire_engine.config")
+
+
+def test_the_router_never_imports_torch_or_transformers() -> None:
+    names = imported(
+        "import pkgutil, importlib, quire_router\n"
+        "for m in pkgutil.walk_packages(quire_router.__path__, 'quire_router.'):\n"
+        "    if not m.name.startswith('quire_router.simulation.'): importlib.import_module(m.name)\n"
+        "import quire_router.simulation.cli"
+    )
+    assert not names & {"torch", "transformers", "quire_engine"}
+
+
+def test_the_simulator_needs_neither_torch_nor_what_only_its_plots_need() -> None:
+    assert not imported("import quire_engine.simulation.command") & {"torch", "transformers", "matplotlib", "grpc"}
+    assert not imported("import quire_router.simulation.command") & {"torch", "transformers", "matplotlib"}
+
+
+def test_placement_and_text_do_no_input_or_output() -> None:
+    names = imported("import quire_router.placement.placer")
+    assert not names & {"grpc", "redis", "asyncio", "fastapi", "uvicorn"}
+
+
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_every_import_is_declared_and_every_dependency_used(distribution: str) -> None:
+    declared, extras = requirements(distribution)
+    used: set[str] = set()
+    for path in own_modules(distribution):
+        used |= imported_distributions(ast.walk(ast.parse(path.read_text())), distribution)
+    own = {"quire-proto"} if distribution == "proto" else set()
+    assert used - own - extras == declared
+
+
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_what_only_an_extra_installs_is_imported_where_it_is_used(distribution: str) -> None:
+    _, extras = requirements(distribution)
+    for path in own_modules(distribution):
+        if is_behind_a_door(path):
+            continue
+        needed = imported_distributions(ast.parse(path.read_text()).body, distribution)
+        assert not needed & extras, f"{path.name} cannot be imported without an extra"
+
+
+def own_modules(distribution: str) -> Iterator[Path]:
+    for path in (ROOT / distribution).rglob("*.py"):
+        if FOREIGN not in path.parents:
+            yield path
+
+
+def is_behind_a_door(path: Path) -> bool:
+    return SIMULATOR in path.parents and path not in SIMULATOR_DOOR
+
+
+def test_nothing_but_the_simulator_knows_the_simulator_or_the_engine() -> None:
+    for path in own_modules("router"):
+        names = set(imported_modules(ast.walk(ast.parse(path.read_text()))))
+        engine = any(name.partition(".")[0] == "quire_engine" for name in names)
+        simulator = {name for name in names if name.startswith("quire_router.simulation")}
+        if is_behind_a_door(path):
+            assert not any(name.startswith("quire_engine.device.host") for name in names)
+        else:
+            assert not engine, f"{path.name} needs the engine"
+            assert simulator <= {"quire_router.simulation.cli", "quire_router.simulation.command"}
+            assert not simulator or path.name == "main.py"
+
+
+def requirements(distribution: str) -> tuple[set[str], set[str]]:
+    """What a distribution always needs, and what its extras add."""
+    project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
+    optional = [entry for entries in project.get("optional-dependencies", {}).values() for entry in entries]
+    declared, extras = (
+        {re.split(r"[^A-Za-z0-9-]", entry)[0] for entry in entries} for entries in (project["dependencies"], optional)
+    )
+    return declared, extras
+
+
+def imported_distributions(nodes: Iterable[ast.AST], distribution: str) -> set[str]:
+    """Other distributions whose modules these nodes import."""
+    packages = installed_packages()
+    own = sys.stdlib_module_names | {f"quire_{distribution}"}
+    names = (name for name in imported_modules(nodes) if name.partition(".")[0] not in own)
+    return {distribution_of(name, packages) for name in names}
+
+
+@cache
+def installed_packages() -> Mapping[str, list[str]]:
+    return metadata.packages_distributions()
+
+
+def imported_modules(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def distribution_of(module: str, packages: Mapping[str, list[str]]) -> str:
+    """Which distribution a module is from; namespaces that several share are told apart by what follows, and what only
+    a GPU needs is not installed.
+    """
+    shared = {
+        "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-grpc",
+        "opentelemetry.sdk": "opentelemetry-sdk",
+        "opentelemetry": "opentelemetry-api",
+        "google.protobuf": "protobuf",
+        "quire_proto": "quire-proto",
+        "quire": "quire-proto",
+        "flashinfer": "flashinfer-python",
+        "triton": "triton",
+    }
+    for prefix, name in shared.items():
+        if module == prefix or module.startswith(f"{prefix}."):
+            return name
+    (name,) = set(packages[module.partition(".")[0]])
+    return name.lower().replace("_", "-")
+
+
+def test_documents_hold_no_placeholders() -> None:
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "demo/README.md"):
+        assert not re.search(r"@[A-Z]+@", path.read_text()), f"{path.name} is not finished"
+
+
+@pytest.mark.parametrize("path", list(modules()), ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_unpickles_evaluates_or_trusts_remote_code(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not {alias.name.partition(".")[0] for alias in node.names} & FORBIDDEN_IMPORTS
+        if isinstance(node, ast.ImportFrom):
+            assert (node.module or "").partition(".")[0] not in FORBIDDEN_IMPORTS
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in {"eval", "exec", "torch.load", "os.system"}
+            for keyword in node.keywords:
+                said = ast.unparse(keyword.value)
+                assert (keyword.arg, said) not in {("trust_remote_code", "True"), ("shell", "True")}
+
+
+SHORT_TASKS = {
+    "proto/quire_proto/supervise.py": {"SupervisedTask.__init__"},  # where all others begin
+    "router/quire_router/admission/redis_rate_limit.py": {"_with_timeout"},  # one question, within its time
+    "router/quire_router/api/rest/http.py": {"cancel_on_disconnect"},  # a request's
+    "router/quire_router/api/rest/sse.py": {"SseStream._check_idle"},
+    "router/quire_router/api/multi_prompt.py": {"_merged"},
+    "router/quire_router/autoscale/keda.py": {"Relay._pass_on"},  # a connection's
+    "router/quire_router/autoscale/scaling_server.py": {"TlsServer._accept"},  # a handshake, within its time
+    "router/quire_router/requests/registry.py": {"BackgroundRequests.run"},
+    "router/quire_router/engines/pool.py": {"EnginePool._remove_if_idle"},  # closes a link
+    "router/quire_router/journal/redis/redis_journal.py": {"RedisJournal.open_if_absent"},
+    "router/quire_router/requests/dispatch.py": {"Dispatcher._wait"},
+    "engine/quire_engine/server/server.py": {"_first_completed"},
+    "engine/quire_engine/server/servicer.py": {"EngineServicer.Session"},  # a stream's, which it ends where it fails
+}
+"""Where tasks begin that end by themselves, with a request or a connection, and tell what they raise."""
+
+
+def test_every_task_that_lives_as_long_as_its_process_is_supervised() -> None:
+    """Those of a ``TaskGroup`` are awaited by whoever opened it, who hears of what they raise."""
+    for path in (*own_modules("proto"), *own_modules("engine"), *own_modules("router")):
+        found, name = set(beginners_of_tasks(ast.parse(path.read_text()).body)), str(path.relative_to(ROOT))
+        assert found <= SHORT_TASKS.get(name, set()), f"{name}: begin it with supervise()"
+
+
+def beginners_of_tasks(nodes: Iterable[ast.AST], within: str = "") -> Iterator[str]:
+    """The functions that begin tasks outside of a ``TaskGroup``."""
+    for node in nodes:
+        name = within
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{within}.{node.name}".lstrip(".")
+        elif isinstance(node, ast.Call):
+            owner, _, called = ast.unparse(node.func).rpartition(".")
+            if called in {"create_task", "ensure_future"} and owner not in {"tasks", "serving"}:
+                yield within
+        yield from beginners_of_tasks(ast.iter_child_nodes(node), name)
+
+
+NAMES_THAT_REPEAT = {"__init__", "base", "config"}
+
+
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_no_module_has_the_name_of_another(distribution: str) -> None:
+    names = Counter(path.stem for path in sources(distribution))
+    assert not {name for name, count in names.items() if count > 1} - NAMES_THAT_REPEAT
+
+
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_no_class_has_the_name_of_another(distribution: str) -> None:
+    names = Counter(
+        node.name
+        for path in sources(distribution)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not {name for name, count in names.items() if count > 1}
+
+
+@pytest.mark.parametrize("distribution", ["proto", "engine", "router"])
+def test_nothing_is_loose_at_the_root_of_a_package(distribution: str) -> None:
+    """But entry, configuration, wiring and errors; what both services must compute alike is proto's business."""
+    allowed = {"__init__", "app", "cli", "config", "errors", "factory", "main"}
+    if distribution != "proto":
+        assert {path.stem for path in (ROOT / distribution / f"quire_{distribution}").glob("*.py")} <= allowed
+
+
+def sources(distribution: str) -> list[Path]:
+    package = ROOT / distribution / f"quire_{distribution}"
+    return [path for path in package.rglob("*.py") if FOREIGN not in path.parents]

@@ -1,0 +1,158 @@
+"""The pages that list something list what there is, every flag and every metric, and nothing else."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.registry import Collector
+from pydantic_settings import BaseSettings
+from quire_engine.bench.config import BenchConfig
+from quire_engine.config import EngineConfig
+from quire_engine.core.engine_core import EngineCoreOutputs, StepTrace
+from quire_engine.core.outputs import EngineLoad, KVCacheFragmentation, SchedulerStats
+from quire_engine.core.request_queue import PreemptionMode, PreemptionReason
+from quire_engine.core.step import StepTimings
+from quire_engine.server.metrics import EngineMetrics
+from quire_engine.simulation.config import SimulationConfig
+from quire_engine.structured_output.compiler import CompileOutcome
+from quire_proto.cli import read_settings
+from quire_router.config import Settings
+from quire_router.core import metrics
+from quire_router.simulation.config import FleetSettings
+
+from tests.support import pages
+
+HELP: dict[str, Callable[[Sequence[str]], object]] = {
+    "quire-router": partial(read_settings, Settings),
+    "quire-engine": partial(read_settings, EngineConfig),
+}
+PAGES = [pages.ROOT / "README.md", *(pages.ROOT / "docs").glob("*.md")]
+FLAGS: dict[str, set[str]] = {
+    str(settings.model_config.get("cli_prog_name")): {
+        (field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()
+    }
+    for settings in (Settings, EngineConfig, FleetSettings, SimulationConfig, BenchConfig)
+}
+PACKAGES = {"quire_engine", "quire_router", "quire_proto"}
+TRACE = StepTrace(1, 0, StepTimings(), 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, False, [])
+Listed = dict[str, tuple[str, set[str]]]  # kind and labels of each metric
+
+
+@pytest.mark.parametrize("command", pages.COMMANDS)
+def test_the_page_of_settings_has_every_flag_with_its_default(command: str) -> None:
+    assert list(pages.rows(pages.section(pages.CONFIGURATION, f"`{command}`"))) == list(pages.flags_of(command)), (
+        "write the tables again: .venv/bin/python -m tests.support.pages"
+    )
+
+
+@pytest.mark.parametrize("command", pages.COMMANDS)
+def test_its_flags_are_those_of_the_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        HELP[command](["--help"])
+    told = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    listed = {flag.partition("`:")[0].strip("`") for flag, _, _ in pages.flags_of(command)}
+    assert told - {"--version"} == listed
+
+
+def test_the_page_of_metrics_lists_the_routers() -> None:
+    listed = listed_under("The router")
+    for metric in vars(metrics).values():
+        if not isinstance(metric, MetricWrapperBase):
+            continue
+        [family] = metric.describe()
+        kind, labels = listed.pop(told_name(family.name, family.type))
+        assert kind == family.type
+        if labels:
+            metric.labels(**dict.fromkeys(labels, "page"))  # raises ValueError where it has others
+            metric.remove_by_labels(dict.fromkeys(labels, "page"))
+        else:
+            assert labels_of(metric) == {family.name: set()}
+    assert not listed
+
+
+def test_the_page_of_metrics_lists_the_engines() -> None:
+    registry = busy_engine().registry
+    labels = labels_of(registry)
+    assert listed_under("The engine") == {
+        told_name(family.name, family.type): (family.type, labels[family.name]) for family in registry.collect()
+    }
+
+
+def test_no_page_names_a_metric_that_there_is_not() -> None:
+    known = {part for heading in ("The router", "The engine") for name in listed_under(heading) for part in parts(name)}
+    for page in PAGES:
+        named = set(re.findall(r"\bquire_[a-z0-9_]*[a-z0-9]\b", page.read_text())) - PACKAGES
+        assert not named - known, page.name
+
+
+@pytest.mark.parametrize("settings", [SimulationConfig, FleetSettings, BenchConfig])
+def test_some_page_names_each_flag_of_the_other_commands(settings: type[BaseSettings]) -> None:
+    told = set(re.findall(r"--(?:no-)?([a-z0-9-]+)", "".join(page.read_text() for page in PAGES)))
+    assert not {(field.alias or name).replace("_", "-") for name, field in settings.model_fields.items()} - told
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run_in_the_environment_and_what_they_run_is_there(page: Path) -> None:
+    text = page.read_text()
+    assert not re.findall(r"(?:^|`)(?:[A-Z]+=\S+ )*(?:python3?|pytest) .*", text, re.MULTILINE)
+    for path in re.findall(r"\btests/[a-z_/]+\.py\b", text):
+        assert (pages.ROOT / path).is_file(), path
+    for module in re.findall(r"python -m (tests\.[a-z_.]+[a-z_])", text):
+        assert find_spec(module) is not None, module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_shows_have_flags_that_there_are(page: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", page.read_text())
+    for program, arguments in re.findall(r"(quire-(?:router|engine)(?: simulate| bench)?) ([^`\n]*)", text):
+        flags = set(re.findall(r"(?<!\S)--(?:no-)?([a-z][a-z0-9-]*)", arguments)) - {"help", "version"}
+        assert not flags - FLAGS[program], program
+
+
+def listed_under(heading: str) -> Listed:
+    """What a table of the page lists."""
+    listed: Listed = {}
+    for name, kind, _ in pages.rows(pages.section(pages.METRICS, heading)):
+        match = re.fullmatch(r"`([a-z_:]+)(?:\{([a-z_,]+)\})?`", name)
+        assert match is not None, name
+        listed[match[1]] = (kind, set(match[2].split(",")) if match[2] else set())
+    return listed
+
+
+def told_name(name: str, kind: str) -> str:
+    """A metric as Prometheus shows it."""
+    return f"{name}_total" if kind == "counter" else name
+
+
+def parts(name: str) -> Iterator[str]:
+    """What a page may call a metric: by its name, with or without what its kind adds."""
+    yield name.removesuffix("_total")
+    for end in ("", "_bucket", "_sum", "_count"):
+        yield name + end
+
+
+def labels_of(collector: Collector | CollectorRegistry) -> dict[str, set[str]]:
+    """The labels of each metric that has values."""
+    families: Iterable = collector.collect()
+    return {
+        family.name: {label for sample in family.samples for label in sample.labels} - {"le"}
+        for family in families
+        if family.samples
+    }
+
+
+def busy_engine() -> EngineMetrics:
+    """Metrics that all have values."""
+    statistics = SchedulerStats()
+    statistics.preemptions[next(iter(PreemptionMode)), next(iter(PreemptionReason))] += 1
+    told = EngineMetrics("m", statistics, lambda: 0.0)
+    told.on_grammar(CompileOutcome.COMPILED, 1.0)
+    told.on_restart("session heartbeats")
+    told.on_step(EngineCoreOutputs([], EngineLoad(*[0] * 8), [], TRACE, fragmentation=KVCacheFragmentation(0, 0, 0)))
+    return told

@@ -1,0 +1,316 @@
+"""Reading calls and thoughts costs what comes, whatever comes, and little of it is held back."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise, product
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.text import reasoning
+from quire_proto.text import stream_scanner as held
+from quire_proto.text import tool_formats as hermes
+from quire_proto.text import tool_formats as llama
+from quire_proto.text import tool_parser as body
+from quire_proto.text import tool_parser as head
+from quire_proto.text import tool_parser as parser
+from quire_proto.text.reasoning import ReasoningParser
+from quire_proto.text.stream_scanner import (
+    MAX_MARKER_SPACE,
+    Content,
+    Reasoning,
+    StreamReader,
+    TextBuffer,
+    ToolCallArguments,
+    ToolCallStart,
+    merge_adjacent,
+)
+from quire_proto.text.tool_formats import ToolFormat, new_tool_parser
+from quire_proto.text.tool_parser import MAX_CALL_CHARS, HeaderStatus, ToolCallHeaderParser
+
+NAMES = ("get", "now")
+OPENERS = {
+    "hermes": lambda: new_tool_parser(ToolFormat.HERMES, NAMES),
+    "llama3": lambda: new_tool_parser(ToolFormat.LLAMA3, NAMES),
+    "thinking": lambda: ReasoningParser(opened=True),
+    "answering": lambda: ReasoningParser(opened=False),
+}
+PARSERS = pytest.mark.parametrize("open_", OPENERS.values(), ids=OPENERS)
+MARKS = {"hermes": "<tool_call>", "llama3": "<|python_tag|>"}
+
+FRAGMENTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "</to",
+    "<|py",
+    "<thi",
+    '{"name": "get", "arguments": {',
+    '{"name":"now","parameters":{}}',
+    '{"arguments": {"a": 1}, "name": "get"}',
+    '{"name": "now"}',
+    '{"type": "',
+    '{"type":',
+    '\\"',
+    '"',
+    "{",
+    "}",
+    ";",
+    " ",
+    "\n\n\n",
+    "      ",
+    "<",
+    "x",
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
+CUTS = st.lists(st.integers(0, 200), max_size=8)
+
+
+@contextmanager
+def small_bounds() -> Iterator[None]:
+    """Everything that is held back ends after a few characters, so that short texts come to its end."""
+    gaps, bodies = (held, reasoning, llama), (parser, hermes, llama)
+    with ExitStack() as patches:
+        for module in gaps:
+            patches.enter_context(patch.object(module, "MAX_MARKER_SPACE", 5))
+        for module in bodies:
+            patches.enter_context(patch.object(module, "MAX_CALL_CHARS", 45))
+        patches.enter_context(patch.object(head, "MAX_HEADER_CHARS", 40))
+        yield
+
+
+def read(open_, text, cuts=(), *, ended=True):
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    reader = open_()
+    pieces = [piece for start, end in pairwise(bounds) for piece in reader.push(text[start:end])]
+    return merge_adjacent([*pieces, *(reader.finish() if ended else [])])
+
+
+@PARSERS
+@settings(deadline=None)
+@given(TEXTS, CUTS, st.booleans())
+def test_where_bounds_end_what_is_held_back_does_not_depend_on_the_cuts(open_, text, cuts, ended):
+    with small_bounds():
+        whole = read(open_, text, ended=ended)
+        assert read(open_, text, cuts, ended=ended) == whole
+        assert read(open_, text, range(len(text)), ended=ended) == whole
+
+
+@pytest.mark.parametrize("name", MARKS)
+@settings(deadline=None)
+@given(TEXTS, CUTS)
+def test_where_bounds_end_what_is_held_back_no_text_is_lost(name, text, cuts):
+    with small_bounds():
+        pieces = read(OPENERS[name], text, cuts)
+    if not any(isinstance(piece, ToolCallStart) for piece in pieces):
+        assert "".join(piece.text for piece in pieces) == text
+
+
+HEADS = st.lists(st.sampled_from([*'{":,x<\\ \n', "name", "get", "arguments", "type", " " * 300]), max_size=14).map(
+    lambda parts: ('{"name": "get", ' if len(parts) % 3 == 0 else "") + "".join(parts)
+)
+GAP = r"[ \t\r\n]*"
+NAME = re.compile(rf'{GAP}\{{{GAP}"name"{GAP}:{GAP}"([^"\\]*)"')
+ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{)')
+
+
+@settings(deadline=None, max_examples=300)
+@given(HEADS, CUTS)
+def test_a_head_is_what_one_expression_finds(text, cuts):
+    reader, verdict = ToolCallHeaderParser(NAMES), HeaderStatus.EARLY
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    for start, end in pairwise(bounds):
+        source = StreamReader()
+        source.push(text[start:end])
+        if verdict is HeaderStatus.EARLY:
+            verdict = reader.read(source)
+    name = NAME.match(text[:512])
+    arguments = ARGUMENTS.match(text[:512], name.end()) if name and name[1] in NAMES else None
+    assert (verdict is HeaderStatus.CALL) == (arguments is not None)
+    if arguments is not None:
+        assert (reader.name, reader.taken.take()) == (name[1], text[: arguments.end()])
+
+
+class Work:
+    """How many characters were looked at or copied."""
+
+    characters = 0
+
+
+class Counted(str):
+    """Text that counts what is done with it."""
+
+    __slots__ = ()
+
+    def find(self, sub, start=0, end=None):
+        end = len(self) if end is None else end
+        at = super().find(sub, start, end)
+        Work.characters += (end if at < 0 else at + len(sub)) - start
+        return at
+
+    def __getitem__(self, key):
+        return counted(super().__getitem__(key))
+
+    def __add__(self, other):
+        return counted(super().__add__(other))
+
+    def __radd__(self, other):
+        return counted(other.__add__(str(self)))
+
+    def rstrip(self, characters=None):
+        return counted(super().rstrip(characters))
+
+    def lstrip(self, characters=None):
+        return counted(super().lstrip(characters))
+
+    def strip(self, characters=None):
+        return counted(super().strip(characters))
+
+    def partition(self, mark):
+        return tuple(map(counted, super().partition(mark)))
+
+    def removeprefix(self, mark):
+        return counted(super().removeprefix(mark))
+
+
+def counted(text):
+    Work.characters += len(text)
+    return Counted(text)
+
+
+class CountedPattern:
+    """A compiled expression that counts what it looks at."""
+
+    def __init__(self, pattern):
+        self._pattern = pattern
+
+    def match(self, text, start, end):
+        return self._counted(self._pattern.match(text, start, end), start, end)
+
+    def search(self, text, start, end):
+        return self._counted(self._pattern.search(text, start, end), start, end)
+
+    def _counted(self, found, start, end):
+        Work.characters += (end if found is None else found.end()) - start
+        return found
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    Work.characters = 0
+    take = TextBuffer.take
+    with ExitStack() as patches:
+        for module, name in ((held, "_SPACES"), (body, "_STRUCTURE"), (body, "_IN_STRING")):
+            patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
+        patches.enter_context(patch.object(TextBuffer, "take", lambda self: counted(take(self))))
+        patches.enter_context(patch.object(parser, "read_body", lambda text, names: body.read_body(str(text), names)))
+        yield
+
+
+CALL = '<tool_call>{"name": "get", "arguments": {"a": [1, {}]}}</tool_call>'
+LLAMA_CALL = '{"name": "get", "parameters": {"a": [1, {}]}};'
+BEGINNINGS = ["x", '<tool_call>{"type": "', LLAMA_CALL + '{"type": "']
+REPEATED = [
+    " " * 64,
+    "\n",
+    "word ",
+    "<",
+    "</",
+    "<tool_call>",
+    "<tool_call>{",
+    '<tool_call>{"type":',
+    '<tool_call>{"type":\\"',
+    '<|python_tag|>{"type":\\"',
+    '<tool_call>{"type":</tool_call>',
+    '<tool_call> {"name": "get", "arguments": {',
+    CALL,
+    LLAMA_CALL,
+    "<|python_tag|>",
+    "{",
+    "[{",
+    '"',
+    "\\",
+    "; ",
+    " <think> </think>",
+    "</think> <think>",
+    "</thin",
+    '<tool_call>{"' + "y" * 509 + "<",  # a head that ends where another mark may begin
+]
+
+
+def work_of(open_, pieces: list[str]) -> int:
+    with counting():
+        reader = open_()
+        for piece in pieces:
+            reader.push(Counted(piece))
+        reader.finish()
+    return Work.characters
+
+
+@PARSERS
+@pytest.mark.parametrize("unit", REPEATED)
+def test_reading_costs_what_comes(open_, unit):
+    """Each character is looked at or copied some times, however many are held back and however they come."""
+    for begin in BEGINNINGS:
+        assert work_of(open_, [begin] + [unit] * 500) <= 16 * (len(begin) + 500 * len(unit)) + 64 * 500
+        assert work_of(open_, [begin + unit * 2000]) <= 16 * (len(begin) + 2000 * len(unit)), begin
+
+
+@PARSERS
+@pytest.mark.parametrize("unit", [" " * 64, "word ", '<tool_call>{"type":\\"'])
+def test_ten_thousand_pieces_cost_ten_times_what_a_thousand_do(open_, unit):
+    thousand, all_ = (work_of(open_, ["x", *[unit] * pieces]) for pieces in (1_000, 10_000))
+    assert all_ <= 11 * thousand
+
+
+@PARSERS
+def test_what_is_held_back_is_bounded_whatever_comes(open_):
+    """Marks of thoughts and calls, and space beside them, are not told at all: so only units without are counted."""
+    begins = ("x", '<tool_call>{"type": "', "x<|python_tag|>{", '<tool_call>{"name": "get')
+    with small_bounds():
+        for begin, unit in product(begins, (" " * 7, "{", '"type":', "y", "[", "\\")):
+            reader, told = open_(), 0
+            for count, piece in enumerate([begin, *[unit] * 200]):
+                told += sum(len(piece.text) for piece in reader.push(piece))
+                assert len(begin) + count * len(unit) - told <= 45 + 5 + 40 + len(begin) + len(unit), (begin, unit)
+
+
+def test_much_space_is_a_part_of_what_it_stands_in():
+    much, most = " " * (MAX_MARKER_SPACE + 1), " " * MAX_MARKER_SPACE
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    told = [ToolCallStart("now"), ToolCallArguments("{}")]
+    assert read(OPENERS["hermes"], f"a{most}{call}") == [Content("a"), *told]
+    assert read(OPENERS["hermes"], f"a{much}{call}") == [Content(f"a{much}"), *told]
+    assert read(OPENERS["llama3"], much + LLAMA_CALL) == [Content(much + LLAMA_CALL)]
+    assert read(OPENERS["llama3"], most + '{"name": "now", "parameters": {}}') == told
+    assert read(OPENERS["thinking"], f"a{much}</think>{much}b") == [Reasoning(f"a{much}"), Content("b")]
+    assert read(OPENERS["answering"], f"{most}<think>a{most}</think>b") == [Reasoning("a"), Content("b")]
+    assert read(OPENERS["answering"], f"{much}<think>a") == [Content(f"{much}<think>a")]
+
+
+def test_what_was_no_call_as_a_whole_is_not_looked_at_as_one_again():
+    late = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'
+    early = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    told = [ToolCallStart("now"), ToolCallArguments("{}")]
+    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type": ' + late)]
+    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *told]
+    assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == told
+
+
+def test_arguments_that_cannot_be_sent_are_content():
+    text = '<tool_call>{"arguments": {"a": "\\ud800"}, "name": "get"}</tool_call>'
+    assert read(OPENERS["hermes"], text) == [Content(text)]
+
+
+def test_a_call_of_what_nobody_offered_is_told_as_soon_as_that_is_certain():
+    for text in ('<tool_call>{"name": "x', '<tool_call>{"city', "<tool_call>{ -", "<tool_call>x"):
+        assert read(OPENERS["hermes"], text, ended=False) == [Content(text)]
+
+
+def test_a_body_that_is_too_long_ends_where_another_mark_may_begin():
+    text = '<tool_call>{"type": "' + "y" * (MAX_CALL_CHARS - 14) + "</toxy"
+    assert read(OPENERS["hermes"], text, ended=False) == [Content(text)]

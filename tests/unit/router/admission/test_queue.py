@@ -1,0 +1,338 @@
+"""The queue before the engines: turns are given one at a time, none is lost, and every wait ends."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+import pytest
+from prometheus_client import REGISTRY
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.admission.fair_queue import CREDIT, QueueBounds, QueuedRequest
+from quire_router.admission.queue import AdmissionQueue, QueueSettings
+from quire_router.admission.tenants import Tenant, Tenants
+
+MODEL = "m"
+
+
+class Fleet:
+    """Engines that take ``room`` requests at once, ``kept`` of them of none in front, and tell when one ends."""
+
+    def __init__(self, room=1, engines=1, kept=0):
+        self.room = room
+        self.kept = kept
+        self.engines = engines
+        self.running = []
+        self.most = 0
+        self.queue = None
+
+    def has_capacity(self, model):
+        return self.engines > 0 and len(self.running) < self.room
+
+    def has_spare_capacity(self, model):
+        return self.engines > 0 and len(self.running) < self.room - self.kept
+
+    def ready(self, model):
+        return self.engines
+
+    def dispatch(self, request_id):
+        self.running.append(request_id)
+        self.most = max(self.most, len(self.running))
+
+    def end(self, request_id):
+        self.running.remove(request_id)
+        self.queue.notify_capacity()
+
+
+def parked(model):
+    return REGISTRY.get_sample_value("quire_parked_requests", {"model": model}) or 0
+
+
+def open_queue(fleet, tenants=(), **settings):
+    fleet.queue = AdmissionQueue([MODEL, "other"], fleet, Tenants(tenants), QueueSettings(**settings))
+    return fleet.queue
+
+
+def waiting(name, tenant="t", **fields):
+    return QueuedRequest(name, MODEL, tenant, fields.pop("tokens", 10), fields.pop("size", 10), **fields)
+
+
+async def run(fleet, one, order=None, steps=1):
+    """What the lifecycle does: its turn, dispatch, and an answer that takes a while."""
+    await fleet.queue.acquire(one)
+    fleet.dispatch(one.request_id)
+    if order is not None:
+        order.append(one.request_id)
+    try:
+        for _ in range(steps):
+            await asyncio.sleep(0)
+    finally:
+        fleet.end(one.request_id)
+
+
+async def settle():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def refused(queue, one):
+    with pytest.raises(QuireError) as refusal:
+        async with asyncio.timeout(20):
+            await queue.acquire(one)
+    return refusal.value.code, refusal.value.reason
+
+
+async def test_who_finds_room_does_not_wait():
+    fleet = Fleet(room=1)
+    queue = open_queue(fleet)
+    turn = queue.acquire(waiting("a"))
+    with pytest.raises(StopIteration):
+        turn.send(None)
+
+
+@pytest.mark.parametrize("room", [1, 3])
+async def test_never_more_run_than_there_is_room_for_and_all_get_their_turn_in_order(room):
+    fleet, order = Fleet(room), []
+    open_queue(fleet)
+    names = [f"r{number}" for number in range(50)]
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        for name in names:
+            tasks.create_task(run(fleet, waiting(name), order, steps=random.Random(name).randrange(4)))
+
+    assert order == names
+    assert fleet.most == room
+    assert parked(MODEL) == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_no_turn_is_lost_and_no_room_is_given_twice_whoever_is_cancelled_when(seed):
+    chance = random.Random(seed)
+    fleet = Fleet(room=chance.randint(1, 3))
+    open_queue(fleet)
+    tasks = []
+    for number in range(60):
+        tasks.append(asyncio.create_task(run(fleet, waiting(f"r{number}"), steps=chance.randrange(4))))
+        for _ in range(chance.randrange(3)):
+            await asyncio.sleep(0)
+        if chance.random() < 0.5:
+            chance.choice(tasks).cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await settle()
+
+    assert all(task.cancelled() or task.exception() is None for task in tasks)
+    assert fleet.most <= fleet.room
+    assert fleet.running == []
+    assert parked(MODEL) == 0
+    await run(fleet, waiting("last"))
+
+
+async def test_a_turn_that_came_together_with_a_cancellation_goes_to_the_next():
+    fleet = Fleet(room=1)
+    open_queue(fleet)
+    fleet.dispatch("first")
+    one, other = (asyncio.create_task(run(fleet, waiting(name), steps=1000)) for name in ("one", "other"))
+    await settle()
+
+    fleet.end("first")  # gives the turn to "one", whose task has not run yet
+    one.cancel()
+    await settle()
+
+    assert one.cancelled()
+    assert fleet.running == ["other"]
+    other.cancel()
+
+
+async def test_one_that_was_cancelled_and_has_not_run_since_is_passed_over():
+    fleet = Fleet(room=1)
+    open_queue(fleet)
+    fleet.dispatch("first")
+    one, other = (asyncio.create_task(run(fleet, waiting(name), steps=1000)) for name in ("one", "other"))
+    await settle()
+
+    one.cancel()
+    fleet.end("first")
+    await settle()
+
+    assert fleet.running == ["other"]
+    other.cancel()
+
+
+@pytest.mark.parametrize("given", [True, False])
+async def test_a_turn_that_was_not_taken_costs_its_tenant_nothing(given):
+    fleet, order = Fleet(room=1), []
+    open_queue(fleet)
+    fleet.dispatch("first")
+    one = asyncio.create_task(run(fleet, waiting("one", tokens=100_000)))
+    await settle()
+    if given:
+        fleet.end("first")
+        one.cancel()
+    else:
+        one.cancel()
+        fleet.end("first")
+    fleet.dispatch("second")
+    others = [asyncio.create_task(run(fleet, waiting(tenant, tenant), order)) for tenant in ("t", "u")]
+    await settle()
+    fleet.end("second")
+    await asyncio.gather(*others)
+
+    assert order == ["t", "u"]
+
+
+async def test_nobody_overtakes_those_who_wait_though_there_is_room_for_a_moment():
+    fleet, order = Fleet(room=1), []
+    open_queue(fleet)
+    fleet.dispatch("first")
+    one = asyncio.create_task(run(fleet, waiting("one"), order))
+    await settle()
+    fleet.end("first")
+    other = asyncio.create_task(run(fleet, waiting("other"), order))
+    await asyncio.gather(one, other)
+
+    assert order == ["one", "other"]
+
+
+async def test_who_is_ahead_leaves_room_to_others_and_who_is_alone_does_not():
+    fleet = Fleet(room=3, kept=2)
+    queue = open_queue(fleet)
+    for number in range(3):
+        await queue.acquire(waiting(f"alone{number}", tokens=2 * CREDIT))
+        fleet.dispatch(f"alone{number}")
+    for number in range(3):
+        fleet.end(f"alone{number}")
+
+    await queue.acquire(waiting("b", "other"))
+    await queue.acquire(waiting("a", tokens=2 * CREDIT))
+    fleet.dispatch("a")
+    ahead = asyncio.create_task(run(fleet, waiting("a2")))
+    await settle()
+    assert parked(MODEL) == 1
+    await asyncio.wait_for(run(fleet, waiting("b2", "other"), steps=0), 20)
+    assert parked(MODEL) == 1
+
+    fleet.end("a")
+    await asyncio.wait_for(ahead, 20)
+
+
+async def test_models_wait_apart():
+    fleet = Fleet(room=0)
+    queue = open_queue(fleet)
+    task = asyncio.create_task(queue.acquire(waiting("a")))
+    await settle()
+
+    assert (parked(MODEL), parked("other")) == (1, 0)
+    fleet.room = 1
+    await queue.acquire(QueuedRequest("b", "other", "t", 1, 1))
+    queue.notify_capacity()
+    await task
+    assert parked(MODEL) == 0
+
+
+async def test_while_no_engine_is_ready_a_request_is_held_and_runs_when_one_comes():
+    fleet = Fleet(engines=0)
+    queue = open_queue(fleet)
+    task = asyncio.create_task(queue.acquire(waiting("a")))
+    await settle()
+    assert not task.done()
+
+    fleet.engines = 1
+    queue.notify_capacity()
+    await asyncio.wait_for(task, 20)
+
+
+async def test_a_hold_ends_with_unavailable():
+    queue = open_queue(Fleet(engines=0), hold_timeout=0.02)
+    assert await refused(queue, waiting("a")) == (ErrorCode.UNAVAILABLE, "none_ready")
+    assert parked(MODEL) == 0
+
+
+async def test_a_full_fleet_is_waited_for_beyond_the_hold_and_not_for_ever():
+    fleet = Fleet(room=0)
+    queue = open_queue(fleet, hold_timeout=0.01, max_seconds=0.2)
+    assert await refused(queue, waiting("a")) == (ErrorCode.OVERLOADED, "queue_seconds")
+
+
+async def test_the_hold_begins_when_the_last_engine_went():
+    fleet = Fleet(room=0)
+    queue = open_queue(fleet, hold_timeout=0.1, max_seconds=100)
+    task = asyncio.create_task(refused(queue, waiting("a")))
+    await asyncio.sleep(0.15)
+    assert not task.done()
+    fleet.engines = 0
+    queue.notify_capacity()
+    assert await task == (ErrorCode.UNAVAILABLE, "none_ready")
+
+
+async def test_a_deadline_ends_a_wait():
+    queue = open_queue(Fleet(room=0))
+    deadline = asyncio.get_running_loop().time() + 0.02
+    assert await refused(queue, waiting("a", deadline=deadline)) == (ErrorCode.DEADLINE, "deadline")
+
+
+async def test_what_gives_way_in_a_full_queue_is_told_so():
+    fleet = Fleet(room=0)
+    queue = open_queue(fleet, bounds=QueueBounds(2, 1000))
+    flood = [asyncio.create_task(refused(queue, waiting(f"a{number}", "a"))) for number in range(3)]
+    await settle()
+    other = asyncio.create_task(queue.acquire(waiting("b", "b")))
+    await settle()
+
+    assert [task.done() for task in flood] == [False, True, True]
+    assert [await task for task in flood[1:]] == [(ErrorCode.OVERLOADED, "queue_full")] * 2
+    assert parked(MODEL) == 2
+    for task in (flood[0], other):
+        task.cancel()
+
+
+async def test_bytes_are_bounded_and_a_tenants_requests_too():
+    queue = open_queue(Fleet(room=0), [Tenant("few", max_queued=1)], bounds=QueueBounds(10, 100))
+    tasks = [asyncio.create_task(queue.acquire(waiting(name, name, size=50))) for name in ("few", "b")]
+    await settle()
+
+    assert await refused(queue, waiting("c", "few")) == (ErrorCode.OVERLOADED, "max_queued")
+    assert await refused(queue, waiting("d", "d", size=51)) == (ErrorCode.OVERLOADED, "queue_bytes")
+    assert await refused(queue, waiting("e", "b")) == (ErrorCode.OVERLOADED, "queue_bytes")
+    for task in tasks:
+        task.cancel()
+
+
+async def test_a_queue_that_closes_lets_everybody_go_and_nobody_in():
+    queue = open_queue(Fleet(room=0))
+    tasks = [asyncio.create_task(refused(queue, waiting(name))) for name in "abc"]
+    await settle()
+    queue.close()
+
+    assert await asyncio.gather(*tasks) == [(ErrorCode.UNAVAILABLE, "stopping")] * 3
+    assert await refused(queue, waiting("d")) == (ErrorCode.UNAVAILABLE, "stopping")
+
+
+async def test_who_is_interrupted_leaves_without_a_turn():
+    fleet = Fleet(room=1)
+    queue = open_queue(fleet)
+    fleet.dispatch("first")
+    one = asyncio.create_task(queue.acquire(waiting("one")))
+    await settle()
+
+    assert queue.abandon("one")
+    assert not queue.abandon("one")
+    assert not queue.abandon("unknown")
+    await asyncio.wait_for(one, 20)
+    assert parked(MODEL) == 0
+
+    fleet.end("first")
+    await run(fleet, waiting("two"))
+
+
+async def test_an_error_that_nobody_hears_is_no_complaint():
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    queue = open_queue(Fleet(room=0))
+    task = asyncio.create_task(queue.acquire(waiting("a")))
+    await settle()
+    queue.close()
+    task.cancel()
+    with suppress(asyncio.CancelledError, QuireError):
+        await task
+    del task
+    await settle()
+    assert complaints == []

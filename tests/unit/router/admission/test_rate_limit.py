@@ -1,0 +1,567 @@
+"""Tenants' limits: at one router, at several through a real Redis, and while Redis is away."""
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import REGISTRY
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.admission.limits import RateLimiter, ReserveRequest
+from quire_router.admission.rate_limit import MICROSECONDS, WINDOW, TenantUsage
+from quire_router.admission.redis_rate_limit import RedisRateLimiter
+from quire_router.admission.tenants import Tenant, Tenants
+
+from tests.support.redis_server import redis_server
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+
+def limits_of(clock=None, shared=None, **limits):
+    tenants = Tenants([Tenant("t", **limits)])
+    return RateLimiter(tenants, shared, clock=clock) if clock else RateLimiter(tenants, shared)
+
+
+async def refusal_of(limits, request_id="x", tokens=1):
+    with pytest.raises(QuireError) as refusal, await limits.reserve("t", request_id, tokens):
+        pass
+    return refusal.value
+
+
+async def spend(limits, request_id, tokens, used):
+    with await limits.reserve("t", request_id, tokens) as bill:
+        bill.used = used
+
+
+# One router
+
+
+async def test_a_tenant_without_limits_is_not_counted():
+    limits = limits_of()
+    for number in range(100):
+        await spend(limits, str(number), 10**9, 10**9)
+    assert limits.status("t").requests is None
+
+
+async def test_requests_a_minute_end_with_a_wait_that_is_enough():
+    clock = Clock()
+    limits = limits_of(clock, requests_per_minute=3)
+    for number in range(3):
+        await spend(limits, str(number), 5, 5)
+    error = await refusal_of(limits)
+
+    assert (error.code, error.reason) == (ErrorCode.OVERLOADED, "requests_per_minute")
+    assert error.retry_after == 20
+    clock.now += int(error.retry_after * MICROSECONDS)
+    await spend(limits, "y", 5, 5)
+    assert (await refusal_of(limits)).reason == "requests_per_minute"
+
+
+async def test_tokens_are_charged_as_most_and_corrected_to_what_was_used():
+    clock = Clock()
+    limits = limits_of(clock, tokens_per_minute=1000)
+    with await limits.reserve("t", "a", 900) as bill:
+        assert limits.status("t").tokens.remaining == 100
+        error = await refusal_of(limits, tokens=200)
+        assert error.reason == "tokens_per_minute"
+        assert error.retry_after == 6
+        bill.used = 300
+    assert limits.status("t").tokens.remaining == 700
+    await spend(limits, "b", 700, 700)
+    assert limits.status("t").tokens.remaining == 0
+
+
+async def test_a_request_that_can_never_be_admitted_is_told_so_and_not_to_wait():
+    error = await refusal_of(limits_of(tokens_per_minute=100), tokens=101)
+    assert (error.code, error.param, error.retry_after) == (ErrorCode.INVALID, "max_tokens", None)
+
+
+def test_requests_that_can_never_run_together_are_told_so():
+    for limit, tokens, param in (
+        ({"tokens_per_minute": 100}, [40, 40, 40], "max_tokens"),
+        ({"requests_per_minute": 2, "max_concurrent": 9}, [1, 1, 1], "prompt"),
+        ({"requests_per_minute": 9, "max_concurrent": 2}, [1, 1, 1], "prompt"),
+    ):
+        limits_of(**limit).check_size("t", tokens[:2])
+        with pytest.raises(QuireError) as refusal:
+            limits_of(**limit).check_size("t", tokens)
+        assert (refusal.value.code, refusal.value.param) == (ErrorCode.INVALID, param)
+
+
+async def test_a_request_that_never_ran_costs_nothing():
+    limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100)
+    (await limits.reserve("t", "a", 60)).cancel()
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (5, 100)
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError, asyncio.CancelledError])
+async def test_a_place_is_free_again_on_every_way_out(failure):
+    limits = limits_of(max_concurrent=1)
+    for _ in range(3):
+        try:
+            with await limits.reserve("t", "a", 1):
+                assert (await refusal_of(limits)).reason == "max_concurrent"
+                if failure is not None:
+                    raise failure
+        except (RuntimeError, asyncio.CancelledError):
+            pass
+
+
+async def test_what_is_refused_costs_nothing():
+    limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100, max_concurrent=1)
+    with await limits.reserve("t", "a", 10) as bill:
+        bill.used = 10
+        for _ in range(10):
+            await refusal_of(limits)
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (4, 90)
+
+
+async def test_refusals_are_counted_by_reason():
+    def count():
+        return REGISTRY.get_sample_value("quire_admission_refusals_total", {"reason": "max_concurrent"}) or 0
+
+    limits, before = limits_of(max_concurrent=1), count()
+    with await limits.reserve("t", "a", 1):
+        await refusal_of(limits)
+    assert count() == before + 1
+
+
+# What goes on, and what is asked for twice
+
+
+async def test_a_request_that_goes_on_counts_and_is_never_refused_nor_charged():
+    limits = limits_of(Clock(), max_concurrent=1, requests_per_minute=5, tokens_per_minute=100)
+    with limits.adopt("t", "a"), limits.adopt("t", "b"):
+        assert (await refusal_of(limits)).reason == "max_concurrent"
+        assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (5, 100)
+    await spend(limits, "c", 1, 1)
+    assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (4, 99)
+
+
+MOST = 2
+ACTIONS = st.lists(st.tuples(st.sampled_from(["enter", "hold", "close"]), st.integers(0, 3), st.integers(0, 1)))
+
+
+@given(ACTIONS)
+@settings(deadline=None)
+def test_one_router_counts_each_request_once_until_nobody_has_it_any_more(actions):
+    asyncio.run(count_alone(actions))
+
+
+async def count_alone(actions):
+    limits, bills, charged = limits_of(Clock(), max_concurrent=MOST, tokens_per_minute=1000), [], 0
+    for action, number, _ in actions:
+        request_id, open_ids = str(number), {each for each, _ in bills}
+        if action == "close" and bills:
+            bills.pop(number % len(bills))[1].commit_all()
+        elif action == "hold":
+            bills.append((request_id, limits.adopt("t", request_id)))
+        elif action == "enter" and (request_id in open_ids or len(open_ids) < MOST):
+            bills.append((request_id, await limits.reserve("t", request_id, 1)))
+            charged += 1
+        elif action == "enter":
+            assert (await refusal_of(limits, request_id)).reason == "max_concurrent"
+        assert limits.status("t").tokens.remaining == 1000 - charged
+
+
+# Through Redis
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def routers(server, number, *, lease=30.0, patience=5.0, **limits):
+    async with AsyncExitStack() as stack:
+        meters = [RedisRateLimiter(server.url, lease=lease, timeout=patience) for _ in range(number)]
+        for meter in meters:
+            stack.push_async_callback(meter.close)
+        await meters[0]._client.flushall()
+        yield [limits_of(shared=meter, **limits) for meter in meters]
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not await holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def admitted(limits, request_id="probe"):
+    async def holds():
+        try:
+            await spend(limits, request_id, 1, 0)
+        except QuireError:
+            return False
+        return True
+
+    return holds
+
+
+async def test_routers_share_what_a_tenant_may_use(redis):
+    async with routers(redis, 3, requests_per_minute=10, tokens_per_minute=100_000) as three:
+        taken = 0
+        for number in range(30):
+            taken += await admitted(three[number % 3], str(number))()
+        error = await refusal_of(three[0], tokens=100)
+        assert error.reason == "requests_per_minute"
+        assert 0 < error.retry_after <= 6
+        assert 10 <= taken <= 11  # a slow machine may see one more refilled
+        assert three[0].status("t").tokens.remaining >= 99_990
+
+
+async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(redis):
+    async with routers(redis, 2, requests_per_minute=3, max_concurrent=1) as (one, other):
+        with await one.reserve("t", "a", 1):
+            await other.consume_request("t")
+            await one.consume_request("t")
+            for limits in (other, one):
+                with pytest.raises(QuireError) as refusal:
+                    await limits.consume_request("t")
+                assert (refusal.value.code, refusal.value.reason) == (ErrorCode.OVERLOADED, "requests_per_minute")
+                with pytest.raises(QuireError, match="requests a minute"):
+                    limits.check_rate("t")
+
+
+async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis):
+    async with routers(redis, 2, max_concurrent=1) as (one, other):
+        with await one.reserve("t", "a", 1):
+            assert (await refusal_of(other)).reason == "max_concurrent"
+        await until(admitted(other))
+
+
+async def test_tokens_that_were_not_used_are_given_back_to_all(redis):
+    async with routers(redis, 2, tokens_per_minute=1000) as (one, other):
+        with await one.reserve("t", "a", 1000) as bill:
+            assert (await refusal_of(other, tokens=900)).reason == "tokens_per_minute"
+            bill.used = 10
+        await until(admitted(other))
+        await spend(other, "b", 900, 900)
+
+
+async def test_the_requests_of_a_router_that_died_are_forgotten_and_those_of_a_living_one_are_not(redis):
+    async with routers(redis, 3, lease=0.3, max_concurrent=2) as (dead, alive, third):
+        with await dead.reserve("t", "dead", 1), await alive.reserve("t", "alive", 1):
+            assert (await refusal_of(third)).reason == "max_concurrent"
+            dead._shared._publisher.cancel()
+            await until(admitted(third))
+            await asyncio.sleep(0.7)
+            with await third.reserve("t", "c", 1):
+                assert (await refusal_of(dead)).reason == "max_concurrent"
+
+
+# Few ids, so that some are charged while they are in progress, and some again after their end.
+ENDS = st.sampled_from(["stays", "ends", "never ran"])
+COSTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), ENDS), max_size=25)
+
+
+@given(COSTS, st.integers(1, 6))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
+    """The pure meter is the oracle. Limits are so low that what is refilled meanwhile is less than any request."""
+    asyncio.run(compare(redis, costs, most))
+
+
+async def compare(server, costs, most):
+    oracle = TenantUsage(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
+    meter = RedisRateLimiter(server.url, timeout=5)
+    try:
+        await meter._client.flushall()
+        for number, tokens, end in costs:
+            request_id, costs_of = str(number), oracle.costs(tokens)
+            running, ahead = oracle.running, oracle.num_running_before(request_id)
+            charged = await meter.reserve(ReserveRequest("t", request_id, *costs_of, most))
+            refusal = oracle.refusal(tokens, 0, ahead)
+            # Redis' time goes on while the oracle's stands still.
+            close = abs(WINDOW - charged.token_debt - costs_of[1]) < MICROSECONDS / 2
+            close |= abs(WINDOW - charged.request_debt - costs_of[0]) < MICROSECONDS / 2
+            if close and charged.admitted != (refusal is None):
+                return
+            assert charged.admitted == (refusal is None)
+            assert charged.newly_running == (charged.admitted and ahead == running)
+            if charged.admitted:
+                oracle.consume(request_id, tokens, 0)
+            assert charged.running == oracle.running
+            standing = oracle.status(0)
+            assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
+            assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
+            if charged.admitted and end != "stays":
+                unused = (1, tokens) if end == "never ran" else (0, 0)
+                request_refund, token_refund = oracle.refunds(*unused)
+                oracle.release(request_id, *unused)
+                meter.release(
+                    "t",
+                    request_id,
+                    placed=charged.newly_running,
+                    request_refund=request_refund,
+                    token_refund=token_refund,
+                )
+                await told(meter)
+    finally:
+        await meter.close()
+
+
+@given(ACTIONS)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_routers_count_each_request_once_and_none_too_few_that_they_have(redis, actions):
+    asyncio.run(count_together(redis, actions))
+
+
+async def count_together(server, actions):
+    """A place may be left for a lease where the last to close was not who took it."""
+    async with routers(server, 2, max_concurrent=MOST) as two:
+        client, bills, left = two[0]._shared._client, [], set()
+        for action, number, which in actions:
+            request_id, places = str(number), await places_in(client)
+            if action == "close" and bills:
+                left.add(bills[number % len(bills)][0])
+                bills.pop(number % len(bills))[1].settle()
+            elif action == "hold":
+                bills.append((request_id, two[which].adopt("t", request_id)))
+            elif action == "enter" and (request_id in places or len(places) < MOST):
+                bills.append((request_id, await two[which].reserve("t", request_id, 1)))
+            elif action == "enter":
+                assert (await refusal_of(two[which], request_id)).reason == "max_concurrent"
+            for limits in two:
+                await tell_all(limits._shared)
+            open_ids = {each for each, _ in bills}
+            assert open_ids <= await places_in(client) <= open_ids | left
+
+
+async def places_in(client):
+    return {name.decode() for name in await client.zrange("quire:limits:{t:t}:running", 0, -1)}
+
+
+async def tell_all(meter):
+    await meter._send_releases()
+    await meter._send_adopted()
+    await meter._renew_all()
+
+
+async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redis):
+    async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
+        with await dead.reserve("t", "a", 1):
+            dead._shared._publisher.cancel()
+            with heir.adopt("t", "a"):
+                await until(lambda: is_held_by(heir, "a"))
+                await asyncio.sleep(1)  # the lease of the dead router's place is over
+                assert await places_in(heir._shared._client) == {"a"}
+                assert (await refusal_of(third)).reason == "max_concurrent"
+            await until(admitted(third))
+
+
+async def is_held_by(limits, request_id):
+    return not limits._shared._adopted and request_id in await places_in(limits._shared._client)
+
+
+async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_first(redis):
+    async with routers(redis, 2, max_concurrent=1) as (one, other):
+        with await one.reserve("t", "a", 1):
+            await spend(other, "a", 1, 0)
+            await spend(one, "a", 1, 0)
+            for limits in (one, other):
+                await limits._shared._send_releases()
+            assert (await refusal_of(other)).reason == "max_concurrent"
+        await until(admitted(other))
+
+
+async def told(meter):
+    """Until Redis knows of every end."""
+    await until(lambda: _is_told(meter))
+
+
+async def _is_told(meter):
+    await meter._publisher.stop()
+    await meter._send_releases()
+    meter._publisher = None
+    return not meter._releases
+
+
+async def test_limits_are_shared_until_redis_could_not_be_asked():
+    with redis_server() as server:
+        async with routers(server, 1, lease=0.1, requests_per_minute=1000) as (one,):
+            assert shared() == 1
+            await spend(one, "a", 1, 1)
+            server.kill()
+            await spend(one, "b", 1, 1)
+            assert shared() == 0
+            server.start()
+            await until(is_shared)  # though nobody asks
+
+
+async def is_shared():
+    return shared() == 1
+
+
+def shared():
+    return REGISTRY.get_sample_value("quire_limits_shared")
+
+
+async def test_while_redis_is_away_each_router_counts_from_where_the_tenant_stood():
+    with redis_server() as server:
+        async with routers(server, 2, requests_per_minute=4) as (one, other):
+            await spend(one, "a", 1, 1)
+            await spend(other, "b", 1, 1)
+            await spend(one, "c", 1, 1)
+            assert shared() == 1
+            server.kill()
+            await spend(one, "d", 1, 1)
+            assert shared() == 0
+            assert (await refusal_of(one)).reason == "requests_per_minute"
+            await spend(other, "e", 1, 1)  # it saw two
+            server.start()
+            await until(lambda: comes_back(one))
+
+
+async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
+    asked = []
+
+    async def fail(**_):
+        asked.append(True)
+        raise ConnectionError
+
+    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
+    meter._reserve_script = fail
+    for number in range(5):
+        assert await meter.reserve(ReserveRequest("t", str(number), 1, 1, None)) is None
+    await meter.close()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("reply", [[1, 2], b"OK", None, [1, 1, b"0", 0, 0]])
+async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
+    async def answer(**_):
+        return reply
+
+    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
+    meter._reserve_script = answer
+    assert await meter.reserve(ReserveRequest("t", "r", 1, 1, None)) is None
+    await meter.close()
+
+
+async def test_what_was_in_progress_when_redis_went_still_counts_here():
+    with redis_server() as server:
+        async with routers(server, 1, max_concurrent=1) as (one,):
+            with await one.reserve("t", "a", 1):
+                server.kill()
+                assert (await refusal_of(one)).reason == "max_concurrent"
+            await spend(one, "b", 1, 1)
+
+
+async def comes_back(limits):
+    await admitted(limits)()
+    return shared() == 1
+
+
+async def test_a_redis_that_hangs_is_waited_for_only_a_moment():
+    with redis_server() as server:
+        async with routers(server, 1, patience=0.3, max_concurrent=1) as (one,):
+            await until(lambda: comes_back(one))
+            await until(lambda: _is_empty(one._shared._client))
+            server.signal(signal.SIGSTOP)
+            with await asyncio.wait_for(one.reserve("t", "a", 1), 20):
+                for _ in range(2):
+                    assert (await asyncio.wait_for(refusal_of(one), 20)).reason == "max_concurrent"
+                assert shared() == 0
+                assert (await refusal_of(one)).reason == "max_concurrent"
+            server.signal(signal.SIGCONT)
+            await until(lambda: comes_back(one))
+            await until(admitted(one))
+
+
+async def test_nothing_is_left_in_redis_of_who_has_not_asked_for_a_minute(redis):
+    async with routers(redis, 1, lease=0.05, requests_per_minute=6000, tokens_per_minute=600_000, max_concurrent=5) as (
+        one,
+    ):
+        await spend(one, "a", 1, 1)
+        await until(lambda: _is_empty(one._shared._client))
+
+
+async def _is_empty(client):
+    return await client.dbsize() == 0
+
+
+async def test_a_clock_of_redis_that_goes_back_makes_nobody_wait_longer_than_a_window(redis):
+    async with routers(redis, 1, lease=1.0, requests_per_minute=6, max_concurrent=2) as (one,):
+        client = one._shared._client
+        ahead = (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS
+        await client.set("quire:limits:{t:t}:requests", ahead)
+        await client.zadd("quire:limits:{t:t}:running", {"dead": ahead})
+        error = await refusal_of(one)
+        assert error.reason == "requests_per_minute"
+        assert error.retry_after <= WINDOW / MICROSECONDS
+        assert one.status("t").requests.reset <= WINDOW / MICROSECONDS
+        await until(lambda: is_place_free(one))
+
+
+async def is_place_free(limits):
+    with suppress(QuireError):
+        await limits.reserve("t", "asks", 1)
+    return "dead" not in await places_in(limits._shared._client)
+
+
+async def test_a_limit_that_somebody_overwrote_counts_from_the_beginning(redis):
+    async with routers(redis, 1, requests_per_minute=6) as (one,):
+        await one._shared._client.set("quire:limits:{t:t}:requests", "text")
+        await spend(one, "a", 1, 0)
+        assert one.status("t").requests.remaining == 5
+
+
+async def test_a_loop_that_was_held_up_reads_its_answer_before_it_takes_redis_for_slow(redis):
+    async with routers(redis, 1, patience=0.5, requests_per_minute=1000) as (one,):
+        await spend(one, "first", 1, 0)
+        asking = [asyncio.create_task(spend(one, str(number), 1, 0)) for number in range(3)]
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251 - as a long computation does
+        await asyncio.gather(*asking)
+        assert one._shared._failures == 0
+
+
+async def test_a_herd_of_requests_waits_for_each_other_and_is_counted_at_all_routers(redis):
+    async with routers(redis, 2, requests_per_minute=2000) as (one, other):
+        await asyncio.gather(*(spend(one, str(number), 1, 0) for number in range(500)))
+        await spend(other, "last", 1, 0)
+        assert other.status("t").requests.remaining < 1600
+
+
+async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_all_so():
+    with redis_server() as server:
+        async with routers(server, 1, patience=0.05, requests_per_minute=1000) as (one,):
+            await spend(one, "a", 1, 0)
+            server.signal(signal.SIGSTOP)
+            try:
+                await spend(one, "b", 1, 0)
+                assert shared() == 1
+                for number in range(4):
+                    await spend(one, str(number), 1, 0)
+                assert shared() == 0
+            finally:
+                server.signal(signal.SIGCONT)
+            await until(lambda: comes_back(one))
+
+
+async def test_places_that_ended_while_redis_was_away_are_given_back_when_it_returns():
+    with redis_server(persistent=True) as server:
+        async with routers(server, 2, max_concurrent=1) as (one, other):
+            with await one.reserve("t", "a", 1):
+                assert (await refusal_of(other)).reason == "max_concurrent"
+                server.kill()
+            await asyncio.sleep(0.1)  # it tries in vain
+            server.start()
+            await until(is_shared)
+            await until(lambda: has_no_places(other))  # long before the lease of the place is over
+
+
+async def has_no_places(limits):
+    return not await places_in(limits._shared._client)

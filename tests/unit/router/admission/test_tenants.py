@@ -1,0 +1,241 @@
+"""The tenants' file, and what keys become of it."""
+
+import json
+
+import pytest
+from quire_proto.cli import read_settings
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.admission.tenants import Tenant
+from quire_router.admission.tenants_file import TenantsFileError, read_tenants
+from quire_router.api.auth import Identity, StaticKeys
+from quire_router.config import Settings, warn_of
+
+KEY, OTHER, THIRD = "a-long-enough-key", "another-long-key", "third-key-of-many"
+TOML = f"""
+[default]
+requests_per_minute = 60
+
+[[tenants]]
+name = "research"
+keys = ["{KEY}"]
+models = ["big"]
+weight = 2
+priority = -5
+allow_priority = true
+requests_per_minute = 600
+tokens_per_minute = 100_000
+max_concurrent = 8
+max_queued = 16
+
+[[tenants]]
+name = "shop"
+key_files = ["shop.key"]
+retention = 0
+"""
+
+
+def write(folder, content, name="tenants.toml"):
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def entry(**fields):
+    return {"name": "a", "keys": [KEY], **fields}
+
+
+def test_a_file_names_tenants_their_keys_and_what_they_may_use(tmp_path):
+    (tmp_path / "shop.key").write_text(f"{OTHER}\n")
+    file = read_tenants(write(tmp_path, TOML))
+    research, shop = file.tenants.get("research"), file.tenants.get("shop")
+
+    assert file.keys == {"research": (KEY,), "shop": (OTHER,)}
+    assert (research.weight, research.priority, research.allow_priority) == (2, -5, True)
+    assert (research.requests_per_minute, research.tokens_per_minute) == (600, 100_000)
+    assert (research.max_concurrent, research.max_queued) == (8, 16)
+    assert (research.may_use("big"), research.may_use("small")) == (True, False)
+    assert (research.retention, shop.retention) == (None, 0)
+    assert shop.may_use("small")
+    assert not shop.is_limited
+    assert file.tenants.get("anyone").requests_per_minute == 60
+    assert file.tenants.get("anyone").id == "anyone"
+    assert KEY not in repr(file)
+
+
+def test_json_says_the_same_as_toml(tmp_path):
+    (tmp_path / "shop.key").write_text(OTHER)
+    content = {
+        "default": {"requests_per_minute": 60},
+        "tenants": [
+            {
+                "name": "research", "keys": [KEY], "models": ["big"], "weight": 2, "priority": -5,
+                "allow_priority": True, "requests_per_minute": 600, "tokens_per_minute": 100_000, "max_concurrent": 8,
+                "max_queued": 16,
+            },
+            {"name": "shop", "key_files": ["shop.key"], "retention": 0},
+        ],
+    }  # fmt: skip
+    one, other = read_tenants(write(tmp_path, TOML)), read_tenants(write(tmp_path, content, "tenants.json"))
+
+    for name in ("research", "shop", "x"):
+        assert one.tenants.get(name) == other.tenants.get(name)
+    assert one.keys == other.keys
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        ({}, "tenants: it is missing"),
+        ({"tenants": [], "defaults": {}}, "defaults: there is no such setting"),
+        (
+            {"tenants": [entry(), entry(name="b", keys=[OTHER], wieght=2)]},
+            "tenants[1].wieght: there is no such setting",
+        ),
+        ({"tenants": [entry(weight=0)]}, "tenants[0].weight: "),
+        ({"tenants": [entry(weight=float("inf"))]}, "tenants[0].weight: "),
+        ({"tenants": [entry(weight="2")]}, "tenants[0].weight: "),
+        ({"tenants": [entry(requests_per_minute=0)]}, "tenants[0].requests_per_minute: "),
+        ({"tenants": [entry(tokens_per_minute=1.5)]}, "tenants[0].tokens_per_minute: "),
+        ({"tenants": [entry(max_concurrent=True)]}, "tenants[0].max_concurrent: "),
+        ({"tenants": [entry(max_queued=-1)]}, "tenants[0].max_queued: "),
+        ({"tenants": [entry(retention=-1)]}, "tenants[0].retention: "),
+        ({"tenants": [entry(retention=float("inf"))]}, "tenants[0].retention: "),
+        ({"tenants": [entry(priority=2**30)]}, "tenants[0].priority: "),
+        ({"tenants": [entry(models="big")]}, "tenants[0].models: "),
+        ({"tenants": [entry(models=["big", 3])]}, "tenants[0].models[1]: "),
+        ({"tenants": [entry(name="")]}, "tenants[0].name: "),
+        ({"tenants": [entry(name="a b")]}, "tenants[0].name: "),
+        ({"tenants": [entry(name="a{b}")]}, "tenants[0].name: "),
+        ({"tenants": [entry(name="x" * 64)]}, "tenants[0].name: "),
+        ({"tenants": [entry(name="0123456789ab")]}, "tenants[0].name: "),
+        ({"tenants": [entry(keys=[])]}, "tenants[0]: needs a key"),
+        ({"tenants": [entry(keys=["short"])]}, "tenants[0].keys[0]: a key must have at least 16"),
+        ({"tenants": [entry(keys=[KEY + " x"])]}, "tenants[0].keys[0]: "),
+        ({"tenants": [entry(key_files=["nowhere"])]}, "tenants[0].key_files[0]: it cannot be read: No such file"),
+        ({"tenants": [entry(key_files=["short.key"])]}, "tenants[0].key_files[0]: a key must have"),
+        ({"tenants": [entry(), entry()]}, "tenants[1].name: a is there twice"),
+        ({"tenants": [entry(), entry(name="b")]}, "a key of b is there twice, also as one of a"),
+        ({"tenants": {"a": entry()}}, "tenants: "),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_told_in_one_sentence_with_its_path_and_never_with_a_key(content, where, tmp_path):
+    (tmp_path / "short.key").write_text("short-key-xyz")
+    path = write(tmp_path, content, "tenants.json")
+    with pytest.raises(TenantsFileError) as refusal:
+        read_tenants(path)
+    message = str(refusal.value)
+
+    assert message.startswith(f"{path}: {where}")
+    assert message.count("\n") == 0
+    assert message.endswith(".")
+    assert not any(key in message for key in (KEY, OTHER, "short-key-xyz"))
+    assert "pydantic" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.toml", "[[tenants]"), ("a.json", "{,}"), ("a.json", "[" * 100_000), ("a.toml", 'keys = "' + KEY)],
+)
+def test_a_file_that_is_neither_is_told_so(name, content, tmp_path):
+    with pytest.raises(TenantsFileError, match="cannot be read") as refusal:
+        read_tenants(write(tmp_path, content, name))
+    assert KEY not in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_or_too_large_or_not_text_is_told_so(tmp_path):
+    with pytest.raises(TenantsFileError, match="No such file"):
+        read_tenants(tmp_path / "nothing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(TenantsFileError, match="UTF-8"):
+        read_tenants(tmp_path / "binary.toml")
+    (tmp_path / "large.toml").write_bytes(b"#" * (4 * 2**20 + 1))
+    with pytest.raises(TenantsFileError, match="bytes"):
+        read_tenants(tmp_path / "large.toml")
+
+
+# Keys
+
+
+def keys_of(folder, tenants, *flags, **others):
+    return StaticKeys(flags, read_tenants(write(folder, {"tenants": tenants, **others}, "tenants.json")))
+
+
+def test_all_keys_of_a_tenant_open_the_same_and_it_keeps_its_name_when_they_change(tmp_path):
+    keys = keys_of(tmp_path, [entry(keys=[KEY, OTHER])])
+    one, other = (keys.authenticate(f"Bearer {key}") for key in (KEY, OTHER))
+    later = keys_of(tmp_path, [entry(keys=[OTHER])]).authenticate(f"Bearer {OTHER}")
+
+    assert one == other
+    assert (one.tenant, one.policy.id) == ("a", "a")
+    assert later.tenant == "a"
+    assert len(one.cache_salt) == 16
+
+
+def test_a_key_keeps_its_salt_when_it_moves_into_the_file(tmp_path):
+    before, after = (
+        StaticKeys([KEY]).authenticate(f"Bearer {KEY}"),
+        keys_of(tmp_path, [entry()]).authenticate(f"Bearer {KEY}"),
+    )
+    assert before.cache_salt == after.cache_salt
+
+
+def test_salts_do_not_follow_from_names(tmp_path):
+    one = keys_of(tmp_path, [entry(keys=[KEY])]).authenticate(f"Bearer {KEY}")
+    other = keys_of(tmp_path, [entry(keys=[OTHER])]).authenticate(f"Bearer {OTHER}")
+    assert one.tenant == other.tenant
+    assert one.cache_salt != other.cache_salt
+
+
+def test_a_key_that_is_also_a_flag_is_the_tenants(tmp_path):
+    keys = keys_of(tmp_path, [entry()], KEY, OTHER, default={"requests_per_minute": 7})
+    assert keys.authenticate(f"Bearer {KEY}").tenant == "a"
+    plain = keys.authenticate(f"Bearer {OTHER}")
+    assert plain == StaticKeys([OTHER]).authenticate(f"Bearer {OTHER}")
+    assert plain.policy.requests_per_minute == 7
+
+
+def test_a_file_closes_the_door_for_whoever_is_not_in_it(tmp_path):
+    with pytest.raises(QuireError) as refusal:
+        keys_of(tmp_path, [entry()]).authenticate(f"Bearer {OTHER}")
+    assert refusal.value.code == ErrorCode.UNAUTHENTICATED
+
+
+def test_a_tenants_models_are_checked():
+    Identity().check_model("anything")
+    with pytest.raises(QuireError) as refusal:
+        Identity(policy=Tenant("a", models=frozenset({"big"}))).check_model("small")
+    assert (refusal.value.code, refusal.value.param) == (ErrorCode.FORBIDDEN, "model")
+
+
+def test_the_settings_of_admission_are_flags(tmp_path):
+    path = str(tmp_path / "tenants.toml")
+    numbers = {"--hold-timeout": 3, "--max-queue-seconds": 4, "--max-queued-requests": 5, "--max-queued-bytes": 6}
+    flags = [f"{flag}={number}" for flag, number in numbers.items()]
+    settings = read_settings(Settings, ["--model", "/m", "--tenants", path, *flags])
+    assert str(settings.tenants) == path
+    assert (settings.hold_timeout, settings.max_queue_seconds) == (3, 4)
+    assert (settings.max_queued_requests, settings.max_queued_bytes) == (5, 6)
+
+
+def test_models_that_are_not_served_are_told_with_who_may_use_them(tmp_path):
+    file = read_tenants(
+        write(
+            tmp_path,
+            f'[default]\nmodels = ["a", "old"]\n[[tenants]]\nname = "shop"\nkeys = ["{KEY}"]\nmodels = ["b", "z"]',
+        )
+    )
+
+    assert file.unknown_models({"a", "b"}) == [("", "old"), ("shop", "z")]
+    assert file.unknown_models({"a", "b", "old", "z"}) == []
+
+
+def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
+    path = write(tmp_path, TOML.replace("shop.key", write(tmp_path, THIRD, "shop.key").name))
+    flags = ["--model", "small=/nowhere", "--engine", "here:1", "--tenants", str(path)]
+    flags += ["--max-connections", "16"]  # as many as any limit of descriptors leaves
+    warn_of(read_settings(Settings, flags))
+
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line == f"{path}: research may use 'big', which is not served here"

@@ -1,0 +1,199 @@
+"""Events that are written straight to their connection: the client gets the same, and the way is open only while it
+keeps up.
+"""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvloop
+from quire_router.api.rest.http import DirectWriter, HttpResponse, direct_writer
+from quire_router.api.rest.http_server import HttpServer, listen
+from quire_router.api.rest.sse import HEARTBEAT, KeepAlive, SseStream
+from starlette.types import Receive, Scope, Send
+
+from tests.support.api_stage import completion, open_stage
+from tests.support.waiting import until
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: test\r\n\r\n"
+Answer = Callable[[SseStream], Awaitable[None]]
+
+
+@asynccontextmanager
+async def serving(answer: Answer, heartbeat: float = 60.0, *, ids: bool = False) -> AsyncIterator[int]:
+    """A port where every request is answered by ``answer``."""
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        reply = HttpResponse(send, 20.0, "r", direct_writer(scope))
+        async with SseStream(reply, KeepAlive(heartbeat, heartbeat), ids=ids) as events:
+            await answer(events)
+        reply.close()
+
+    server = HttpServer(app, listen("127.0.0.1", 0))
+    running = asyncio.create_task(server.run_until_stopped())
+    try:
+        yield server.port
+    finally:
+        server.should_exit = True
+        await running
+
+
+@asynccontextmanager
+async def asking(port: int, request: bytes = REQUEST) -> AsyncIterator[asyncio.StreamReader]:
+    """A client that has asked, and whose socket takes little."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=client, limit=4096)
+    writer.write(request)
+    try:
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("direct", [True, False])
+async def test_the_client_gets_the_same_whichever_way_events_take(direct: bool, ids: bool) -> None:
+    pieces = [b"data: %d\n\n" % number for number in range(200)]
+    ways: list[bool] = []
+
+    async def answer(events: SseStream) -> None:
+        ways.append(events.is_open)
+        for piece in pieces:
+            if direct and events.is_open:
+                events.write_now(piece)
+                ways.append(True)
+            else:
+                await events.write(piece)
+        await events.end(b"data: end\n\n")
+        ways.append(events.is_open)
+
+    async with serving(answer, ids=ids) as port, httpx.AsyncClient() as client:
+        body = (await client.get(f"http://127.0.0.1:{port}/")).content
+    assert body == b"retry: 1000\n" * ids + b"".join(pieces) + b"data: end\n\n"
+    assert ways == [False, *[True] * 199 * direct, False], "it opens with the first event, and closes with the last"
+
+
+def test_several_events_of_one_turn_take_the_short_way() -> None:
+    """As those of several choices do, that one step of an engine brings."""
+
+    async def scenario() -> list[bool]:
+        opened: list[bool] = []
+
+        async def answer(events: SseStream) -> None:
+            await events.write(b"data: begin\n\n")
+            await until(lambda: events.is_open)
+            for _ in range(8):
+                opened.append(events.is_open)
+                if events.is_open:
+                    events.write_now(b"data: x\n\n")
+            await events.end(b"data: end\n\n")
+
+        async with serving(answer) as port, httpx.AsyncClient() as client:
+            body = (await client.get(f"http://127.0.0.1:{port}/")).content
+        assert body.count(b"data: x\n\n") == opened.count(True)
+        return opened
+
+    assert uvloop.run(scenario()) == [True] * 8
+
+
+@pytest.mark.parametrize(("unwritten", "is_open"), [(0, True), (4_000, True), (60_000, False)])
+def test_what_little_the_transport_has_not_written_yet_does_not_close_the_way(unwritten: int, is_open: bool) -> None:
+    """Some versions of uvloop count what they write at the end of a turn."""
+    transport = SimpleNamespace(is_closing=lambda: False, get_write_buffer_size=lambda: unwritten)
+    cycle = SimpleNamespace(transport=transport)
+    assert DirectWriter(cycle).is_open is is_open  # type: ignore[arg-type]
+
+
+async def test_the_way_is_closed_while_the_client_does_not_read_and_opens_when_it_has() -> None:
+    written, closed, again = 0, asyncio.Event(), asyncio.Event()
+
+    async def answer(events: SseStream) -> None:
+        nonlocal written
+        await events.write(b"data: begin\n\n")
+        while events.is_open and written < 100_000:
+            events.write_now(b"data: " + b"x" * 1000 + b"\n\n")
+            written += 1
+        closed.set()
+        await until(lambda: events.is_open)
+        again.set()
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer) as port, asking(port) as reader:
+        await closed.wait()
+        assert written < 100_000, "what one client does not read is bounded"
+        assert not again.is_set()
+        received = b""
+        while b"data: end\n\n" not in received[-100:]:
+            received += await reader.read(1 << 16)
+        assert again.is_set()
+        assert received.count(b"x" * 1000) == written
+
+
+async def test_the_way_is_closed_once_the_client_has_left() -> None:
+    left = asyncio.Event()
+
+    async def answer(events: SseStream) -> None:
+        await events.write(b"data: begin\n\n")
+        await until(lambda: events.is_open)
+        await until(lambda: not events.is_open)
+        left.set()
+
+    async with serving(answer) as port:
+        async with asking(port) as reader:
+            await reader.readuntil(b"begin")
+            assert not left.is_set()
+        await asyncio.wait_for(left.wait(), 10)
+
+
+async def test_an_answer_without_a_body_has_no_such_way() -> None:
+    opened: list[bool] = []
+
+    async def answer(events: SseStream) -> None:
+        await events.write(b"data: begin\n\n")
+        opened.append(events.is_open)
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer) as port, httpx.AsyncClient() as client:
+        assert (await client.head(f"http://127.0.0.1:{port}/")).status_code == 200
+    assert opened == [False]
+
+
+async def test_the_way_opens_again_after_each_heartbeat() -> None:
+    opened: list[bool] = []
+
+    async def answer(events: SseStream) -> None:
+        await events.write(b"data: begin\n\n")
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+            opened.append(events.is_open)
+        await events.end(b"data: end\n\n")
+
+    async with serving(answer, heartbeat=0.01) as port, httpx.AsyncClient() as client:
+        body = (await client.get(f"http://127.0.0.1:{port}/")).content
+    assert body.count(HEARTBEAT) > 1
+    assert opened[-1], "it opens again after each"
+
+
+async def test_a_client_that_does_not_read_is_cut_and_nothing_is_logged_as_wrong(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = json.dumps(completion(stream=True)).encode()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
+    async with (
+        open_stage(["x" * 1_000_000] * 8, patience=0.3) as stage,
+        asking(stage.port, head % len(body) + body) as reader,
+    ):
+        await until(lambda: len(stage.frontend.concurrency) == 1)
+        await until(lambda: len(stage.frontend.concurrency) == 0)
+        assert not (await asyncio.wait_for(reader.read(), 10)).endswith(b"0\r\n\r\n"), "the answer seems complete"
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []

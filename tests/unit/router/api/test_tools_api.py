@@ -1,0 +1,492 @@
+"""Chats with tools and thoughts, over both APIs and with the real client."""
+
+import json
+from dataclasses import replace
+
+import grpc
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import types_pb2
+from quire.v1.inference_pb2_grpc import InferenceStub
+from quire_proto.errors import ErrorCode, QuireError
+from quire_proto.sampling import FinishReason
+from quire_proto.structured_output import StructuredKind
+from quire_router.api.auth import ANONYMOUS
+from quire_router.api.schemas.openai import ChatRequest
+from quire_router.api.validation import Validator
+from quire_router.engines.output_stream import Output
+from quire_router.requests.choices import create_choices
+
+from tests.support.api_stage import MODEL, Limits, ask, chat, open_stage, script_of
+from tests.support.model_folders import CHAT_TEMPLATE
+from tests.support.tool_models import (
+    HERMES_TEMPLATE,
+    LLAMA_TEMPLATE,
+    OPENING_TEMPLATE,
+    OTHER_TEMPLATE,
+    THINKING_TEMPLATE,
+    text_with,
+    tool,
+    with_marks,
+)
+
+CHAT = "/v1/chat/completions"
+IGNORED = "x-quire-ignored-parameters"
+CALL = '<tool_call>\n{"name": "get", "arguments": {"city": "Rome"}}\n</tool_call>'
+TWO_CALLS = f'hello\n{CALL}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+TOOLS = [tool("get", description="The weather."), tool("now")]
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "tools": TOOLS}
+
+
+def stage_with(text, template=HERMES_TEMPLATE):
+    return open_stage(script_of(text), template=template)
+
+
+def client(stage):
+    stage.fleet.told = Limits(4096)
+    return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0).chat.completions
+
+
+async def streamed(stage, **fields):
+    """The chunks of a stream, and what the client's own accumulator makes of them."""
+    state = ChatCompletionStreamState()
+    chunks = []
+    async for chunk in await client(stage).create(**ASKED, **fields, stream=True):
+        state.handle_chunk(chunk)
+        chunks.append(chunk)
+    return chunks, state.get_final_completion()
+
+
+def told(message):
+    calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+    return message.content or "", calls, getattr(message, "reasoning_content", None) or ""
+
+
+SAID = {
+    "plain": (HERMES_TEMPLATE, "hello world", ("hello world", [], ""), "stop"),
+    "calls": (HERMES_TEMPLATE, TWO_CALLS, ("hello", [("get", '{"city": "Rome"}'), ("now", "{}")], ""), "tool_calls"),
+    "only a call": (HERMES_TEMPLATE, CALL, ("", [("get", '{"city": "Rome"}')], ""), "tool_calls"),
+    "no call": (HERMES_TEMPLATE, "<tool_call>{}", ("<tool_call>{}", [], ""), "stop"),
+    "llama": (LLAMA_TEMPLATE, '{"name": "now", "parameters": {}}', ("", [("now", "{}")], ""), "tool_calls"),
+    "thoughts": (THINKING_TEMPLATE, "<think>\nwell\n</think>\n\nhello", ("hello", [], "well"), "stop"),
+    "opened": (OPENING_TEMPLATE, f"well\n</think>\n{CALL}", ("", [("get", '{"city": "Rome"}')], "well"), "tool_calls"),
+    "only thoughts": (OPENING_TEMPLATE, "well <tool_call>", ("", [], "well <tool_call>"), "stop"),
+}
+
+
+@pytest.mark.parametrize("case", SAID)
+async def test_what_a_model_says_is_told_alike_in_one_piece_in_a_stream_and_over_grpc(case):
+    template, text, expected, reason = SAID[case]
+    async with stage_with(text, template) as stage:
+        whole = await client(stage).create(**ASKED)
+        chunks, completion = await streamed(stage)
+        grpc = await over_grpc(stage)
+    for choice in (whole.choices[0], completion.choices[0]):
+        assert told(choice.message) == expected
+        assert choice.finish_reason == reason
+    assert (whole.choices[0].message.content is None) == bool(expected[1] and not expected[0])
+    assert grpc == (*expected, reason)
+    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason]) == 1
+
+
+async def over_grpc(stage):
+    tools = [pb.Tool(name=name, parameters_json=json.dumps({"type": "object"})) for name in ("get", "now")]
+    request = pb.ChatRequest(model=MODEL, messages=[pb.ChatMessage(role="user", content="hello")], tools=tools)
+    content, thoughts, calls, reason = "", "", {}, 0
+    async with stage.channel() as channel:
+        async for message in InferenceStub(channel).Chat(request):
+            content, thoughts, reason = content + message.text, thoughts + message.reasoning, message.finish_reason
+            for part in message.tool_calls:
+                name, arguments = calls.get(part.index, ("", ""))
+                calls[part.index] = (name + part.name, arguments + part.arguments)
+    names = {types_pb2.FINISH_REASON_STOP: "stop", types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls"}
+    return content, list(calls.values()), thoughts, names[reason]
+
+
+async def test_a_call_streams_its_name_first_and_then_its_arguments():
+    async with stage_with(CALL) as stage:
+        chunks, _ = await streamed(stage)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert (parts[0].index, parts[0].type, parts[0].function.name) == (0, "function", "get")
+    assert parts[0].id.startswith("call_")
+    assert len(parts) > 3
+    assert all(part.id is None and part.function.name is None for part in parts[1:])
+
+
+async def test_each_choice_has_its_calls_and_ids():
+    async with stage_with(TWO_CALLS) as stage:
+        answer = await client(stage).create(**ASKED, n=3)
+        again = await client(stage).create(**ASKED, n=3)
+    ids = [call.id for each in (answer, again) for choice in each.choices for call in choice.message.tool_calls]
+    assert len(set(ids)) == 12
+
+
+async def test_a_stream_that_is_taken_up_again_tells_the_rest_and_the_same_ids():
+    async with stage_with(f"<think>well</think>hello {CALL}", THINKING_TEMPLATE) as stage:
+        stage.fleet.told = Limits(4096)
+        body = {**ASKED, "stream": True, "stream_options": {"include_event_ids": True}}
+        whole = await ask(stage.port, "POST", CHAT, body)
+        events = events_of(whole.body)
+        request_id = json.loads(events[0].partition("data: ")[2])["id"]
+        assert len(events) > 8
+        for position, event in enumerate(events):
+            mark = event.partition("id: ")[2].partition("\n")[0]
+            headers = {"last-event-id": mark}
+            rest = await ask(stage.port, "GET", f"/v1/requests/{request_id}/events", headers=headers)
+            assert events_of(rest.body) == events[position + 1 :]
+
+
+def events_of(body):
+    """Ids and data of a stream's events, without its end mark."""
+    events = [
+        "\n".join(line for line in event.split("\n") if not line.startswith(("retry:", ":")))
+        for event in body.decode().split("\n\n")
+    ]
+    return [event for event in events if event.startswith("id: ")]
+
+
+async def test_an_answer_that_is_cut_off_ends_for_its_length():
+    async with open_stage([*script_of(CALL)[:-1], FinishReason.LENGTH], template=HERMES_TEMPLATE) as stage:
+        answer = await client(stage).create(**ASKED)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.tool_calls[0].function.name == "get"
+
+
+async def test_thoughts_can_be_hidden_or_left_inside():
+    async with stage_with("<think>well</think>hello", THINKING_TEMPLATE) as stage:
+        fields = {"model": MODEL, "messages": ASKED["messages"]}
+        hidden = await client(stage).create(**fields, extra_body={"include_reasoning": False})
+        inside = await client(stage).create(**fields, extra_body={"separate_reasoning": False})
+    assert told(hidden.choices[0].message) == ("hello", [], "")
+    assert told(inside.choices[0].message) == ("<think>well</think>hello", [], "")
+
+
+async def test_log_probabilities_of_all_tokens_come_beside_calls():
+    async with stage_with(CALL) as stage:
+        chunks, _ = await streamed(stage, logprobs=True)
+        whole = await client(stage).create(**ASKED, logprobs=True)
+    parts = [each for chunk in chunks for each in (chunk.choices[0].logprobs or whole.choices[0].logprobs).content]
+    tokens = [token.token for token in whole.choices[0].logprobs.content]
+    assert "".join(tokens) == CALL
+    in_stream = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [token.token for each in in_stream for token in each.content] == tokens
+    assert parts
+
+
+# What the model is told
+
+
+def generation_of(template=HERMES_TEMPLATE, tokenizer=None, **fields):
+    text = text_with(template, tokenizer)
+    limits = Limits(2**20, text.vocab_size)
+    request = ChatRequest.from_json(json.dumps({**ASKED, **fields}).encode())
+    validator = Validator({MODEL: text}, lambda _: limits)
+    request, _ = validator.drop_ignored(request, MODEL)
+    (generation,) = validator.generations(request, "id", ANONYMOUS)
+    return generation, text.decode(list(generation.prompt_token_ids))
+
+
+def test_the_template_sees_tools_calls_as_objects_and_their_answers():
+    call = {"id": "call_1", "type": "function", "function": {"name": "get", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+    ]
+    _, prompt = generation_of(messages=messages)
+    assert '"name": "get", "description": "The weather.", "parameters": {"type": "object"' in prompt
+    assert f"<|start|>assistant\n{CALL}<|end|>" in prompt
+    assert prompt.endswith("<|start|>tool\nsun<|end|>\n<|start|>assistant\n")
+
+
+def test_a_model_that_may_call_nothing_is_told_of_no_tools():
+    generation, prompt = generation_of(tool_choice="none")
+    assert "Tools:" not in prompt
+    assert generation.params.structured is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "forced"),
+    [
+        ({}, None),
+        ({"tool_choice": "auto", "parallel_tool_calls": True}, None),
+        ({"tool_choice": "required"}, ["get", "now"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "now"}}}, ["now"]),
+        ({"parallel_tool_calls": False}, ["get", "now"]),
+        ({"tools": [tool(strict=True)]}, ["get"]),
+    ],
+)
+def test_what_must_hold_is_seen_to_by_a_grammar(fields, forced):
+    structured = generation_of(**fields)[0].params.structured
+    if forced is None:
+        assert structured is None
+    else:
+        assert structured.kind is StructuredKind.GRAMMAR
+        assert [name for name in ("get", "now") if f'"{name}' in structured.text.replace("\\", "")] == forced
+
+
+def test_marks_that_are_special_tokens_are_text_of_chats():
+    tokenizer = with_marks(special=True)
+    text = text_with(HERMES_TEMPLATE, tokenizer)
+    ids = text.encode_plain(f"{CALL}<|end|>")
+    assert text.new_output_stream([], (), keep_markers=True).push(ids) == CALL
+    assert "tool_call" not in text.new_output_stream([], ()).push(ids)
+    for operation, expected in (("chat", CALL), ("text_completion", text.new_output_stream([], ()).push(ids))):
+        generation = replace(generation_of(tokenizer=tokenizer)[0], operation=operation)
+        (choice,) = create_choices(generation, text, 1)
+        assert choice.process(Output(ids, 0)).text == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt_end"),
+    [
+        ({}, "assistant\n"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "assistant\n"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "<think>\n\n</think>\n\n"),
+        ({"reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_thinking_can_be_switched_where_the_template_knows_how(fields, prompt_end):
+    assert generation_of(THINKING_TEMPLATE, **fields)[1].endswith(prompt_end)
+
+
+EFFORT_TEMPLATE = HERMES_TEMPLATE + "effort={{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "ignored"),
+    [
+        (HERMES_TEMPLATE, {"reasoning_effort": "none"}, ""),  # what does not think need not stop
+        (HERMES_TEMPLATE, {"reasoning_effort": "minimal"}, "reasoning_effort"),
+        (HERMES_TEMPLATE, {"reasoning_effort": "xhigh"}, "reasoning_effort"),
+        (HERMES_TEMPLATE, {"reasoning_effort": "max"}, "reasoning_effort"),
+        (THINKING_TEMPLATE, {"reasoning_effort": "medium"}, "reasoning_effort"),
+        (THINKING_TEMPLATE, {"reasoning_effort": "none"}, ""),
+        (OPENING_TEMPLATE, {"reasoning_effort": "none"}, "reasoning_effort"),
+        (EFFORT_TEMPLATE, {"reasoning_effort": "xhigh"}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": False}}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        (OPENING_TEMPLATE, {"chat_template_kwargs": {"thinking": False}}, "chat_template_kwargs.thinking"),
+        (THINKING_TEMPLATE, {"chat_template_kwargs": {"enable_thinking": True}}, ""),
+        (HERMES_TEMPLATE, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        (HERMES_TEMPLATE, {"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        (HERMES_TEMPLATE, {"think": True, "enable_thinking": False}, "think, enable_thinking"),
+    ],
+)
+async def test_a_wish_to_think_that_the_template_does_not_know_is_named(template, fields, ignored):
+    async with stage_with("hello", template) as stage:
+        stage.fleet.told = Limits(4096)
+        answer = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
+    assert (answer.status, answer.headers.get(IGNORED, "")) == (200, ignored)
+
+
+def test_a_template_gets_the_effort_that_it_asks_for():
+    assert generation_of(EFFORT_TEMPLATE, reasoning_effort="xhigh")[1].endswith("effort=xhigh")
+    assert generation_of(EFFORT_TEMPLATE, reasoning_effort="none")[1].endswith("effort=none")
+
+
+def refused(template=HERMES_TEMPLATE, **fields):
+    with pytest.raises(QuireError) as caught:
+        generation_of(template, **fields)
+    assert caught.value.code is ErrorCode.INVALID
+    return caught.value
+
+
+def json_of(schema):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+LARGE = [tool(f"t{n}", parameters={"enum": ["x" * 50_000]}) for n in range(2)]
+CALLED = "messages[0].tool_calls[0]"
+
+
+def turn(role, **more):
+    return {"role": role, "content": "x", **more}
+
+
+def called(call_id="1", arguments="{}", name="get"):
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [tool("a b")]}, "tools[0].function.name"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name"),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(parameters={"enum": ["x" * 70_000]})]}, "tools[0].function.parameters"),
+        ({"tools": [tool(description="x" * 20_000)]}, "tools[0].function.description"),
+        ({"tools": [tool(f"t{n}", parameters={"enum": ["x" * 60_000]}) for n in range(5)]}, "tools"),
+        ({"tools": [tool(f"t{n}") for n in range(129)]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": LARGE, "tool_choice": "required"}, "tools"),
+        ({"tools": [tool(parameters={"x-guidance": {}})], "tool_choice": "required"}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "drop"}}}, "tool_choice"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"structured_outputs": {"regex": "a+"}}, "tools"),
+        ({"response_format": {**json_of({"minProperties": 2})}}, "response_format"),
+        ({"response_format": json_of({"x-guidance": {}})}, "response_format"),
+        ({"tool_choice": "required", "ignore_eos": True}, "tool_choice"),
+        ({"parallel_tool_calls": False, "min_tokens": 1}, "tools"),
+        ({"tool_choice": "required", "beam_width": 2}, "tool_choice"),
+        ({"separate_reasoning": False}, "separate_reasoning"),
+        ({"messages": [turn("tool", tool_call_id="1")]}, "messages[0].tool_call_id"),
+        ({"messages": [turn("user", tool_call_id="1")]}, "messages[0].tool_call_id"),
+        ({"messages": [turn("user", tool_calls=[called()])]}, "messages[0].tool_calls"),
+        ({"messages": [turn("user", reasoning="x")]}, "messages[0].reasoning_content"),
+        ({"messages": [turn("assistant", tool_calls=[called(arguments=7)])]}, f"{CALLED}.function.arguments"),
+        ({"messages": [turn("assistant", tool_calls=[called(arguments=" " * 2**20 + "{}")])]}, "messages"),
+        ({"messages": [turn("assistant", tool_calls=[called(), called()])]}, "messages[0].tool_calls[1].id"),
+        ({"messages": [{"role": "user", "tool_calls": []}]}, "messages[0].content"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
+        ({"reasoning_effort": "Very high!"}, "reasoning_effort"),
+        ({"reasoning_effort": 5}, "reasoning_effort"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_its_place(fields, param):
+    assert refused(**fields).param == param
+
+
+@pytest.mark.parametrize(("template", "words"), [(CHAT_TEMPLATE, "knows no tools"), (OTHER_TEMPLATE, "not supported")])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_template_that_knows_no_tools_says_so_where_one_must_be_called(template, words, choice):
+    error = refused(template, tool_choice=choice)
+    assert error.param == "tools"
+    assert words in error.message
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, OTHER_TEMPLATE])
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "auto"}, {"parallel_tool_calls": False}])
+async def test_tools_that_a_template_does_not_know_are_left_out_and_named(template, fields):
+    async with stage_with(CALL, template) as stage:
+        stage.fleet.told = Limits(4096)
+        whole = await ask(stage.port, "POST", CHAT, {**ASKED, **fields})
+        streamed = await ask(stage.port, "POST", CHAT, {**ASKED, **fields, "stream": True})
+        bare = {name: value for name, value in ASKED.items() if name != "tools"}
+        await ask(stage.port, "POST", CHAT, bare)
+        tokens = await ask(stage.port, "POST", "/tokenize", ASKED)
+    first, second, without = stage.runner.generations
+    assert whole.headers[IGNORED] == streamed.headers[IGNORED] == ", ".join(["tools", *fields])
+    assert whole.json["choices"][0]["message"] == {"role": "assistant", "content": CALL, "refusal": None}
+    assert first.prompt_token_ids == second.prompt_token_ids == without.prompt_token_ids
+    assert first.params.structured is None
+    assert (tokens.json["tokens"], tokens.headers[IGNORED]) == (list(without.prompt_token_ids), "tools")
+
+
+def test_what_changes_nothing_is_taken():
+    fields = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}, "tool_choice": "none"}
+    assert generation_of(CHAT_TEMPLATE, **fields)[0].params.structured is None
+
+
+async def test_tools_are_left_out_over_grpc_too():
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    request = pb.ChatRequest(model=MODEL, messages=messages, tools=[pb.Tool(name="get")], tool_choice="auto")
+    async with open_stage() as stage, stage.channel() as channel:
+        call = InferenceStub(channel).Chat(request)
+        assert [message.text async for message in call]
+        assert dict(await call.initial_metadata())["quire-ignored-parameters"] == "tools, tool_choice"
+        asked = InferenceStub(channel).Tokenize(pb.TokenizeRequest(model=MODEL, messages=messages, tools=request.tools))
+        assert list((await asked).token_ids) == list(stage.runner.generations[0].prompt_token_ids)
+        assert dict(await asked.initial_metadata())["quire-ignored-parameters"] == "tools"
+
+
+async def test_both_apis_refuse_tools_alike():
+    async with open_stage() as stage:
+        over_rest = await ask(stage.port, "POST", CHAT, chat(tools=TOOLS, tool_choice="required"))
+        request = pb.ChatRequest(
+            model=MODEL,
+            messages=[pb.ChatMessage(role="user", content="hello")],
+            tools=[pb.Tool(name="get")],
+            tool_choice="required",
+        )
+        async with stage.channel() as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="knows no tools"):
+                await anext(aiter(InferenceStub(channel).Chat(request)))
+    assert over_rest.status == 400
+    assert over_rest.error["param"] == "tools"
+    assert "knows no tools" in over_rest.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason", "words", "param"),
+    [
+        ("auto", 'Unimplemented keys: ["not"].', "The parameters of the tool get cannot be used: anyOf.0.not", "tools"),
+        ("required", "look-around is not supported.", "tool get cannot be used: look-around is", "tools"),
+        (
+            "auto",
+            'Unimplemented keys: ["uniqueItems"].',
+            "be used: properties.a.uniqueItems .*twice",
+            "response_format",
+        ),
+    ],
+)
+async def test_a_schema_that_the_engine_refuses_is_told_with_its_tool_and_place(choice, reason, words, param):
+    """The engine says the line of the grammar; the grammar is what the request was given."""
+    tools = [tool("now"), tool("get", parameters={"anyOf": [{"not": {}}]}, strict=True)]
+    reply = json_of({"properties": {"a": {"type": "array", "uniqueItems": True}}})
+    asked = {**ASKED, "tools": tools, "tool_choice": choice, "response_format": reply}
+    given = generation_of(tools=tools, tool_choice=choice, response_format=reply)[0]
+    lines = given.params.structured.text.split("\n")
+    begin = "reply: " if param == "response_format" else "arguments_1: "
+    line = next(number for number, text in enumerate(lines, 1) if text.startswith(begin))
+    message = f"The grammar cannot be used, line {line}: failed to compile JSON schema: {reason}"
+    async with open_stage([QuireError(ErrorCode.INVALID, message, param="grammar")], template=HERMES_TEMPLATE) as stage:
+        with pytest.raises(openai.BadRequestError, match=words) as caught:
+            await client(stage).create(**asked)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_reply", "has_call"), [("auto", True, True), ("required", False, True), ("none", True, False)]
+)
+def test_tools_and_response_format_go_together(choice, has_reply, has_call):
+    reply = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    structured = generation_of(tool_choice=choice, response_format=json_of(reply))[0].params.structured
+    assert ("mood" in structured.text) is has_reply
+    assert ("get" in structured.text) is has_call
+    assert (structured.kind is StructuredKind.GRAMMAR) is has_call
+
+
+async def test_a_grammar_that_the_engine_refuses_is_told_of_the_tools():
+    refusal = QuireError(ErrorCode.INVALID, "The grammar cannot be used: it has a flaw.", param="grammar")
+    async with open_stage([refusal], template=HERMES_TEMPLATE) as stage:
+        with pytest.raises(openai.BadRequestError, match="it has a flaw") as caught:
+            await client(stage).create(**ASKED, tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+async def test_schemas_that_are_too_large_are_not_even_read_over_grpc():
+    tools = [pb.Tool(name=f"t{number}", parameters_json=" " * 70_000) for number in range(4)]
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    async with open_stage(template=HERMES_TEMPLATE, max_body_bytes=2**20) as stage, stage.channel() as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="more than 262144 characters"):
+            await anext(aiter(InferenceStub(channel).Chat(pb.ChatRequest(model=MODEL, messages=messages, tools=tools))))
+
+
+@pytest.mark.parametrize("choice", ["none", "required", "function:get"])
+async def test_a_choice_of_tools_means_the_same_over_grpc(choice):
+    name = choice.removeprefix("function:")
+    chosen = choice if name == choice else {"type": "function", "function": {"name": name}}
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    tools = [pb.Tool(name="get"), pb.Tool(name="now")]
+    request = pb.ChatRequest(model=MODEL, messages=messages, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+    bare = [{"type": "function", "function": {"name": each.name}} for each in tools]
+    fields = {**ASKED, "tools": bare, "tool_choice": chosen, "parallel_tool_calls": False}
+    async with stage_with(CALL) as stage, stage.channel() as channel:
+        await client(stage).create(**fields)
+        async for _ in InferenceStub(channel).Chat(request):
+            pass
+        over_rest, over_grpc = stage.runner.generations
+    assert over_rest.params.structured == over_grpc.params.structured
+    assert (over_rest.params.structured is None) == (choice == "none")
+    assert over_rest.prompt_token_ids == over_grpc.prompt_token_ids
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_templates_see_what_was_thought_before(name):
+    template = HERMES_TEMPLATE + "{{ messages[0].reasoning_content }}"
+    assert generation_of(template, messages=[turn("assistant", **{name: "hmm"})])[1].endswith("hmm")

@@ -1,0 +1,80 @@
+"""Settings of autoscaling that cannot be are refused at the start, in a sentence that names what is missing."""
+
+from pathlib import Path
+
+import pytest
+from quire_proto.cli import read_settings
+from quire_proto.tls import ServerTls
+from quire_router.clients.kube_access import pod_namespace
+from quire_router.config import Settings
+
+from tests.support.autoscalers import NAMESPACE, PROXY_NAME, Cluster
+
+
+def settings(*flags: str, model: str = "m=folder") -> Settings:
+    return read_settings(Settings, ("--model", model, *flags))
+
+
+def test_nobody_is_told_unless_the_settings_say_so() -> None:
+    assert not settings().is_asked_for_load
+    assert settings("--keda-port", "0").is_asked_for_load
+
+
+def test_all_of_it_is_read(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    told = settings(*cluster.flags(8003))
+    assert told.is_asked_for_load
+    assert told.scaling_port == 8003
+    assert told.scaling_identity == cluster.router
+    assert told.scaling_namespace == NAMESPACE
+    assert (told.scaling_client_ca, told.scaling_client_name) == (cluster.proxies_ca, [PROXY_NAME])
+
+
+def test_keda_is_told_over_tls_where_the_settings_name_a_certificate(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    shown = ("--keda-cert", str(cluster.router.certificate), "--keda-key", str(cluster.router.key))
+    assert settings("--keda-port", "0").keda_tls is None
+    assert settings(*shown).keda_tls == ServerTls(cluster.router)
+    asking = settings(*shown, "--keda-client-ca", str(cluster.proxies_ca))
+    assert asking.keda_tls == ServerTls(cluster.router, cluster.proxies_ca)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--scaling-port", "8003"), "--scaling-port needs --scaling-cert and --scaling-key"),
+        (("--scaling-port", "8003", "--scaling-cert", "CERT"), "--scaling-cert needs --scaling-key"),
+        (("--scaling-cert", "CERT", "--scaling-key", "OTHER"), "--scaling-key: "),
+        (("--scaling-client-name", "x"), "--scaling-client-name needs --scaling-client-ca"),
+        (("--scaling-client-ca", "no/such/file"), "--scaling-client-ca: "),
+        (("--scaling-namespace", "No"), "'No' is not the name of a namespace"),
+        (("--keda-port", "70000"), "--keda-port: "),
+        (("--keda-key", "OTHER"), "--keda-key needs --keda-cert"),
+        (("--keda-cert", "CERT", "--keda-key", "OTHER"), "--keda-key: "),
+        (("--keda-client-ca", "CERT"), "--keda-client-ca needs --keda-cert"),
+        (("--keda-port", "0", "--model", "a/b=folder,a_b=folder"), "would both be 'a_b'"),
+    ],
+)
+def test_what_cannot_be_is_said(
+    flags: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(tmp_path)
+    other = cluster.issue(cluster.servers, "other")
+    files = {"CERT": str(cluster.router.certificate), "OTHER": str(other.key)}
+    with pytest.raises(SystemExit):
+        settings(*(files.get(flag, flag) for flag in flags))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_models_with_one_label_are_no_matter_where_nobody_asks() -> None:
+    assert len(settings(model="a/b=folder,a_b=folder").models) == 2
+
+
+def test_a_namespace_is_needed_outside_of_a_pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "namespace"
+    monkeypatch.setattr("quire_router.clients.kube_access._FILE", file)
+    with pytest.raises(ValueError, match="--scaling-port needs --scaling-namespace"):
+        pod_namespace()
+    file.write_text("serving\n")
+    assert pod_namespace() == "serving"

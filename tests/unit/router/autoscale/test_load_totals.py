@@ -1,0 +1,319 @@
+"""The one number: what routers tell Redis is added up while their leases last, and what is not known is an error."""
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire_proto.errors import ErrorCode, QuireError
+from quire_router.autoscale.load_totals import (
+    KEYS,
+    MAX_PART_BYTES,
+    DamagedPartError,
+    LoadSettings,
+    LoadTeller,
+    OwnLoad,
+    RedisLoad,
+    decode,
+    encode,
+)
+from quire_router.clients.redis_client import redis_client
+
+from tests.support.redis_server import RedisServer, redis_server
+
+SETTINGS = LoadSettings(interval=0.01, beat=0.05, lease=0.6, age=0.01, settle=0.15, timeout=0.5)
+MODELS = ("a", "b")
+
+
+@pytest.fixture
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+class Router:
+    """One that tells its part, which a test sets."""
+
+    def __init__(self, url: str, settings: LoadSettings = SETTINGS, **part: int) -> None:
+        self.part = Counter(part)
+        self.teller = LoadTeller(url, lambda: self.part, settings)
+        self.teller.start()
+
+    def set(self, model: str, count: int) -> None:
+        self.part[model] = count
+        self.teller.changed()
+
+    async def die(self) -> None:
+        """As by SIGKILL: takes nothing back."""
+        task = self.teller._telling
+        assert task is not None
+        await task.stop()
+
+
+@asynccontextmanager
+async def routers(
+    url: str, *parts: Mapping[str, int], settings: LoadSettings = SETTINGS
+) -> AsyncIterator[list[Router]]:
+    started = [Router(url, settings, **part) for part in parts]
+    try:
+        yield started
+    finally:
+        for router in started:
+            await router.teller.close()
+
+
+@asynccontextmanager
+async def reader(url: str, settings: LoadSettings = SETTINGS) -> AsyncIterator[RedisLoad]:
+    load = RedisLoad(url, MODELS, settings)
+    try:
+        yield load
+    finally:
+        await load.close()
+
+
+async def comes(load: RedisLoad, wanted: Mapping[str, int] | None) -> None:
+    """Waits until the load is this, or is not known."""
+    async with asyncio.timeout(10):
+        while await now(load) != wanted:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.005)
+
+
+async def now(load: RedisLoad) -> Mapping[str, int] | None:
+    try:
+        return await load.read()
+    except QuireError as error:
+        if error.code is not ErrorCode.UNAVAILABLE:
+            raise
+        return None
+
+
+async def test_the_load_is_the_sum_of_all_routers_and_idle_models_are_0(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2, "other": 9}, {"a": 3}) as (first, second):
+        await comes(load, {"a": 5, "b": 0})
+        first.set("a", 0)
+        second.set("b", 7)
+        await comes(load, {"a": 3, "b": 7})
+
+
+async def test_a_change_is_told_before_the_next_beat(redis: RedisServer) -> None:
+    settings = replace(SETTINGS, beat=60, lease=120)
+    async with reader(redis.url, settings) as load, routers(redis.url, {}, settings=settings) as (router,):
+        await comes(load, {"a": 0, "b": 0})
+        router.set("a", 4)
+        await comes(load, {"a": 4, "b": 0})
+
+
+async def test_the_part_of_a_router_that_died_vanishes_with_its_lease(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}, {"a": 3}) as (first, _):
+        await comes(load, {"a": 5, "b": 0})
+        await first.die()
+        assert await now(load) == {"a": 5, "b": 0}
+        await comes(load, {"a": 3, "b": 0})
+
+
+async def test_a_lease_that_is_over_is_over_before_anybody_tidies_up(redis: RedisServer) -> None:
+    rare = replace(SETTINGS, beat=60, lease=120)
+    async with reader(redis.url) as load, routers(redis.url, {"a": 3}, settings=rare):
+        await comes(load, {"a": 3, "b": 0})
+        async with routers(redis.url, {"a": 2}) as (brief,):
+            await comes(load, {"a": 5, "b": 0})
+            await brief.die()
+            await comes(load, {"a": 3, "b": 0})
+
+
+async def test_a_router_that_ends_takes_its_part_with_it(redis: RedisServer) -> None:
+    settings = replace(SETTINGS, lease=120)
+    async with (
+        reader(redis.url, settings) as load,
+        routers(redis.url, {"a": 2}, {"a": 3}, settings=settings) as (first, _),
+    ):
+        await comes(load, {"a": 5, "b": 0})
+        await first.teller.close()
+        await comes(load, {"a": 3, "b": 0})
+
+
+async def test_without_any_router_the_load_is_not_known(redis: RedisServer) -> None:
+    async with reader(redis.url) as load:
+        assert await now(load) is None
+        async with routers(redis.url, {"a": 2}) as (router,):
+            await comes(load, {"a": 2, "b": 0})
+            await router.die()
+            await comes(load, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_without_redis_the_load_is_not_known_and_is_again_afterwards(
+    redis: RedisServer, number: signal.Signals
+) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}, {"a": 3}):
+        await comes(load, {"a": 5, "b": 0})
+        redis.signal(number)
+        await comes(load, None)
+        if number is signal.SIGKILL:
+            redis.restart()
+        else:
+            redis.signal(signal.SIGCONT)
+        seen = set()
+        async with asyncio.timeout(10):
+            while (known := await now(load)) != {"a": 5, "b": 0}:
+                seen.add(None if known is None else known["a"])
+                await asyncio.sleep(0.002)
+        assert seen <= {None}, "a part of the sum is not the sum"
+
+
+async def test_a_redis_that_begins_empty_is_not_believed_before_all_can_have_told(redis: RedisServer) -> None:
+    settings = replace(SETTINGS, settle=120)
+    async with reader(redis.url, settings) as load, routers(redis.url, {"a": 2}) as (_,):
+        async with asyncio.timeout(10):
+            while not await keys(redis):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.005)
+        with pytest.raises(QuireError, match="only now being heard"):
+            await load.read()
+
+
+async def test_a_clock_that_goes_back_keeps_nobody_alive_and_the_load_is_soon_known_again(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}, {"a": 3}) as (first, _):
+        await comes(load, {"a": 5, "b": 0})
+        await first.die()
+        await set_clock_back(redis, hours=1)
+        await comes(load, None)
+        await comes(load, {"a": 3, "b": 0})
+
+
+async def set_clock_back(redis: RedisServer, hours: int) -> None:
+    """As Redis sees it: all that it was told is so much later."""
+    later = hours * 3_600_000
+    client = redis_client(redis.url, timeout=5)
+    for router, until in await client.zrange(KEYS[0], 0, -1, withscores=True):
+        await client.zadd(KEYS[0], {router: until + later})
+    await client.incrby(KEYS[2], later)
+    for key in KEYS:
+        await client.pexpire(key, later)
+    await client.aclose()
+
+
+@pytest.mark.parametrize("lost", [KEYS, KEYS[:1]])
+async def test_what_redis_lost_is_told_again_and_never_a_part_of_it(lost: tuple[str, ...], redis: RedisServer) -> None:
+    settled, calm = replace(SETTINGS, settle=0.6), replace(SETTINGS, beat=0.3)
+    async with (
+        reader(redis.url, settled) as load,
+        routers(redis.url, {"a": 2}),
+        routers(redis.url, {"a": 3}, settings=calm),
+    ):
+        await comes(load, {"a": 5, "b": 0})
+        client = redis_client(redis.url, timeout=5)
+        await client.delete(*lost)
+        await client.aclose()
+        known = None
+        async with asyncio.timeout(10):
+            while known is None:
+                await asyncio.sleep(2 * SETTINGS.age)
+                known = await now(load)
+        assert known == {"a": 5, "b": 0}
+
+
+async def test_a_redis_that_is_slow_is_asked_once_for_all_who_wait(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
+        await comes(load, {"a": 2, "b": 0})
+        redis.signal(signal.SIGSTOP)
+        await asyncio.sleep(2 * SETTINGS.age)
+        async with asyncio.timeout(10):  # each with an answer of its own would take a minute
+            assert await asyncio.gather(*(now(load) for _ in range(200))) == [None] * 200
+        redis.signal(signal.SIGCONT)
+        await comes(load, {"a": 2, "b": 0})
+
+
+async def test_who_goes_while_asking_takes_the_answer_from_nobody(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
+        await comes(load, {"a": 2, "b": 0})
+        for _ in range(50):
+            gone, *others = [asyncio.create_task(now(load)) for _ in range(3)]
+            await asyncio.sleep(0.0005)
+            gone.cancel()
+            assert await asyncio.gather(*others) == [{"a": 2, "b": 0}] * 2
+            await asyncio.sleep(SETTINGS.age)
+
+
+async def test_a_damaged_part_is_an_error_and_not_left_out(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, {"a": 2}):
+        await comes(load, {"a": 2, "b": 0})
+        client = redis_client(redis.url, timeout=5)
+        await client.zadd(KEYS[0], {"x": 10**15})
+        for damaged in (b"", b"[]", b'{"a":-1}', None):
+            if damaged is not None:
+                await client.hset(KEYS[1], "x", damaged)
+            else:
+                await client.hdel(KEYS[1], "x")
+            await asyncio.sleep(2 * SETTINGS.age)
+            with pytest.raises(QuireError, match="cannot be read"):
+                await load.read()
+        await client.aclose()
+
+
+async def test_what_dead_routers_left_is_tidied_up(redis: RedisServer) -> None:
+    async with reader(redis.url) as load, routers(redis.url, *[{"a": 1}] * 20) as some:
+        await comes(load, {"a": 20, "b": 0})
+        for router in some[1:]:
+            await router.die()
+        await comes(load, {"a": 1, "b": 0})
+        client = redis_client(redis.url, timeout=5)
+        async with asyncio.timeout(10):
+            while await client.hlen(KEYS[1]) > 1 or await client.zcard(KEYS[0]) > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await client.aclose()
+        await some[0].die()
+        async with asyncio.timeout(10):
+            while await keys(redis):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.005)
+
+
+async def keys(redis: RedisServer) -> list[bytes]:
+    client = redis_client(redis.url, timeout=5)
+    found: list[bytes] = await client.keys("*")
+    await client.aclose()
+    return found
+
+
+async def test_those_who_ask_at_once_share_one_answer_also_where_it_is_an_error(redis: RedisServer) -> None:
+    settings = replace(SETTINGS, age=120)
+    async with reader(redis.url, settings) as load, routers(redis.url, {"a": 2}) as (router,):
+        await asyncio.sleep(0)
+        first = await asyncio.gather(*(now(load) for _ in range(50)))
+        assert len({json.dumps(each) for each in first}) == 1
+        await asyncio.sleep(2 * SETTINGS.settle)
+        router.set("a", 3)
+        assert await now(load) == first[0]
+
+
+async def test_a_router_without_redis_is_the_whole_truth() -> None:
+    assert await OwnLoad(MODELS, {"a": 3, "b": 0, "c": 4}.__getitem__).read() == {"a": 3, "b": 0}
+
+
+@given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**31)))
+def test_a_part_is_read_as_it_was_written(part: dict[str, int]) -> None:
+    assert decode(encode(part)) == {model: count for model, count in part.items() if count}
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st.text(), st.lists, max_leaves=5)
+
+
+@given(
+    st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()) | st.just(b"[" * 200_000) | st.none()
+)
+def test_whatever_the_bytes_are_a_part_is_counts_or_damaged(payload: bytes | None) -> None:
+    try:
+        part = decode(payload)
+    except DamagedPartError:
+        return
+    assert all(type(count) is int and count >= 0 for count in part.values())
+
+
+def test_a_part_is_bounded() -> None:
+    with pytest.raises(DamagedPartError, match="too long"):
+        decode(b" " * MAX_PART_BYTES + b"{}")

@@ -1,0 +1,606 @@
+"""What a link promises its requests: every token once and in order, or ``EngineLost``."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from quire.v1 import engine_pb2, types_pb2
+from quire_proto.errors import ErrorCode
+from quire_proto.sampling import FinishReason
+from quire_router.engines.connection import OUTPUTS_PER_YIELD, EngineConnection, _yielding_to_loop
+from quire_router.engines.output_stream import EngineFull, EngineLost, Output, OutputStream
+from quire_router.engines.settings import ConnectionSettings
+
+from tests.support.batches import take_all
+from tests.support.ports import free_port
+from tests.support.scripted_engine import ABORT, ERROR, LENGTH, STOP, ScriptedEngine, output
+from tests.support.waiting import until
+
+PATIENT = ConnectionSettings(grace=30, refused_grace=30, backoff=0.01, ack_interval=0.01)
+
+
+def submit(
+    request_id: str, *, prompt: int = 3, delivered: tuple[int, ...] = (), max_tokens: int = 100
+) -> engine_pb2.Submit:
+    return engine_pb2.Submit(
+        request_id=request_id,
+        prompt_token_ids=range(prompt),
+        output_token_ids=delivered,
+        sampling=types_pb2.SamplingParams(max_tokens=max_tokens),
+    )
+
+
+@asynccontextmanager
+async def linked(
+    settings: ConnectionSettings = PATIENT, engine: ScriptedEngine | None = None, **options: Any
+) -> AsyncIterator[tuple[ScriptedEngine, EngineConnection]]:
+    engine = engine or ScriptedEngine()
+    link = EngineConnection(await engine.start(), settings, **options)
+    link.start()
+    try:
+        await connected(engine)
+        await until(lambda: link.ready)
+        yield engine, link
+    finally:
+        await link.close()
+        await engine.stop()
+
+
+async def connected(engine: ScriptedEngine) -> engine_pb2.Open:
+    return await asyncio.wait_for(engine.opened.get(), 10)
+
+
+async def rest(stream: OutputStream) -> tuple[list[int], Output]:
+    """All tokens that are still to come, and the last output."""
+    token_ids: list[int] = []
+    last = Output([], 0)
+    async with asyncio.timeout(10):
+        async for last in stream:
+            token_ids += last.token_ids
+    return token_ids, last
+
+
+async def submitted(engine: ScriptedEngine, link: EngineConnection, message: engine_pb2.Submit) -> OutputStream:
+    stream = link.submit(message)
+    await engine.submit()
+    return stream
+
+
+async def test_tokens_that_nobody_reads_yet_come_together() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [5], 0, cached_tokens=2))
+        engine.send(output("a", [6, 7], 1))
+        engine.send(output("a", [8], 3, STOP))
+        await until(lambda: link.session.sequence == 3)
+        token_ids, last = await rest(stream)
+    assert token_ids == [5, 6, 7, 8]
+    assert last == Output([5, 6, 7, 8], 0, FinishReason.STOP, None, 2)
+
+
+@pytest.mark.parametrize("variable", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_an_engine_is_reached_past_any_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, f"http://127.0.0.1:{free_port()}")  # nobody listens there
+
+    async with asyncio.timeout(10), linked() as (_, link):
+        assert link.ready
+
+
+async def test_each_request_gets_its_own_tokens() -> None:
+    async with linked() as (engine, link):
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        engine.send(output("a", [1], 0), output("b", [2], 0))
+        engine.send(output("b", [4], 1, LENGTH), output("a", [3], 1, STOP))
+        await until(lambda: link.session.sequence == 2)
+        assert await rest(first) == ([1, 3], Output([1, 3], 0, FinishReason.STOP))
+        assert await rest(second) == ([2, 4], Output([2, 4], 0, FinishReason.LENGTH))
+
+
+async def test_a_broken_stream_is_resumed_and_nobody_notices() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        assert (await anext(stream)).token_ids == [1]
+        session_id = link.session.id
+        engine.break_stream()
+        engine.send(output("a", [2], 1))
+        opening = await connected(engine)
+        assert (opening.session_id, opening.last_sequence) == (session_id, 1)
+        engine.send(output("a", [3], 2, STOP))
+        assert (await rest(stream))[0] == [2, 3]
+
+
+async def test_a_grace_that_was_not_needed_ends_nothing_later() -> None:
+    async with linked(ConnectionSettings(grace=0.1, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        engine.break_stream()
+        await connected(engine)
+        await asyncio.sleep(0.2)
+        engine.send(output("a", [2], 1, STOP))
+        assert (await rest(stream))[0] == [2]
+
+
+async def test_batches_that_are_replayed_are_not_delivered_twice() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        batch = engine_pb2.StepBatch(sequence=1, outputs=[output("a", [1], 0)])
+        take_all(link.session, batch)
+        engine.send(output("a", [1, 2], 0, STOP))  # the engine repeats itself under a new sequence
+        assert (await rest(stream))[0] == [2]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_others_have_their_turn_within_a_large_batch_and_it_is_handed_out_whole(interrupted: bool) -> None:
+    handed, turns = [], []
+
+    def outputs() -> Iterator[None]:
+        for number in range(5 * OUTPUTS_PER_YIELD):
+            handed.append(number)
+            yield
+
+    handing = asyncio.create_task(_yielding_to_loop(outputs()))
+    while not handing.done():
+        await asyncio.sleep(0)
+        turns.append(len(handed))
+        if interrupted and len(turns) == 2:
+            handing.cancel()
+    assert handing.cancelled() == interrupted
+    assert handed == [*range(5 * OUTPUTS_PER_YIELD)]
+    assert turns[0] == OUTPUTS_PER_YIELD
+
+
+async def test_a_missing_batch_loses_what_is_in_flight_and_cancels_it() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        engine.send(output("a", [3], 2), skip=1)
+        assert (await anext(stream)).token_ids == [1]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert (await connected(engine)).last_sequence == 0  # a new session
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_missing_tokens_lose_only_their_request() -> None:
+    async with linked() as (engine, link):
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        engine.send(output("a", [9], 1), output("b", [2], 0, STOP))
+        with pytest.raises(EngineLost):
+            await anext(first)
+        assert (await rest(second))[0] == [2]
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_an_engine_that_restarted_gives_back_what_it_ran_after_the_tokens_that_were_saved() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1, 2], 0))
+        await until(lambda: link.session.sequence == 1)
+        engine.restart_as(generation=2)
+        engine.break_stream()
+        assert (await anext(stream)).token_ids == [1, 2]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        await until(lambda: link.ready)
+        again = await submitted(engine, link, submit("a2", delivered=(1, 2)))
+        engine.send(output("a2", [3], 2, STOP))
+        assert (await rest(again))[0] == [3]
+        assert link.session.generation == 2
+
+
+async def test_an_engine_that_forgot_the_session_gives_back_what_it_ran() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.resumes = False
+        engine.break_stream()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+async def test_an_engine_that_stays_away_longer_than_the_grace_is_lost() -> None:
+    async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await engine.stop()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert not link.ready
+        with pytest.raises(EngineLost):
+            link.submit(submit("b"))
+
+
+async def test_an_engine_where_nobody_listens_any_more_is_not_waited_for() -> None:
+    async with linked(ConnectionSettings(grace=3600, refused_grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await engine.stop()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineLost):
+                await anext(stream)
+
+
+async def test_an_engine_that_falls_silent_gets_no_new_work_until_it_speaks_again() -> None:
+    changes: list[None] = []
+    settings = ConnectionSettings(silence=0.05, stall=3600)
+    async with linked(settings, on_change=lambda: changes.append(None)) as (engine, link):
+        await submitted(engine, link, submit("a"))
+        changes.clear()
+        await until(lambda: not link.ready)
+        assert len(changes) == 1
+        engine.send()
+        await until(lambda: len(changes) == 2)
+        assert engine.opened.empty()
+        await until(lambda: not link.ready)  # speaking once is not enough
+
+
+async def test_a_stream_that_stays_silent_is_left_for_a_new_one() -> None:
+    async with linked(ConnectionSettings(silence=0.02, stall=0.05, grace=30, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await until(lambda: link.session.sequence == 1)
+        assert (await connected(engine)).last_sequence == 1
+        engine.send(output("a", [2], 1, STOP))
+        assert (await rest(stream))[0] == [1, 2]
+
+
+async def test_an_engine_without_requests_may_be_silent() -> None:
+    async with linked(ConnectionSettings(silence=0.01, stall=0.02)) as (engine, link):
+        await asyncio.sleep(0.1)
+        assert link.ready
+        assert engine.opened.empty()
+
+
+async def test_an_engine_that_is_still_starting_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    assert await levels_told(ConnectionSettings(backoff=0.001, max_backoff=0.001), caplog, 1) == [logging.INFO]
+
+
+async def test_an_engine_that_does_not_come_is_a_reason_to_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire_router")
+    settings = ConnectionSettings(backoff=0.001, max_backoff=0.001, start_patience=0.05)
+    assert await levels_told(settings, caplog, 2) == [logging.INFO, logging.WARNING]
+
+
+async def levels_told(settings: ConnectionSettings, caplog: pytest.LogCaptureFixture, lines: int) -> list[int]:
+    """What a link says of an engine that was never there, and that it goes on trying in silence."""
+    link = EngineConnection(f"127.0.0.1:{free_port()}", settings)
+    link.start()
+    await until(lambda: len(told(caplog)) == lines)
+    await asyncio.sleep(0.1)
+    await link.close()
+    return [record.levelno for record in told(caplog)]
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if "nobody listens there" in record.getMessage()]
+
+
+async def test_what_was_given_up_is_cancelled_when_the_engine_comes_back() -> None:
+    async with linked(ConnectionSettings(grace=0.05, backoff=0.01)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        await engine.stop()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        await engine.start()
+        await connected(engine)
+        assert (await engine.cancel()).request_id == "a"
+        assert link.session.in_flight == 0
+
+
+async def test_requests_that_may_not_have_arrived_are_sent_again_in_their_order() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        streams = [await submitted(engine, link, submit(name)) for name in "ab"]
+        await until(lambda: link.session.sequence == 1)
+        engine.break_stream()
+        assert [(await engine.submit()).request_id for _ in "ab"] == ["a", "b"]
+        engine.send(output("a", [1], 0, STOP), output("b", [2], 0, STOP))
+        assert [(await rest(stream))[0] for stream in streams] == [[1], [2]]
+
+
+async def test_a_request_that_ended_before_it_came_again_is_cancelled() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        stream = await submitted(engine, link, submit("a"))
+        await until(lambda: link.session.sequence == 1)
+        engine.break_stream()
+        engine.send(output("a", [1], 0, STOP))  # after the break: the next stream replays it
+        assert (await rest(stream))[0] == [1]
+        command = await engine.cancel()
+        assert (command.request_id, list(command.indexes)) == ("a", [])
+        assert link.session.in_flight == 0
+
+
+async def test_only_so_many_requests_are_kept_to_be_sent_again() -> None:
+    async with linked(replace(PATIENT, max_unconfirmed=1)) as (engine, link):
+        engine.send()
+        first, second = [await submitted(engine, link, submit(name)) for name in "ab"]
+        await until(lambda: link.session.sequence == 1)
+        engine.break_stream()
+        async with asyncio.timeout(10):
+            with pytest.raises(EngineLost):
+                await anext(first)
+        assert (await engine.cancel()).request_id == "a"
+        assert (await engine.submit()).request_id == "b"
+        engine.send(output("b", [2], 0, STOP))
+        assert (await rest(second))[0] == [2]
+
+
+async def test_a_request_that_is_cancelled_before_it_is_sent_again_may_run_and_is_cancelled_there() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        stream = await submitted(engine, link, submit("a"))
+        await until(lambda: link.session.sequence == 1)
+        await engine.stop()
+        await until(lambda: not link.ready)
+        link.session.begin(engine_pb2.Snapshot(generation=1, resumed=True, sequence=1))  # and breaks again at once
+        stream.close()
+        await engine.start()
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_a_request_that_was_not_sent_yet_survives_a_broken_stream() -> None:
+    async with linked() as (engine, link):
+        engine.send()
+        await until(lambda: link.session.sequence == 1)
+        await engine.stop()
+        await until(lambda: not link.ready)
+        stream = link.submit(submit("a"))
+        await engine.start()
+        assert (await engine.submit()).request_id == "a"
+        engine.send(output("a", [1], 0, STOP))
+        assert (await rest(stream))[0] == [1]
+
+
+async def test_leaving_early_cancels_on_the_engine_once() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        stream.close()
+        stream.close()
+        assert (await engine.cancel()).request_id == "a"
+        other = await submitted(engine, link, submit("b"))
+        other.close()
+        assert (await engine.cancel()).request_id == "b"
+        assert link.session.in_flight == 0
+
+
+async def test_a_finished_request_is_not_cancelled() -> None:
+    async with linked() as (engine, link):
+        done = await submitted(engine, link, submit("done"))
+        engine.send(output("done", [1], 0, STOP))
+        await rest(done)
+        done.close()
+        other = await submitted(engine, link, submit("other"))
+        other.close()
+        assert (await engine.cancel()).request_id == "other"
+
+
+async def test_a_request_that_is_cancelled_before_it_is_sent_never_reaches_the_engine() -> None:
+    async with linked() as (engine, link):
+        link.submit(submit("a")).close()
+        link.submit(submit("b"))
+        assert (await engine.submit()).request_id == "b"
+        assert engine.commands.empty()
+
+
+async def test_a_cancel_that_was_lost_with_the_stream_is_repeated() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        stream.close()
+        await engine.cancel()  # as if it had never arrived: no end of "a" follows
+        engine.break_stream()
+        await connected(engine)
+        assert (await engine.cancel()).request_id == "a"
+        engine.send(output("a", [], 1, ABORT))
+        await until(lambda: link.session.sequence == 2)
+        engine.break_stream()
+        await connected(engine)
+        link.submit(submit("b"))
+        await engine.submit()
+        assert engine.commands.empty()
+
+
+async def test_an_aborted_output_ends_with_what_had_come() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await until(lambda: link.session.sequence == 1)
+        stream.abort()
+        assert await rest(stream) == ([1], Output([1], 0, FinishReason.ABORT))
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    async with linked(ConnectionSettings(slow_client_timeout=0.02)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        assert (await engine.cancel()).request_id == "a"
+        _, last = await rest(stream)
+        assert last.error is not None
+        assert last.error.code is ErrorCode.OVERLOADED
+
+
+async def test_a_client_that_reads_is_not_cut_off_however_long_it_takes() -> None:
+    async with linked(ConnectionSettings(slow_client_timeout=0.02)) as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        await anext(stream)
+        await asyncio.sleep(0.06)
+        engine.send(output("a", [2], 1, STOP))
+        assert await rest(stream) == ([2], Output([2], 1, FinishReason.STOP))
+
+
+async def test_an_engine_that_sends_more_than_was_asked_for_is_stopped() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a", max_tokens=2))
+        engine.send(output("a", [1, 2, 3], 0))
+        _, last = await rest(stream)
+        assert last.error is not None
+        assert last.error.code is ErrorCode.INTERNAL
+        assert (await engine.cancel()).request_id == "a"
+
+
+@pytest.mark.parametrize("token_id", [-1, 1000, 2**31 - 1])
+async def test_an_engine_that_sends_what_is_no_token_of_its_model_is_stopped(token_id: int) -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [0, 999], 0))
+        assert (await anext(stream)).token_ids == [0, 999]
+        engine.send(output("a", [1, token_id, 2], 2))
+        (last,) = [piece async for piece in stream]
+        assert last.error is not None
+        assert last.error.code is ErrorCode.INTERNAL
+        assert (await engine.cancel()).request_id == "a"
+
+
+async def test_an_engines_error_comes_with_the_last_output() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0))
+        error = types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED, message="Full.")
+        engine.send(output("a", [], 1, ERROR, error))
+        _, last = await rest(stream)
+        assert last.finish_reason is FinishReason.ERROR
+        assert str(last.error) == "Full."
+
+
+async def test_an_engine_that_takes_no_more_requests_says_so_before_anything_else() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_OVERLOADED)))
+        with pytest.raises(EngineFull):
+            await anext(stream)
+        assert link.ready
+        assert link.session.in_flight == 0
+
+
+async def test_requests_that_cannot_even_be_sent_are_too_many() -> None:
+    async with linked(ConnectionSettings(max_unsent=2)) as (_, link):
+        link.submit(submit("a"))
+        link.submit(submit("b"))
+        with pytest.raises(EngineFull):
+            link.submit(submit("c"))
+
+
+async def test_an_engine_that_cannot_take_one_request_now_gets_others() -> None:
+    """It is leaving when it says so, and not because it is unavailable to one request."""
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
+        with pytest.raises(EngineFull):
+            await anext(stream)
+        assert link.ready
+
+
+@pytest.mark.parametrize("delivered", [(), (1, 2)])
+async def test_what_another_engine_wrote_is_no_mistake_of_the_client(delivered: tuple[int, ...]) -> None:
+    """An engine that refuses a request with the tokens of another engine in it loses it; otherwise it is the client
+    who hears of it.
+    """
+    message, refused = submit("a"), types_pb2.Error(code=types_pb2.ERROR_CODE_INVALID, message="Token ids!")
+    message.output_token_ids.extend(delivered)
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, message)
+        engine.send(output("a", [], 0, ERROR, refused))
+        if delivered:
+            with pytest.raises(EngineLost, match="Token ids!"):
+                await anext(stream)
+        else:
+            assert (await anext(stream)).error.code is ErrorCode.INVALID
+        assert link.ready
+
+
+async def test_an_engine_that_is_going_away_gives_requests_back_and_gets_no_more() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.draining = True
+        engine.send(output("a", [], 0, ERROR, types_pb2.Error(code=types_pb2.ERROR_CODE_UNAVAILABLE)))
+        with pytest.raises(EngineLost):
+            await anext(stream)
+        assert not link.ready
+
+
+async def test_an_abort_that_nobody_asked_for_gives_the_request_back() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        engine.send(output("a", [1], 0, ABORT))
+        assert (await anext(stream)).token_ids == [1]
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+async def test_batches_are_acknowledged_by_number_and_by_time() -> None:
+    async with linked(ConnectionSettings(ack_batches=3, ack_interval=60)) as (engine, _):
+        for _ in range(3):
+            engine.send()
+        assert await engine.ack() == 3
+    async with linked(ConnectionSettings(ack_batches=1000, ack_interval=0.01)) as (engine, _):
+        engine.send()
+        assert await engine.ack() == 1
+
+
+async def test_load_is_what_the_last_batch_said() -> None:
+    load = engine_pb2.Load()
+    async with linked(on_load=load.CopyFrom) as (engine, _):
+        engine.send(load=engine_pb2.Load(running=3, blocks_free=7))
+        engine.send(load=engine_pb2.Load(running=4, blocks_free=6))
+        await until(lambda: load.running == 4)
+        assert load.blocks_free == 6
+
+
+async def test_kv_events_are_counted_and_reported_after_the_snapshot_they_change() -> None:
+    engine = ScriptedEngine()
+    heard: list[Any] = []
+    engine.cached = [engine_pb2.KvStored(block_hashes=[b"0" * 16])]
+    async with linked(engine=engine, on_kv_event=heard.append) as (engine, link):
+        event = engine_pb2.KvEvent(removed=engine_pb2.KvRemoved(block_hashes=[b"0" * 16]))
+        engine.send(kv_events=[event])
+        await until(lambda: link.session.kv_events == 1)
+    assert list(heard[0].cached) == engine.cached
+    assert heard[1:] == [event]
+
+
+async def test_a_prompt_of_many_megabytes_passes() -> None:
+    async with linked() as (engine, link):
+        link.submit(submit("a", prompt=2_000_000))
+        assert len((await engine.submit()).prompt_token_ids) == 2_000_000
+
+
+async def test_the_same_id_cannot_run_twice() -> None:
+    async with linked() as (engine, link):
+        await submitted(engine, link, submit("a"))
+        with pytest.raises(Exception, match="error inside the service"):
+            link.submit(submit("a"))
+
+
+async def test_closing_the_link_gives_requests_back() -> None:
+    async with linked() as (engine, link):
+        stream = await submitted(engine, link, submit("a"))
+        await link.close()
+        with pytest.raises(EngineLost):
+            await anext(stream)
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_a_link_can_be_closed_at_whatever_moment_its_stream_breaks(steps: int) -> None:
+    async with linked() as (engine, link):
+        engine.break_stream()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await link.close()
+        assert not link.ready

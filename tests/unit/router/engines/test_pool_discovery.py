@@ -1,0 +1,187 @@
+"""What the fleet makes of what discovery says: who gets requests, and that nobody's stream is cut by it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from quire.v1 import engine_pb2, types_pb2
+from quire_router.clients.kube_access import KubeAccess
+from quire_router.discovery.base import Endpoint, KubernetesService
+from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
+from quire_router.engines.connection import (
+    MAX_CONNECTS_PER_SECOND,
+    ConnectFailureLog,
+    EngineConnection,
+    ReconnectLimiter,
+)
+from quire_router.engines.output_stream import EngineLost
+from quire_router.engines.pool import EnginePool
+from quire_router.engines.settings import ConnectionSettings
+
+from tests.support.announced import Announced
+from tests.support.kube_api import endpoint, kube_api, slice_of
+from tests.support.scripted_engine import STOP, ScriptedEngine, output
+from tests.support.waiting import until
+
+QUICK = ConnectionSettings(grace=0.05, backoff=0.01, silence=600, stall=600)  # an engine that says nothing stays ready
+
+
+def submit(request_id: str) -> engine_pb2.Submit:
+    sampling = types_pb2.SamplingParams(max_tokens=20)
+    return engine_pb2.Submit(request_id=request_id, prompt_token_ids=[1], sampling=sampling)
+
+
+@asynccontextmanager
+async def announced(
+    settings: ConnectionSettings = QUICK,
+) -> AsyncIterator[tuple[EnginePool, Announced, ScriptedEngine, Endpoint]]:
+    """A fleet that finds what is announced, and an engine that is not yet, with its endpoint."""
+    engine, discovery = ScriptedEngine(), Announced()
+    fleet = EnginePool(discovery, ["m"], settings)
+    await fleet.start()
+    try:
+        yield fleet, discovery, engine, Endpoint(await engine.start())
+    finally:
+        await fleet.close()
+        await engine.stop()
+
+
+async def test_a_terminating_engine_ends_what_it_runs_and_gets_nothing_new() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            discovery.say(replace(there, ready=False, terminating=True))
+            await until(lambda: fleet.ready("m") == 0)
+            assert not fleet.rows("m").size
+            engine.send(output("a", [7], 0))
+            assert (await anext(outputs)).token_ids == [7]
+            discovery.say()  # its pod is gone from the list before its last word
+            await until(discovery.lists.empty)
+            engine.send(output("a", [8], 1, STOP))
+            assert (await anext(outputs)).token_ids == [8]
+        assert not list(fleet.table)
+
+
+async def test_a_terminating_engine_is_let_go_of_when_it_is_idle_and_not_connected_again() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        leaving = replace(there, terminating=True)
+        for view in ((leaving,), (leaving, Endpoint("127.0.0.1:1"))):
+            discovery.say(*view)
+            await until(lambda: discovery.lists.empty() and there.address not in dict(fleet.table))
+        with pytest.raises(EngineLost):
+            fleet.dispatch(there.address, submit("b"), pending_tokens=1)
+        assert engine.opened.qsize() == 1
+        discovery.say(there)  # another pod with its address
+        await until(lambda: fleet.ready("m") == 1)
+
+
+async def test_an_engine_with_an_open_session_is_chosen_whatever_a_probe_says() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(replace(there, ready=False))
+        await until(lambda: fleet.ready("m") == 1)
+        discovery.say(there)
+        discovery.say(replace(there, ready=False))
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            await until(discovery.lists.empty)
+            engine.send(output("a", [7], 0, STOP))
+            assert (await anext(outputs)).token_ids == [7]
+        assert fleet.ready("m") == 1
+
+
+async def test_an_engine_that_becomes_ready_is_connected_to_at_once() -> None:
+    patient = ConnectionSettings(grace=0.05, backoff=600, max_backoff=600)
+    async with announced(patient) as (fleet, discovery, engine, there):
+        await engine.stop()
+        discovery.say(replace(there, ready=False))
+        await until(lambda: there.address in dict(fleet.table))
+        for _ in range(2):
+            assert not await fleet.wait_ready(0.2)  # its first try fails, and the next is minutes away
+        await engine.start()
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+
+
+async def test_readiness_that_flaps_makes_no_storm_of_tries() -> None:
+    tries = 0
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal tries
+        tries += 1
+        writer.close()
+
+    listener = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    link = EngineConnection(
+        f"127.0.0.1:{listener.sockets[0].getsockname()[1]}", ConnectionSettings(backoff=600, max_backoff=600)
+    )
+    link.start()
+    await until(lambda: tries > 0)
+    first = tries  # a channel may try more than once by itself
+    for _ in range(100):
+        link.retry_now()
+        await asyncio.sleep(0.005)
+    await link.close()
+    listener.close()
+    assert tries <= 3 * first
+
+
+async def test_another_engine_at_the_address_of_one_that_left_is_another_engine() -> None:
+    async with announced() as (fleet, discovery, engine, there):
+        discovery.say(there)
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(there.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            discovery.say(replace(there, terminating=True))
+            await until(lambda: fleet.ready("m") == 0)
+            await engine.stop()
+            other = ScriptedEngine(generation=2, models=["other"])
+            other.address = there.address
+            await other.start()
+            discovery.say(there)
+            with pytest.raises(EngineLost):
+                await anext(outputs)
+        await until(lambda: other.opened.qsize() == 1 and discovery.lists.empty())
+        assert fleet.ready("m") == 0  # it is connected, and serves another model
+        assert [address for address, _ in fleet.table] == [there.address]
+        await other.stop()
+
+
+def test_a_large_fleet_that_is_away_is_tried_at_a_bounded_rate() -> None:
+    away, settings = ReconnectLimiter(), ConnectionSettings()
+    with ExitStack() as waiting:
+        for _ in range(5000):
+            waiting.enter_context(away.waiting())
+        outage = ConnectFailureLog("e:1", settings)
+        delays = [outage.next_delay(away.spacing) for _ in range(20)]
+    assert delays[0] <= settings.backoff  # who is away for a moment only is not made to wait
+    assert 5000 / delays[-1] <= 2 * MAX_CONNECTS_PER_SECOND
+    assert max(outage.next_delay(away.spacing) for _ in range(2)) <= 5000 / MAX_CONNECTS_PER_SECOND
+    assert outage.next_delay(away.spacing) <= settings.max_backoff
+
+
+async def test_engines_of_a_service_run_what_they_have_to_its_end_while_their_pods_terminate(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    host, _, port = (await engine.start()).rpartition(":")
+    async with kube_api() as server:
+        service = KubernetesService(None, "engines", int(port))
+        server.put(slice_of("a", [endpoint(host, ready=True)]))
+        access = KubeAccess(server.kubeconfig(tmp_path))
+        fleet = EnginePool(KubernetesDiscovery(service, access, WatchSettings(backoff=0.001)), ["m"], QUICK)
+        await fleet.start()
+        await until(lambda: fleet.ready("m") == 1)
+        with fleet.dispatch(engine.address, submit("a"), pending_tokens=1) as outputs:
+            await engine.submit()
+            server.put(slice_of("a", [endpoint(host, ready=False, serving=True, terminating=True)]))
+            await until(lambda: fleet.ready("m") == 0)
+            await server.stop()
+            engine.send(output("a", [7], 0, STOP))
+            assert (await anext(outputs)).token_ids == [7]
+        await fleet.close()
+    await engine.stop()

@@ -1,0 +1,203 @@
+"""What both journals promise: a record is what was written to it, once, by who may write."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from uuid import uuid4
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.core.generation import GenerationRequest
+from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta, RequestRecord
+from quire_router.journal.codec import JournalSettings
+from quire_router.journal.memory import MemoryJournal
+from quire_router.journal.redis.redis_journal import RedisJournal
+
+from tests.support.any_records import generations, pieces, possible
+from tests.support.journals import Seen, by_choice, seen, tell
+from tests.support.redis_server import RedisServer, redis_server
+
+KINDS = ["memory", "redis"]
+SETTINGS = JournalSettings(settle=0)  # there are no others
+STOP = FinishReason.STOP
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@asynccontextmanager
+async def journal_of(kind: str, redis: RedisServer) -> AsyncIterator[MemoryJournal | RedisJournal]:
+    journal = MemoryJournal(owner="me") if kind == "memory" else RedisJournal(redis.url, owner="me", settings=SETTINGS)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+def request(request_id: str = "r", prompt: list[int] | None = None, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        request_id, "m", array("i", [1, 2] if prompt is None else prompt), SamplingParams(seed=3, n=n)
+    )
+
+
+@pytest.fixture
+def fresh(request: pytest.FixtureRequest) -> str:
+    """An id of the test's own: the tests of this module share one server."""
+    return f"r{abs(hash(request.node.nodeid))}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_record_is_what_was_written(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        lease = journal.open(generation)
+        tell(journal, lease, 0, [10, 11])
+        await journal.flush()
+        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([10, 11])])
+        tell(journal, lease, 2, [12])
+        journal.finish(lease, FinishReason.ERROR, "The engines were lost.")
+        await journal.flush()
+        assert seen(await journal.read(fresh)) == Seen(
+            generation, "me", 1, [DeliveredChoice([10, 11, 12])], FinishReason.ERROR, "The engines were lost."
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_each_choice_has_its_own_tokens_and_its_own_end(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh, n=3)
+        lease = journal.open(generation)
+        assert len((await flushed(journal, fresh)).choices) == 3
+        for position in range(2):
+            tell(journal, lease, position, [10 + position], 0)
+            tell(journal, lease, position, [30 + position], 2)
+        tell(journal, lease, 2, [32], 2, FinishReason.LENGTH)
+        tell(journal, lease, 0, [], 1, FinishReason.STOP)
+        assert seen(await flushed(journal, fresh)) == Seen(
+            generation,
+            "me",
+            1,
+            [
+                DeliveredChoice([10, 11]),
+                DeliveredChoice([], FinishReason.STOP),
+                DeliveredChoice([30, 31, 32], FinishReason.LENGTH),
+            ],
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_is_added_to_a_choice_that_has_ended(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh, n=2))
+        for _ in range(2):
+            tell(journal, lease, 0, [5], 1, FinishReason.STOP)
+        tell(journal, lease, 1, [6], 1, FinishReason.LENGTH)
+        tell(journal, lease, 1, [9], 0, FinishReason.STOP)  # with a hole before it
+        assert (await flushed(journal, fresh)).choices == [DeliveredChoice(), DeliveredChoice([5], FinishReason.STOP)]
+
+
+async def flushed(journal: MemoryJournal | RedisJournal, request_id: str) -> RequestRecord:
+    """The record, once all is written."""
+    await journal.flush()
+    record = await journal.read(request_id)
+    assert record is not None
+    return record
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_what_was_never_opened_is_unknown(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        tell(journal, Lease(fresh, "me", 1), 0, [1])
+        journal.finish(Lease(fresh, "me", 1), FinishReason.STOP)
+        await journal.flush()
+        assert await journal.read(fresh) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_repeating_a_write_changes_nothing(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh))
+        for _ in range(2):
+            tell(journal, lease, 0, [1, 2])
+            tell(journal, lease, 1, [2, 3])
+            await journal.flush()
+        record = await journal.read(fresh)
+        assert record is not None
+        assert record.choices[0].token_ids == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lease", [Lease("", "me", 0), Lease("", "someone", 1)])
+async def test_only_the_lease_may_write(kind: str, lease: Lease, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        mine = journal.open(generation)
+        tell(journal, mine, 0, [1])
+        tell(journal, replace(lease, request_id=fresh), 1, [9])
+        journal.finish(replace(lease, request_id=fresh), FinishReason.STOP)
+        await journal.flush()
+        assert seen(await journal.read(fresh)) == Seen(generation, "me", 1, [DeliveredChoice([1])])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("finished", [True, False])
+async def test_another_request_of_the_same_id_changes_nothing(
+    kind: str, finished: bool, redis: RedisServer, fresh: str
+) -> None:
+    async with journal_of(kind, redis) as journal:
+        generation = request(fresh)
+        lease = journal.open(generation)
+        tell(journal, lease, 0, [1])
+        if finished:
+            journal.finish(lease, FinishReason.STOP)
+        await journal.flush()
+        other = journal.open(request(fresh, [7]))
+        tell(journal, other, 0, [8, 9])
+        journal.finish(other, FinishReason.LENGTH)
+        await journal.flush()
+        record = await journal.read(fresh)
+        assert seen(record) == Seen(
+            generation, "me", 1, [DeliveredChoice([1])], FinishReason.STOP if finished else None
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_nothing_is_added_after_the_end(kind: str, redis: RedisServer, fresh: str) -> None:
+    async with journal_of(kind, redis) as journal:
+        lease = journal.open(request(fresh))
+        journal.finish(lease, FinishReason.ABORT)
+        tell(journal, lease, 0, [1])
+        await journal.flush()
+        tell(journal, lease, 0, [1])
+        journal.finish(lease, FinishReason.STOP)
+        await journal.flush()
+        record = await journal.read(fresh)
+        assert record is not None
+        assert (record.choices[0].token_ids, record.finish_reason) == ([], FinishReason.ABORT)
+
+
+@given(generations, pieces)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_record_comes_back_exactly_from_redis(
+    redis: RedisServer, generation: GenerationRequest, pieces: list[RecordedDelta]
+) -> None:
+    async def run() -> None:
+        unique = replace(generation, request_id=uuid4().hex)
+        told = possible(pieces, unique.params.n)
+        async with journal_of("redis", redis) as journal:
+            lease = journal.open(unique)
+            made = [0] * 4
+            for piece in told:
+                journal.append(lease, made[piece.index], piece)
+                made[piece.index] += len(piece.token_ids)
+            record = await flushed(journal, unique.request_id)
+            assert by_choice(record.deltas) == by_choice(told)
+            assert replace(record, deltas=[]) == RequestRecord(unique, "me", 1, [], leased=True)
+
+    asyncio.run(run())

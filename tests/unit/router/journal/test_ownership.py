@@ -1,0 +1,293 @@
+"""Who may write a record in Redis, and who hears that it is not, or no longer, its own."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from time import time
+
+import pytest
+from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_router.core.generation import Usage
+from quire_router.journal.base import DeliveredChoice, Lease, RecordedDelta
+from quire_router.journal.codec import JournalSettings, pack_tokens
+from quire_router.journal.redis.redis_connection import keys
+
+from tests.support.journals import Heard, Seen, seen, tell
+from tests.support.redis_journals import (
+    counted,
+    expire,
+    flushed,
+    journal_at,
+    out_of_memory,
+    redis_at,
+    small_request,
+    store_at,
+    store_row,
+    taken,
+)
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.waiting import until
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as running:
+        yield running
+
+
+@pytest.mark.parametrize("tokens", [[], [[9]]], ids=["the end", "tokens and the end"])
+async def test_a_router_that_lost_its_lease_changes_nothing_and_is_counted(
+    server: RedisServer, tokens: list[list[int]]
+) -> None:
+    async with journal_at(server) as journal, redis_at(server) as redis:
+        lease = journal.open(small_request())
+        tell(journal, lease, 0, [1])
+        await flushed(journal)
+        await redis.hset(keys("r")[0], mapping={"owner": "other", "epoch": 2})
+        before = counted("quire_stale_epoch_rejections_total")
+        for token_ids in tokens:
+            tell(journal, lease, 1, token_ids)
+        journal.finish(lease, FinishReason.STOP)
+        await flushed(journal)
+        record = await journal.read("r")
+        assert record is not None
+        assert (record.owner, record.epoch, record.choices[0].token_ids, record.finish_reason) == (
+            "other",
+            2,
+            [1],
+            None,
+        )
+        assert counted("quire_stale_epoch_rejections_total") == before + 1
+
+
+async def test_two_routers_cannot_write_one_record(server: RedisServer) -> None:
+    async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
+        generation = small_request()
+        lease = mine.open(generation)
+        tell(mine, lease, 0, [1])
+        await flushed(mine)
+        stolen = yours.open(generation)
+        tell(yours, stolen, 0, [8, 9])
+        await flushed(yours)
+        assert seen(await yours.read("r")) == Seen(generation, "me", 1, [DeliveredChoice([1])])
+
+
+async def test_a_lease_is_renewed_while_nothing_is_written_and_let_go_at_the_end(server: RedisServer) -> None:
+    async with journal_at(server, settings=JournalSettings(lease=0.3, settle=0)) as journal, redis_at(server) as redis:
+        lease = journal.open(small_request())
+        await flushed(journal)
+
+        async def expires() -> float:
+            return float(await redis.hget(keys("r")[0], "lease_expires") or 0)
+
+        first = await expires()
+        seconds, microseconds = await redis.time()
+        assert 0 < first - (seconds * 1000 + microseconds / 1000) <= 300
+        async with asyncio.timeout(10):
+            while await expires() == first:  # noqa: ASYNC110 - only Redis knows
+                await asyncio.sleep(0.01)
+        journal.finish(lease, FinishReason.STOP)
+        await flushed(journal)
+        assert await expires() == 0
+
+
+async def test_a_router_learns_by_its_next_beat_that_another_one_took_its_record(server: RedisServer) -> None:
+    quick = JournalSettings(lease=0.4)
+    async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
+        heard = Heard()
+        mine.set_listener(heard)
+        tell(mine, mine.open(small_request()), 0, [1])
+        await flushed(mine)
+        await expire(server, "r")
+        claimed = await taken(yours, "r")
+        assert (claimed[0].deltas, claimed[1].epoch) == ([RecordedDelta(0, [1])], 2)
+        await until(lambda: bool(heard.taken))
+        assert heard == Heard([], ["r"])
+
+
+async def test_a_router_hears_at_its_next_beat_that_its_request_was_cancelled_at_another(server: RedisServer) -> None:
+    quick = JournalSettings(lease=0.4)
+    async with journal_at(server, settings=quick) as mine, journal_at(server, owner="you") as yours:
+        heard = Heard()
+        mine.set_listener(heard)
+        lease = mine.open(small_request())
+        await flushed(mine)
+        assert await yours.cancel("r")
+        await until(lambda: bool(heard.cancelled))
+        tell(mine, lease, 0, [1])
+        await flushed(mine)
+        assert heard == Heard(["r"], [])
+        mine.release(lease)
+        await flushed(mine)
+        record = await yours.read("r")
+        assert record is not None
+        assert record.finish_reason is FinishReason.ABORT
+
+
+async def test_a_request_that_is_let_go_of_before_its_router_hears_that_it_was_cancelled_has_ended(
+    server: RedisServer,
+) -> None:
+    async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
+        lease = mine.open(small_request())
+        await flushed(mine)
+        assert await yours.cancel("r")
+        mine.release(lease)
+        await flushed(mine)
+        record = await yours.read("r")
+        assert record is not None
+        assert record.finish_reason is FinishReason.ABORT
+
+
+async def test_what_a_router_that_died_left_is_ended_when_it_is_cancelled_and_the_router_hears_when_it_is_back(
+    server: RedisServer,
+) -> None:
+    async with journal_at(server) as mine, journal_at(server, owner="you") as yours:
+        heard = Heard()
+        mine.set_listener(heard)
+        lease = mine.open(small_request())
+        await flushed(mine)
+        assert await yours.cancel("r")
+        await expire(server, "r")
+        assert await yours.claim("r") is None
+        tell(mine, lease, 0, [1])
+        await flushed(mine)
+        assert heard == Heard([], ["r"])
+        record = await yours.read("r")
+        assert record is not None
+        assert (record.deltas, record.finish_reason) == ([], FinishReason.ABORT)
+
+
+async def test_a_claim_whose_answer_was_lost_can_be_repeated(server: RedisServer) -> None:
+    async with journal_at(server) as journal:
+        generation = small_request()
+        journal.release(journal.open(generation))
+        await flushed(journal)
+        async with store_at(server) as store:
+            first = await store.claim("r", "you", "name")
+            assert first is not None
+            again = await store.claim("r", "you", "name")
+            assert again is not None
+            assert again[:2] == first[:2], "all but Redis' time is as it was"
+            assert await store.claim("r", "you", "other") is None
+            new = small_request("new")
+            for _ in range(2):
+                assert await store.open(new, Lease("new", "you", 1))
+            assert not await store.open(replace(new, created=1.0), Lease("new", "you", 1))
+
+
+async def test_what_has_ended_is_not_opened_again(server: RedisServer) -> None:
+    """A writer that does not know whether Redis saw its last words says them again."""
+    settings = JournalSettings(retention=60)
+    async with journal_at(server, settings=settings) as journal, redis_at(server) as redis, store_at(server) as store:
+        journal.finish(journal.open(small_request()), FinishReason.STOP)
+        await flushed(journal)
+        before = await redis.hgetall(keys("r")[0])
+        assert await store.open(small_request(), Lease("r", "me", 1))
+        assert not await store.open(small_request(), Lease("r", "you", 2))
+        assert await redis.hgetall(keys("r")[0]) == before
+        assert await redis.ttl(keys("r")[0]) <= 60
+
+
+@pytest.mark.parametrize("before", [[], [4]], ids=["at the beginning", "later"])
+async def test_a_piece_that_was_cut_off_is_not_there_for_whoever_goes_on(
+    before: list[int], server: RedisServer
+) -> None:
+    piece = RecordedDelta(0, [5, 6], None, [TokenLogprobs(-0.5, ((7, -0.5),))] * 2)
+    told = [RecordedDelta(0, before)] if before else []
+    async with journal_at(server) as mine, journal_at(server, owner="you") as yours, redis_at(server) as redis:
+        lease = mine.open(small_request())
+        tell(mine, lease, 0, before)
+        mine.append(lease, len(before), piece)
+        await flushed(mine)
+        stored = await redis.get(keys("r")[1])
+        await store_row(redis, "r", stored[:-8])
+        follower = yours.follow("r")
+        first = await follower.poll()
+        assert first is not None
+        assert first.deltas == told
+        await expire(server, "r")
+        record, new = await taken(yours, "r")
+        assert record.deltas == told
+        tell(yours, new, len(before), [5])
+        await flushed(yours)
+        assert await redis.get(keys("r")[1]) == pack_tokens([*before, 5])
+        second = await follower.poll()
+        assert second is not None
+        assert second.deltas == [RecordedDelta(0, [5])]
+
+
+async def test_a_cancellation_that_crosses_a_release_counts(server: RedisServer) -> None:
+    async with journal_at(server) as journal:
+        lease = journal.open(small_request())
+        await flushed(journal)
+        server.signal(signal.SIGSTOP)  # so that the release is on its way for as long as we like
+        journal.release(lease)
+        await asyncio.sleep(0.1)
+        assert await journal.cancel("r")
+        server.signal(signal.SIGCONT)
+        await flushed(journal)
+        record = await journal.read("r")
+        assert record is not None
+        assert (record.finish_reason, record.leased) == (FinishReason.ABORT, False)
+
+
+async def test_an_older_state_of_redis_does_not_undo_a_claim(server: RedisServer) -> None:
+    async with journal_at(server) as mine, journal_at(server, owner="you") as yours, redis_at(server) as redis:
+        heard = Heard()
+        mine.set_listener(heard)
+        lease = mine.open(small_request())
+        tell(mine, lease, 0, [1])
+        await flushed(mine)
+        older = [await redis.dump(key) for key in keys("r")]
+        await expire(server, "r")
+        _, new = await taken(yours, "r")
+        tell(yours, new, 1, [2])
+        await flushed(yours)
+        for key, value in zip(keys("r"), older, strict=True):
+            await redis.restore(key, 0, value, replace=True)
+        tell(mine, lease, 1, [8, 9])
+        await flushed(mine)
+        tell(yours, new, 2, [3])
+        await flushed(yours)
+        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
+        tell(mine, lease, 3, [9])
+        await flushed(mine)
+        assert heard == Heard([], ["r"])
+        assert seen(await yours.read("r")) == Seen(small_request(), "you", 2, [DeliveredChoice([1, 2, 3])])
+
+
+async def test_what_has_ended_here_and_is_not_written_yet_has_ended_for_who_asks_and_is_not_cancelled() -> None:
+    with redis_server() as server:
+        async with journal_at(server) as journal, redis_at(server) as redis:
+            lease = journal.open(small_request())
+            await flushed(journal)
+            async with out_of_memory(redis):
+                journal.finish(lease, FinishReason.STOP, "", Usage(2, 5))
+                assert not await journal.cancel("r")
+                (status,) = await journal.statuses(["r"])
+                assert status is not None
+                assert (status.finish_reason, status.usage, status.leased) == (FinishReason.STOP, Usage(2, 5), False)
+            await flushed(journal)
+            record = await journal.read("r")
+            assert record is not None
+            assert record.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("skew", [-3600.0, 0.0, 3600.0])
+async def test_who_takes_a_request_up_gives_it_the_time_it_has_left_whatever_its_routers_clock_said(
+    skew: float,
+) -> None:
+    with redis_server() as server:
+        async with journal_at(server) as former, journal_at(server, "you") as journal, redis_at(server) as redis:
+            created = time() + skew
+            generation = replace(small_request(), created=created, deadline=created + 600)
+            former.release(former.open(generation))
+            await flushed(former)
+            await redis.hincrby(keys("r")[0], "opened", -100_000)  # a hundred seconds are over
+            record, _ = await taken(journal, "r")
+            assert record.generation.deadline is not None
+            assert 400 < record.generation.deadline - time() <= 500.5
+            former_again = await former.read("r")
+            assert former_again is not None
+            assert former_again.generation == generation

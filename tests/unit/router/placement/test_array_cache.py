@@ -1,0 +1,44 @@
+"""What is remembered of arrays of rows: by the array itself, for as long as it cannot change, and not of too many."""
+
+import numpy as np
+from quire_router.placement.engine_table import MAX_CACHED_ARRAYS, ArrayCache
+
+
+def fixed(*rows: int) -> np.ndarray:
+    array = np.array(rows, np.intp)
+    array.flags.writeable = False
+    return array
+
+
+def test_what_is_remembered_is_that_arrays_and_no_equal_ones() -> None:
+    remembered: ArrayCache[str] = ArrayCache()
+    rows = fixed(1, 2)
+    assert remembered.get(rows) is None
+    assert remembered.put(rows, "found") == "found" == remembered.get(rows)
+    assert remembered.get(fixed(1, 2)) is None
+
+
+def test_of_an_array_that_can_be_written_to_nothing_is_remembered() -> None:
+    remembered: ArrayCache[str] = ArrayCache()
+    rows = np.array([1, 2], np.intp)
+    assert remembered.put(rows, "found") == "found"
+    assert remembered.get(rows) is None
+
+
+def test_an_array_is_never_taken_for_one_that_is_gone() -> None:
+    remembered: ArrayCache[int] = ArrayCache()
+    for number in range(10 * MAX_CACHED_ARRAYS):
+        rows = fixed(number)
+        assert remembered.get(rows) is None
+        remembered.put(rows, number)
+        del rows
+
+
+def test_only_so_many_are_remembered() -> None:
+    remembered: ArrayCache[int] = ArrayCache()
+    arrays = [fixed(number) for number in range(3 * MAX_CACHED_ARRAYS)]
+    for number, rows in enumerate(arrays):
+        remembered.put(rows, number)
+    known = [remembered.get(rows) for rows in arrays]
+    assert known[-1] == len(arrays) - 1
+    assert sum(each is not None for each in known) <= MAX_CACHED_ARRAYS

@@ -1,0 +1,148 @@
+"""Pieces that are written where they come up: the client gets the same, in the same order, whichever way they take."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire_proto.errors import ErrorCode
+from quire_proto.sampling import FinishReason, SamplingParams
+from quire_router.core.delta_stream import DeltaStream, ResponseConsumer
+from quire_router.core.generation import Delta, GenerationRequest
+from quire_router.engines.output_stream import ExpectedOutput, Output, OutputStream
+from quire_router.journal.memory import MemoryJournal
+from quire_router.requests.runner import RequestRunner
+from quire_router.requests.state import RequestState
+
+from tests.support.letters import TEXT
+from tests.unit.router.requests.test_runner_properties import (
+    CALM,
+    PROMPT,
+    Client,
+    Play,
+    Script,
+    answers,
+    settle,
+    tokens,
+    undisturbed,
+)
+
+EVENTS = [*CALM, "replay", "restart"]
+
+
+@dataclass
+class Shortened(Client):
+    """A client whose writer is there from the first piece on, and open when the test says so."""
+
+    opened: list[bool] = field(default_factory=list)
+    short: int = 0
+
+    @property
+    def is_open(self) -> bool:
+        return not self.opened or self.opened.pop()
+
+    def write(self, delta: Delta) -> None:
+        assert delta.finish_reason is None
+        assert delta.usage is None
+        self.deltas.append(delta)
+        self.short += 1
+
+    async def read(self, lifecycle: RequestRunner, generation: GenerationRequest, journal: MemoryJournal) -> None:
+        answer = lifecycle.run(generation)
+        assert isinstance(answer, DeltaStream)
+        async for delta in answer:
+            self.deltas.append(delta)
+            answer.direct_path.sink = self
+
+
+def play(made: list[str], stop: tuple[str, ...], most: int, data: st.DataObject, client: Shortened) -> Play:
+    sampling = SamplingParams(seed=7, max_tokens=most, n=len(made))
+    generation = GenerationRequest("r", "m", tokens(PROMPT), sampling, stop)
+    done = Play(Script([tokens(text) for text in made], most), generation, data)
+    done.client, done.events = client, data.draw(st.sampled_from([CALM, EVENTS]))
+    asyncio.run(done.run())
+    return done
+
+
+@given(answers(), st.lists(st.booleans(), max_size=12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_answer_is_the_same_whichever_way_its_pieces_take(
+    answer: tuple[list[str], tuple[str, ...], int], opened: list[bool], data: st.DataObject
+) -> None:
+    made, stop, most = answer
+    client = play(made, stop, most, data, Shortened(opened=opened)).client
+    for index, output in enumerate(made):
+        text, whole, reason = undisturbed(output, stop, most)
+        assert (client.text(index), client.token_ids(index)) == (text, tokens(whole))
+        assert [delta.finish_reason for delta in client.of(index) if delta.finish_reason] == [reason]
+    assert [delta.usage is not None for delta in client.deltas].index(True) == len(client.deltas) - 1
+
+
+def test_what_the_shortcut_made_of_a_piece_stays_with_that_piece() -> None:
+    """A stop string ends a choice, so that its pieces go the long way; whatever is told before them."""
+
+    async def scenario() -> None:
+        generation = GenerationRequest("r", "m", tokens(PROMPT), SamplingParams(seed=7, n=2, max_tokens=9), ("b",))
+        journal, client = MemoryJournal(), Shortened()
+        progress = RequestState(generation, TEXT, journal, journal.open(generation), ResponseConsumer())
+        progress._direct_path.sink = client
+        ends, goes_on = Output(tokens("ab"), 0, index=0), Output(tokens("xy"), 0, index=1)
+        assert not progress.try_direct_write(ends)
+        assert [(delta.index, delta.text) for delta in progress.process_output(goes_on)] == [(1, "xy")]
+        assert [(delta.index, delta.text) for delta in progress.process_output(ends)] == [(0, "a")]
+
+    asyncio.run(scenario())
+
+
+async def open_stream() -> OutputStream:
+    asked = ExpectedOutput({0: 0}, 10)
+    return OutputStream("r", asked, on_cancel=lambda *_: None, slow_client_timeout=60)
+
+
+def test_only_a_reader_that_waits_is_passed_by() -> None:
+    async def scenario() -> None:
+        stream, passed = await open_stream(), list[list[int]]()
+        stream.sink = lambda piece: passed.append(piece.token_ids) is None
+        stream.push(Output([1], 0))
+        assert not passed, "nobody waits yet, so the reader has something to read"
+        assert (await anext(stream)).token_ids == [1]
+        reading = asyncio.create_task(anext(stream))
+        await settle()
+        stream.push(Output([2], 1))
+        stream.push(Output([2, 3], 1))
+        assert passed == [[2], [3]]
+        stream.sink = lambda _: False
+        stream.push(Output([4], 3))
+        stream.sink = lambda piece: passed.append(piece.token_ids) is None
+        stream.push(Output([5], 4))
+        assert (await reading).token_ids == [4, 5], "a piece behind one that is unread waits with it"
+        assert passed == [[2], [3]]
+
+    asyncio.run(scenario())
+
+
+def test_a_writer_that_fails_ends_its_request_alone() -> None:
+    async def scenario() -> None:
+        stream = await open_stream()
+
+        def fail(_piece: Output) -> bool:
+            raise ValueError("not the link's")
+
+        stream.sink = fail
+        reading = asyncio.create_task(anext(stream))
+        await settle()
+        stream.push(Output([1], 0))
+        end = await reading
+        assert end.finish_reason is FinishReason.ERROR
+        assert end.error is not None
+        assert end.error.code is ErrorCode.INTERNAL
+
+    asyncio.run(scenario())
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_pieces_take_the_short_way_as_soon_as_the_writer_is_there(data: st.DataObject) -> None:
+    client = Shortened()
+    play(["abababab"], (), 9, data, client)
+    assert len(client.deltas) <= 2 + client.short, "the first and the last alone go the long way"

@@ -1,0 +1,288 @@
+"""The router's settings, from flags and from the environment; and what of it the other commands share."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import quire_proto
+from quire_engine.bench.config import BenchConfig
+from quire_engine.config import EngineConfig
+from quire_engine.simulation.config import SimulationConfig
+from quire_proto import cli as command
+from quire_proto.cli import describe_unknown_env
+from quire_router.config import Settings
+from quire_router.simulation.config import FleetSettings
+
+KEY = "a-long-enough-key"
+COMMANDS = {
+    "quire-router": Settings,
+    "quire-router simulate": FleetSettings,
+    "quire-engine": EngineConfig,
+    "quire-engine simulate": SimulationConfig,
+    "quire-engine bench": BenchConfig,
+}
+read_settings = partial(command.read_settings, Settings)
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch):
+    for field in Settings.model_fields:
+        monkeypatch.delenv(f"QUIRE_ROUTER_{field.upper()}", raising=False)
+
+
+def test_flags_repeat_and_models_have_names():
+    settings = read_settings(
+        ["--model", "demo=/models/a", "--model", "/models/b", "--engine", "one:9000", "--engine", "[::1]:9001"]
+    )
+
+    assert {name: str(folder) for name, folder in settings.models.items()} == {"demo": "/models/a", "b": "/models/b"}
+    assert settings.engine == ["one:9000", "[::1]:9001"]
+
+
+def test_defaults_suit_a_laptop():
+    settings = read_settings(["--model", "/m"])
+
+    assert (settings.host, settings.http_port, settings.grpc_port, settings.metrics_port) == (
+        "127.0.0.1",
+        8000,
+        8001,
+        8002,
+    )
+    assert settings.redis_url is None
+    assert settings.api_key == []
+
+
+def test_every_flag_is_also_a_variable(monkeypatch):
+    variables = {
+        "MODEL": "a=/x, b=/y",
+        "ENGINE": "one:1,two:2",
+        "HTTP_PORT": "18000",
+        "API_KEY": f"{KEY},{KEY}2",
+        "REDIS_URL": "redis://:secret@redis:6379/0",
+        "SHUTDOWN_TIMEOUT": "2.5",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"QUIRE_ROUTER_{name}", value)
+    settings = read_settings([])
+
+    assert list(settings.models) == ["a", "b"]
+    assert settings.engine == ["one:1", "two:2"]
+    assert (settings.http_port, settings.shutdown_timeout) == (18000, 2.5)
+    assert [key.get_secret_value() for key in settings.api_key] == [KEY, KEY + "2"]
+    assert "secret" not in repr(settings)
+    assert KEY not in repr(settings)
+
+
+def test_a_variable_that_is_no_setting_ends_the_start_and_the_one_that_was_meant_is_named(monkeypatch, capsys):
+    monkeypatch.setenv("QUIRE_ROUTER_API_KEYS", KEY)
+    with pytest.raises(SystemExit) as end:
+        command.reject_unknown_env(Settings)
+
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        "quire-router: QUIRE_ROUTER_API_KEYS is no setting; QUIRE_ROUTER_API_KEY is one.\n"
+    )
+
+
+def test_a_variable_that_is_read_elsewhere_is_none_of_those(monkeypatch):
+    monkeypatch.setenv("QUIRE_ENGINE_KERNEL", "off")
+
+    command.reject_unknown_env(EngineConfig, ["kernel"])
+    with pytest.raises(SystemExit):
+        command.reject_unknown_env(EngineConfig)
+
+
+# What a pod is given for Services of its namespace, each named like the component or a part of it.
+SERVICES = {
+    f"{service}_{name}": value
+    for service in ("QUIRE_ROUTER", "QUIRE_ROUTER_METRICS", "QUIRE_ROUTER_HTTP", "QUIRE_ENGINE", "QUIRE_ENGINE_METRICS")
+    for name, value in {
+        "SERVICE_HOST": "10.96.0.1",
+        "SERVICE_PORT": "9000",
+        "SERVICE_PORT_GRPC": "9000",
+        "PORT": "tcp://10.96.0.1:9000",
+        "PORT_9000_TCP": "tcp://10.96.0.1:9000",
+        "PORT_9000_TCP_PROTO": "tcp",
+        "PORT_9000_TCP_PORT": "9000",
+        "PORT_9000_TCP_ADDR": "10.96.0.1",
+    }.items()
+}
+
+
+def test_variables_of_kubernetes_services_are_no_settings(monkeypatch):
+    for name, value in SERVICES.items():
+        monkeypatch.setenv(name, value)
+
+    assert read_settings(["--model", "/m"]) == read_settings(["--model", "/m", "--http-port", "8000"])
+    assert EngineConfig(model=Path("/m")).port == 9000
+    assert EngineConfig(model=Path("/m")).metrics_port == 9002
+    for prefix, settings in (("QUIRE_ROUTER_", Settings), ("QUIRE_ENGINE_", EngineConfig)):
+        assert describe_unknown_env(prefix, settings.model_fields, SERVICES) == []
+
+
+def test_a_variable_of_a_port_is_still_a_setting_beside_them(monkeypatch):
+    monkeypatch.setenv("QUIRE_ENGINE_PORT", "9100")
+    monkeypatch.setenv("QUIRE_ROUTER_METRICS_PORT", "9101")
+
+    assert EngineConfig(model=Path("/m")).port == 9100
+    assert read_settings(["--model", "/m"]).metrics_port == 9101
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_help_says_what_values_are_and_not_which_type_holds_them(program, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], ["--help"])
+    told = capsys.readouterr().out
+
+    assert end.value.code == 0
+    assert f"usage: {program} " in told
+    assert not re.search(r"Secret|list\[|null|\bint\b|\bfloat\b|\bstr\b|\bPath\b", told.split("options:")[1])
+    assert not re.search(r"default: ([^)]*['\[\]]|True|False)", told)
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--frobnicate=3"], "--frobnicate is no flag"),
+        (["--log-lvel", "--modell", "--tracee"], r"--log-lvel is no flag(; --log-level is one)?"),
+        (["frobnicate", "--x"], "frobnicate is no flag"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_told_in_one_line(program, arguments, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], arguments)
+    line = capsys.readouterr().err
+
+    assert end.value.code == 2
+    assert re.fullmatch(rf"{program}: {told}\. {program} --help tells them all\.\n", line)
+
+
+def test_a_flag_that_is_nearly_one_is_put_right(capsys):
+    with pytest.raises(SystemExit):
+        read_settings(["--modle", "/m"])
+
+    assert "--modle is no flag; --model is one." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "instead"),
+    [
+        ("quire-router", "--port", "--http-port and --grpc-port are the ports that clients use"),
+        ("quire-engine", "--api-key", "keys are the router's, which has this flag"),
+        ("quire-engine", "--kv-cache-dtype", "KV memory has the element type of --dtype"),
+        ("quire-engine", "--trust-remote-code=true", "no code of a model's folder is run"),
+    ],
+)
+def test_a_flag_of_another_server_is_answered_with_what_there_is_instead(program, flag, instead, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], [flag, "3"])
+
+    name = flag.partition("=")[0]
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"{program}: {name} is no flag; {instead}. {program} --help tells them all.\n"
+
+
+@pytest.mark.parametrize("settings", COMMANDS.values())
+def test_what_another_servers_flag_is_answered_with_are_flags_that_there_are(settings):
+    own = {"--" + name.replace("_", "-") for name in settings.model_fields}
+
+    assert not own & set(settings.foreign_flags)
+    for instead in settings.foreign_flags.values():
+        assert set(re.findall(r"--[a-z-]+", instead)) <= own
+
+
+@pytest.mark.parametrize("program", ["quire-router", "quire-engine"])
+def test_help_leads_to_the_simulator(program, capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(COMMANDS[program], ["--help"])
+
+    assert f"{program} simulate --help" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_a_program_tells_its_version(program, capsys):
+    with pytest.raises(SystemExit) as end:
+        command.read_settings(COMMANDS[program], ["--version"])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"{program} {quire_proto.__version__}\n"
+
+
+def test_a_flag_counts_more_than_its_variable(monkeypatch):
+    monkeypatch.setenv("QUIRE_ROUTER_HTTP_PORT", "1")
+
+    assert read_settings(["--model", "/m", "--http-port", "2"]).http_port == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "allowed"),
+    [
+        ([], None, False),
+        (["--allow-priority"], None, True),
+        (["--no-allow-priority"], "true", False),
+        ([], "true", True),
+        ([], "0", False),
+    ],
+)
+def test_clients_set_priorities_only_where_the_router_says_so(flags, variable, allowed, monkeypatch):
+    if variable is not None:
+        monkeypatch.setenv("QUIRE_ROUTER_ALLOW_PRIORITY", variable)
+
+    assert read_settings(["--model", "/m", *flags]).allow_priority is allowed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        ([], "--model"),
+        (["--model", "a b=/x"], "--model"),
+        (["--model", "=/x"], "--model"),
+        (["--model", "../=/x"], "--model"),
+        (["--model", "/m", "--engine", "nowhere"], "--engine"),
+        (["--model", "/m", "--engine", "host:0"], "--engine"),
+        (["--model", "/m", "--engine", "http://host:1"], "--engine"),
+        (["--model", "/m", "--http-port", "65536"], "--http-port"),
+        (["--model", "/m", "--grpc-port", "x"], "--grpc-port"),
+        (["--model", "/m", "--api-key", "fifteen-letters"], "--api-key"),
+        (["--model", "/m", "--api-key", "long enough but with spaces"], "--api-key"),
+        (["--model", "/m", "--request-timeout", "0"], "--request-timeout"),
+        (["--model", "/m", "--request-timeout", "inf"], "--request-timeout"),
+        (["--model", "/m", "--max-concurrent-requests", "0"], "--max-concurrent-requests"),
+        (["--model", "/m", "--max-connections", "0"], "--max-connections"),
+        (["--model", "/m", "--log-level", "loud"], "--log-level"),
+    ],
+)
+def test_a_wrong_setting_ends_the_start_with_a_line_that_names_it(arguments, flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        read_settings(arguments)
+    told = capsys.readouterr().err
+
+    assert end.value.code == 2
+    assert re.fullmatch(f"quire-router: {flag}: [^\\n]+\\n", told)
+    assert "pydantic" not in told
+
+
+def test_each_wrong_setting_has_a_line(capsys):
+    with pytest.raises(SystemExit):
+        command.read_settings(SimulationConfig, ["--trace", "x", "--max-num-seqs", "0", "--rate", "0"])
+    told = capsys.readouterr().err.splitlines()
+
+    assert [line.split(": ")[:2] for line in told] == [
+        ["quire-engine", "--max-num-seqs"],
+        ["quire-engine", "--rate"],
+    ]
+
+
+def test_a_key_of_sixteen_characters_will_do_and_a_shorter_one_is_told_so(capsys):
+    assert read_settings(["--model", "/m", "--api-key", "sixteen-letters!"]).api_key
+    with pytest.raises(SystemExit):
+        read_settings(["--model", "/m", "--api-key", "fifteen-letters"])
+    assert "at least 16" in capsys.readouterr().err
+
+
+def test_a_model_cannot_be_given_twice(capsys):
+    with pytest.raises(SystemExit):
+        read_settings(["--model", "a=/x", "--model", "a=/y"])
+    assert "twice" in capsys.readouterr().err
