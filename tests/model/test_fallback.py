@@ -146,7 +146,7 @@ def test_a_model_that_counts_positions_its_own_way_is_found_out(
     def wrong(self: TransformersModel, tokens: torch.Tensor, places: torch.Tensor, **context: object) -> Any:
         return run(self, tokens, count(places), **context)
 
-    monkeypatch.setattr(TransformersModel, "_run_body", wrong)
+    monkeypatch.setattr(TransformersModel, "_run_decoder", wrong)
     assert "other logits than by itself" in refusal(folder)
 
 
@@ -229,7 +229,7 @@ def test_a_mask_of_a_models_own_making_is_refused(mask: torch.Tensor | None) -> 
 def test_each_layer_has_the_window_of_its_mask(
     tmp_path: Path, model_type: str, special: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
-    assert load(write(tmp_path / "model", model_type, **special))._runner._model._windows == windows
+    assert load(write(tmp_path / "model", model_type, **special))._runner._model._sliding_windows == windows
 
 
 # Configuration

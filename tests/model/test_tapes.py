@@ -73,7 +73,7 @@ def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(
     expected = outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
     taped = load(folder, 200, 0)
     last = taped._runner._model._layers[-1]  # type: ignore[union-attr]
-    down = last._feed_forward.down
+    down = last._mlp.down_proj
 
     class Doubled:
         """Asks torch for something in the last layer, when the others have changed the states already."""
@@ -82,9 +82,13 @@ def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(
             return down(states) + 0
 
     monkeypatch.setattr(
-        type(last._feed_forward),
+        type(last._mlp),
         "__call__",
-        lambda part, x: Doubled()(part.gate_up.gated(x)) if part.down is down else part.down(part.gate_up.gated(x)),
+        lambda part, x: (
+            Doubled()(part.gate_up_proj.forward_silu_mul(x))
+            if part.down_proj is down
+            else part.down_proj(part.gate_up_proj.forward_silu_mul(x))
+        ),
     )
     assert outputs(taped, prompts).choices == expected
     assert not recorded(taped)

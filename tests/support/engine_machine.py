@@ -248,7 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         for _ in range(5000):
-            if not self.scheduler.has_work and not self.core._refused:
+            if not self.scheduler.has_work and not self.core._rejected:
                 break
             self.step_once()
         assert not self.scheduler.has_work, "the engine made no progress"

@@ -271,7 +271,7 @@ def pack_int8(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _by_panel(numbers: torch.Tensor) -> torch.Tensor:
-    """fp32 [out] -> [panels, 2, SIDE], in the order of the channels of ``pack``."""
+    """fp32 [out] -> [panels, 2, SIDE], in the order of the channels of ``pack_int8``."""
     padded = torch.zeros(2, _panels(len(numbers)) * SIDE)
     for half, part in zip(padded, _halves(numbers), strict=True):
         half[: len(part)] = part

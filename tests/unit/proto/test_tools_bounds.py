@@ -9,13 +9,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quire_proto.text import reasoning
-from quire_proto.text import stream_scanner as held
-from quire_proto.text import tool_formats as hermes
-from quire_proto.text import tool_formats as llama
-from quire_proto.text import tool_parser as body
-from quire_proto.text import tool_parser as head
-from quire_proto.text import tool_parser as parser
+from quire_proto.text import reasoning, stream_scanner, tool_formats, tool_parser
 from quire_proto.text.reasoning import ReasoningParser
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
@@ -73,13 +67,13 @@ CUTS = st.lists(st.integers(0, 200), max_size=8)
 @contextmanager
 def small_bounds() -> Iterator[None]:
     """Everything that is held back ends after a few characters, so that short texts come to its end."""
-    gaps, bodies = (held, reasoning, llama), (parser, hermes, llama)
+    gaps, bodies = (stream_scanner, reasoning, tool_formats), (tool_parser, tool_formats)
     with ExitStack() as patches:
         for module in gaps:
             patches.enter_context(patch.object(module, "MAX_MARKER_SPACE", 5))
         for module in bodies:
             patches.enter_context(patch.object(module, "MAX_CALL_CHARS", 45))
-        patches.enter_context(patch.object(head, "MAX_HEADER_CHARS", 40))
+        patches.enter_context(patch.object(tool_parser, "MAX_HEADER_CHARS", 40))
         yield
 
 
@@ -121,16 +115,16 @@ ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{
 @settings(deadline=None, max_examples=300)
 @given(HEADS, CUTS)
 def test_a_head_is_what_one_expression_finds(text, cuts):
-    reader, verdict = ToolCallHeaderParser(NAMES), HeaderStatus.EARLY
+    reader, verdict = ToolCallHeaderParser(NAMES), HeaderStatus.INCOMPLETE
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in pairwise(bounds):
         source = StreamReader()
         source.push(text[start:end])
-        if verdict is HeaderStatus.EARLY:
+        if verdict is HeaderStatus.INCOMPLETE:
             verdict = reader.read(source)
     name = NAME.match(text[:512])
     arguments = ARGUMENTS.match(text[:512], name.end()) if name and name[1] in NAMES else None
-    assert (verdict is HeaderStatus.CALL) == (arguments is not None)
+    assert (verdict is HeaderStatus.ARGUMENTS) == (arguments is not None)
     if arguments is not None:
         assert (reader.name, reader.taken.take()) == (name[1], text[: arguments.end()])
 
@@ -202,12 +196,12 @@ class CountedPattern:
 @contextmanager
 def counting() -> Iterator[None]:
     Work.characters = 0
-    take = TextBuffer.take
+    take, parse_call = TextBuffer.take, tool_parser.parse_call
     with ExitStack() as patches:
-        for module, name in ((held, "_SPACES"), (body, "_STRUCTURE"), (body, "_IN_STRING")):
+        for module, name in ((stream_scanner, "_SPACES"), (tool_parser, "_STRUCTURE"), (tool_parser, "_IN_STRING")):
             patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
         patches.enter_context(patch.object(TextBuffer, "take", lambda self: counted(take(self))))
-        patches.enter_context(patch.object(parser, "read_body", lambda text, names: body.read_body(str(text), names)))
+        patches.enter_context(patch.object(tool_parser, "parse_call", lambda text, names: parse_call(str(text), names)))
         yield
 
 

@@ -180,7 +180,7 @@ def test_plans_before_one_that_fails_are_waited_for_too(monkeypatch):
     with installed() as module:
         backend = backend_of(SHAPE, BF16)
         step.run(backend, None, 5)
-        monkeypatch.setattr(flashinfer_emulation.Fence, "mark", lambda _: marked.append(True))
+        monkeypatch.setattr(flashinfer_emulation.Fence, "record", lambda _: marked.append(True))
         plan = module.BatchDecodeWithPagedKVCacheWrapper.plan
 
         def refuse(wrapper, *arrays, window_left, **options):

@@ -59,7 +59,7 @@ class OverlapMachine(EngineMachine):
     def check_still(self, block_ids: list[int]) -> None:
         """What comes to be shared is written by no step under way."""
         size = self.memory.block_size
-        for plan in self.scheduler._under_way:
+        for plan in self.scheduler._in_flight:
             for chunk in plan.chunks:
                 if self.scheduler._registry.sequence(chunk.sequence_id) is not None:
                     written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
