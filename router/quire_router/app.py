@@ -1,4 +1,4 @@
-"""A router's parts from its settings, connected to each other. Opens no port."""
+"""A router's components from its settings, connected to each other. Opens no port."""
 
 import asyncio
 import ctypes
@@ -32,15 +32,15 @@ from quire_router.api.rest.rest_app import build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
-from quire_router.autoscale.load_totals import Load, LoadTeller, OwnLoad, RedisLoad
-from quire_router.autoscale.scaling_server import open_to_autoscalers
+from quire_router.autoscale.load_totals import Load, LoadPublisher, LocalLoad, RedisLoad
+from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.clients.redis_client import RedisAccess
-from quire_router.config import Settings, connections_within, raise_descriptor_limit, warn_of
+from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
 from quire_router.core import metrics as tally
-from quire_router.core.metrics import Place
+from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise
-from quire_router.discovery.combined import discovery_of
+from quire_router.discovery.combined import create_discovery
 from quire_router.engines.cache_events import CacheEvents
 from quire_router.engines.load_messages import SpeculativeBlocks
 from quire_router.engines.load_sharing import LoadSharing
@@ -70,18 +70,18 @@ TRIM_PATIENCE = 10.0  # seconds at most between one attempt and the next, where 
 _PAGE = resource.getpagesize()
 
 
-class Upkeep:
+class BackgroundJobs:
     """From ``start`` to ``stop``; what fails is tried again the next time."""
 
-    def __init__(self, lifecycle: RequestRunner, index: PrefixIndex) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, runner: RequestRunner, index: PrefixIndex) -> None:
+        self._runner = runner
         self._index = index
         self._tasks: list[SupervisedTask] = []
 
     def start(self) -> None:
         """Begins; never waits."""
         self._tasks = [
-            supervise("orphans", self._adopt),
+            supervise("orphans", self._claim_orphans),
             supervise("prefix index", self._sweep),
             supervise("tally", _tally),
             supervise("memory", _trim),
@@ -91,11 +91,11 @@ class Upkeep:
         """Ends what was begun."""
         await asyncio.gather(*(task.stop() for task in self._tasks))
 
-    async def _adopt(self) -> None:
+    async def _claim_orphans(self) -> None:
         while True:
             await asyncio.sleep(ADOPTION_PERIOD)
             try:
-                adopted = await self._lifecycle.claim_orphans()
+                adopted = await self._runner.claim_orphans()
             except QuireError:
                 continue  # request state cannot be read now, which the journal tells itself
             except Exception:  # one record that cannot be taken up is no reason to start a router again
@@ -149,15 +149,15 @@ def _resident() -> int:
         return 0
 
 
-class Parts:
-    """Everything of a router that is behind its doors. Raises ``ValueError`` for settings that cannot be."""
+class Components:
+    """Everything of a router that is behind its servers. Raises ``ValueError`` for settings that cannot be."""
 
     def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer]) -> None:
         metrics.init_series(settings.models, ATTEMPT_FAILURES)
         file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
         self.index = PrefixIndex()
         self.fleet = EnginePool(
-            discovery_of(settings.engine, dns_period=settings.engine_dns_period),
+            create_discovery(settings.engine, dns_period=settings.engine_dns_period),
             settings.models,
             ConnectionSettings(slow_client_timeout=settings.slow_client_timeout, tls=settings.engine_tls),
             assumed=assumed_limits(settings.models),
@@ -175,11 +175,11 @@ class Parts:
         self.expectations = SpeculativeBlocks(self.fleet.table, self.index)
         self.peers = None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations)
         limits = RateLimiter(file.tenants, self.meter)
-        self.lifecycle = self._lifecycle(settings, texts, limits)
+        self.runner = self._create_runner(settings, texts, limits)
         self.frontend = ApiService(
             texts,
             self.fleet,
-            self.lifecycle,
+            self.runner,
             StaticKeys((key.get_secret_value() for key in settings.api_key), file),
             ConcurrencyLimit(settings.max_concurrent_requests),
             allow_priority=settings.allow_priority,
@@ -190,32 +190,34 @@ class Parts:
             bodies=BodyBudget(settings.max_inflight_body_bytes),
         )
         self.queue.on_queued = self.frontend.bodies.release_queued
-        own = OwnLoad(settings.models, self.lifecycle.load)
+        own = LocalLoad(settings.models, self.runner.load)
         self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
-        self._teller = None if redis is None else LoadTeller(redis, own.now)
-        self._upkeep = Upkeep(self.lifecycle, self.index)
+        self._load_publisher = None if redis is None else LoadPublisher(redis, own.now)
+        self._background_jobs = BackgroundJobs(self.runner, self.index)
 
-    async def start(self, ending: AsyncExitStack) -> None:
-        """Begins to connect to engines and to Redis, and never waits for them; ``ending`` closes what is begun."""
-        ending.callback(self.frontend.close)
-        ending.push_async_callback(supervise("keys", self.frontend.keys.prepare).stop)
-        ending.push_async_callback(self.journal.close)
+    async def start(self, stack: AsyncExitStack) -> None:
+        """Begins to connect to engines and to Redis, and never waits for them; ``stack`` closes what is begun."""
+        stack.callback(self.frontend.close)
+        stack.push_async_callback(supervise("keys", self.frontend.keys.prepare).stop)
+        stack.push_async_callback(self.journal.close)
         if self.meter is not None:
-            ending.push_async_callback(self.meter.close)
+            stack.push_async_callback(self.meter.close)
         if self.peers is not None:
-            ending.push_async_callback(self.peers.close)
+            stack.push_async_callback(self.peers.close)
             self.peers.start()
-        if self._teller is not None:
-            ending.push_async_callback(self._teller.close)
-            self.lifecycle.on_load_changed(self._teller.changed)
-            self._teller.start()
-        ending.push_async_callback(self.load.close)
-        ending.push_async_callback(self.fleet.close)
+        if self._load_publisher is not None:
+            stack.push_async_callback(self._load_publisher.close)
+            self.runner.on_load_changed(self._load_publisher.changed)
+            self._load_publisher.start()
+        stack.push_async_callback(self.load.close)
+        stack.push_async_callback(self.fleet.close)
         await self.fleet.start()
-        ending.push_async_callback(self._upkeep.stop)
-        self._upkeep.start()
+        stack.push_async_callback(self._background_jobs.stop)
+        self._background_jobs.start()
 
-    def _lifecycle(self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: RateLimiter) -> RequestRunner:
+    def _create_runner(
+        self, settings: Settings, texts: Mapping[str, ModelTokenizer], limits: RateLimiter
+    ) -> RequestRunner:
         placement = PlacementSettings(policy=settings.placement_policy, max_affinity_wait=settings.max_affinity_wait)
         placer = Placer(self.fleet.table, self.index, placement, self.fleet.namespace, monotonic)
         if self.peers is not None:
@@ -257,98 +259,100 @@ def _journal(redis: RedisAccess | None, retention: float) -> RedisJournal | Memo
     return journal
 
 
-# The router's process: builds the rooms, opens the doors, and closes them in order.
+# The router's process: builds the rooms, opens the servers, and closes them in order.
 
 
 if TYPE_CHECKING:
     from quire_router.workers.supervisor import Supervisor
 
-_LOOK = 5.0  # seconds from one look at its tasks to the next, of a worker
+_CHECK_PERIOD = 5.0  # seconds from one look at its tasks to the next, of a worker
 _SWITCH_SECONDS = 0.0005  # how long the loop waits for its turn at most while a thread renders; Python has 0.005
-_LAST_WORDS = 2.0  # seconds for answers that are already decided to leave
+_CLOSE_TIMEOUT = 2.0  # seconds for answers that are already decided to leave
 
 
 class Router:
-    """One router. ``run`` serves until ``stop`` is called; every part is closed on every way out. ``place`` is a
+    """One router. ``run`` serves until ``stop`` is called; every part is closed on every way out. ``worker`` is a
     worker's among several.
     """
 
-    def __init__(self, settings: Settings, texts: Mapping[str, ModelTokenizer], place: Place | None = None) -> None:
+    def __init__(
+        self, settings: Settings, texts: Mapping[str, ModelTokenizer], worker: WorkerContext | None = None
+    ) -> None:
         self._settings = settings
-        self._place = place
-        self._parts = Parts(settings, texts)
-        self._stopping, self._hurried = asyncio.Event(), asyncio.Event()
+        self._worker = worker
+        self._components = Components(settings, texts)
+        self._stopping, self._stop_now = asyncio.Event(), asyncio.Event()
 
     def stop(self) -> None:
         """Begins the orderly end; the second time, without serving on before it."""
-        (self._hurried if self._stopping.is_set() else self._stopping).set()
+        (self._stop_now if self._stopping.is_set() else self._stopping).set()
 
     async def run(self) -> None:
         """Raises ``OSError`` when a port cannot be had."""
-        parts = self._parts
-        async with AsyncExitStack() as ending:
-            doors = await self._open_doors(ending)
-            await parts.start(ending)
-            if self._place is not None:  # nobody asks a single worker for /live
-                ending.push_async_callback(supervise("worker", self._end_if_failing).stop)
+        components = self._components
+        async with AsyncExitStack() as stack:
+            servers = await self._open_ports(stack)
+            await components.start(stack)
+            if self._worker is not None:  # nobody asks a single worker for /live
+                stack.push_async_callback(supervise("worker", self._end_if_failing).stop)
             await self._stopping.wait()
-            await self._linger()
-            log.info("stopping: %d requests in progress", len(parts.frontend.concurrency))
-            parts.frontend.concurrency.close()
-            await parts.lifecycle.drain(self._settings.shutdown_timeout)
-            parts.queue.close()  # only now: what waits there may have its turn while the router drains
-            for door in doors:
-                door.should_exit = True
+            await self._serve_during_delay()
+            log.info("stopping: %d requests in progress", len(components.frontend.concurrency))
+            components.frontend.concurrency.close()
+            await components.runner.drain(self._settings.shutdown_timeout)
+            components.queue.close()  # only now: what waits there may have its turn while the router drains
+            for server in servers:
+                server.should_exit = True
 
     async def _end_if_failing(self) -> None:
         """Ends a worker in order once a task of it cannot be mended, so that its supervisor starts another."""
         while True:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_CHECK_PERIOD)
             if failing := failing_tasks():
                 log.error("this worker ends, because a task of it keeps failing: %s", ", ".join(failing))
                 return self.stop()
 
-    async def _linger(self) -> None:
+    async def _serve_during_delay(self) -> None:
         """Serves on while everybody learns that this router leaves."""
         delay = self._settings.shutdown_delay
-        self._parts.frontend.concurrency.start_draining()
+        self._components.frontend.concurrency.start_draining()
         if delay:
             log.info("leaving: new requests are taken for %g seconds", delay)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay):
-                    await self._hurried.wait()
+                    await self._stop_now.wait()
 
-    async def _open_doors(self, ending: AsyncExitStack) -> list[HttpServer]:
+    async def _open_ports(self, stack: AsyncExitStack) -> list[HttpServer]:
         """Opens all ports before anything is served on one of them."""
         settings, patience = self._settings, self._settings.slow_client_timeout
-        doors = self._http_doors()
+        servers = self._http_servers()
         rpc = RpcServer(
-            self._parts.frontend,
-            _address(settings.host, self._place.grpc_port if self._place else settings.grpc_port),
+            self._components.frontend,
+            _address(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
             max_message_bytes=settings.max_body_bytes,
             patience=patience,
-            shared=self._place is not None,
+            shared=self._worker is not None,
             limits=CallLimits(settings.max_concurrent_requests, connections=connections_within(settings)),
         )
-        if self._place is None:  # of workers, their supervisor tells autoscalers
-            await open_to_autoscalers(settings, self._parts.load, ending)
-        serving = await ending.enter_async_context(asyncio.TaskGroup())
-        ending.push_async_callback(rpc.stop, _LAST_WORDS)
+        if self._worker is None:  # of workers, their supervisor tells autoscalers
+            await start_scaling_servers(settings, self._components.load, stack)
+        serving = await stack.enter_async_context(asyncio.TaskGroup())
+        stack.push_async_callback(rpc.stop, _CLOSE_TIMEOUT)
         await rpc.start()
-        for door in doors:
-            serving.create_task(door.run_until_stopped())
-        _tell(settings, [door.port for door in doors], rpc.port)
-        return doors
+        for server in servers:
+            serving.create_task(server.run_until_stopped())
+        _log_ports(settings, [server.port for server in servers], rpc.port)
+        return servers
 
-    def _http_doors(self) -> list[HttpServer]:
+    def _http_servers(self) -> list[HttpServer]:
         """The API's, and the one for metrics, which workers leave to their supervisor."""
-        settings, frontend, patience = self._settings, self._parts.frontend, self._settings.slow_client_timeout
+        settings, frontend, patience = self._settings, self._components.frontend, self._settings.slow_client_timeout
         share = settings.max_peer_share
         limits = ConnectionLimits(connections=connections_within(settings), head=patience, peer_share=share)
         keepalive = KeepAlive(settings.sse_keepalive_seconds)
         api = build_api(frontend, max_body_bytes=settings.max_body_bytes, patience=patience, keepalive=keepalive)
-        if self._place is not None:
-            return [HttpServer(api, listen(settings.host, self._place.http_port, shared=True), limits)]
+        if self._worker is not None:
+            return [HttpServer(api, listen(settings.host, self._worker.http_port, shared=True), limits)]
         admin = build_admin(frontend, patience=patience)
         return [
             HttpServer(app, listen(settings.host, port), limits)
@@ -358,39 +362,39 @@ class Router:
 
 def run(arguments: Sequence[str]) -> None:
     """Serves until a signal comes. Raises ``SystemExit`` with one line where it cannot start."""
-    place = Place.own()  # first: no variable that is not a setting may be left
+    worker = WorkerContext.own()  # first: no variable that is not a setting may be left
     reject_unknown_env(Settings)
     settings = read_settings(Settings, arguments)
-    speaker = "" if place is None else f"[worker {place.number}] "
+    speaker = "" if worker is None else f"[worker {worker.number}] "
     form = f"%(asctime)s {speaker}%(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=settings.log_level.upper(), format=form)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # below that is what clients did wrong
     raise_descriptor_limit()
     setup_tracing("quire-router")
     try:
-        uvloop.run(_serve(settings, arguments, place))
+        uvloop.run(_serve(settings, arguments, worker))
     except (TokenizerLoadError, TenantsFileError, ValueError, OSError) as error:
         raise SystemExit(f"quire-router: {error}") from error
     finally:
         shutdown_tracing()
 
 
-async def _serve(settings: Settings, arguments: Sequence[str], place: Place | None) -> None:
+async def _serve(settings: Settings, arguments: Sequence[str], worker: WorkerContext | None) -> None:
     server: Router | Supervisor
     texts = _load_texts(settings)
-    if place is None:
-        warn_of(settings)
+    if worker is None:
+        log_startup_warnings(settings)
     # A supervisor needs no texts, but every worker would end again and again with what is wrong with them.
-    if settings.workers > 1 and place is None:
+    if settings.workers > 1 and worker is None:
         server = _supervisor(settings, arguments)
     else:
-        server = Router(settings, texts, place)
+        server = Router(settings, texts, worker)
     loop = asyncio.get_running_loop()
     # The loop's own handlers would go with the loop, and a second signal would then break off the orderly end.
     _on_signals(lambda *_: loop.call_soon_threadsafe(server.stop))
-    if place is not None:
-        loop.add_reader(place.parent, _end_with_parent, loop, place, server)
-    _rest_collector()
+    if worker is not None:
+        loop.add_reader(worker.parent, _end_with_parent, loop, worker, server)
+    _tune_garbage_collector()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
         await server.run()
@@ -404,13 +408,13 @@ def _supervisor(settings: Settings, arguments: Sequence[str]) -> "Supervisor":
     return Supervisor(settings, arguments)
 
 
-def _end_with_parent(loop: asyncio.AbstractEventLoop, place: Place, server: "Router | Supervisor") -> None:
+def _end_with_parent(loop: asyncio.AbstractEventLoop, worker: WorkerContext, server: "Router | Supervisor") -> None:
     """The supervisor is gone. A pipe that has ended says so for ever, so it is heard once."""
-    loop.remove_reader(place.parent)
+    loop.remove_reader(worker.parent)
     server.stop()
 
 
-def _rest_collector() -> None:
+def _tune_garbage_collector() -> None:
     """What was loaded stays, and need not be looked through again; what requests leave behind is rarely a cycle.
     Without this a seventh of the time of streaming is spent looking for garbage.
     """
@@ -434,6 +438,6 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _tell(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
+def _log_ports(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:
     metrics = f", metrics on {ports[1]}" if ports[1:] else ""  # of workers the supervisor has them
     log.info("REST on %s:%d, gRPC on %d%s", settings.host, ports[0], rpc_port, metrics)

@@ -366,7 +366,7 @@ _OF_AN_AUTOSCALER = 768  # for one of its ports: a connection that is relayed ne
 _FEWEST = 16  # connections of a port
 
 
-def warn_of(settings: Settings) -> None:
+def log_startup_warnings(settings: Settings) -> None:
     """Says what may not be meant, for all workers together. Raises ``TenantsFileError``."""
     file = TenantsFile() if settings.tenants is None else read_tenants(settings.tenants)
     if not settings.api_key and settings.tenants is None:

@@ -18,14 +18,14 @@ def main() -> None:
         simulate(sys.argv[2:])
         return
     for number in SIGNALS:
-        signal.signal(number, _leave)
+        signal.signal(number, _exit)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else it writes a line of its own for each engine that leaves
     from quire_router.app import run
 
     run(sys.argv[1:])
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _exit(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + number)  # as shells report a signal; an exception would come out of whatever is being imported
 
 

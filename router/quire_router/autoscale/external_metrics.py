@@ -291,7 +291,7 @@ _LAST_HEADERS = {**_HEADERS, "connection": "close"}
 _MAX_PARAMETERS = 32
 
 
-class _RefusalError(Exception):
+class _StatusError(Exception):
     """A request that is answered with a Status."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
@@ -300,7 +300,7 @@ class _RefusalError(Exception):
         self.message = message
 
 
-class _StrangerError(_RefusalError):
+class _UnauthenticatedError(_StatusError):
     """A request of somebody who is not known as the front proxy, whose connection ends with the answer: it may have
     begun before others counted than now, and would be refused for as long as it is kept.
     """
@@ -322,9 +322,9 @@ class ExternalMetrics:
         headers = _HEADERS
         try:
             status, document = HTTPStatus.OK, await self._answer(scope)
-        except _RefusalError as refusal:
+        except _StatusError as refusal:
             status, document = refusal.status, failure(refusal.status, refusal.message)
-            headers = _LAST_HEADERS if isinstance(refusal, _StrangerError) else _HEADERS
+            headers = _LAST_HEADERS if isinstance(refusal, _UnauthenticatedError) else _HEADERS
         except Exception:
             log.exception("a request for the load failed")
             status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -337,45 +337,45 @@ class ExternalMetrics:
             return self._health(path)
         self._authenticate(scope)
         if method != "GET":
-            raise _RefusalError(
-                HTTPStatus.METHOD_NOT_ALLOWED, "The server does not allow this method on this resource."
-            )
+            raise _StatusError(HTTPStatus.METHOD_NOT_ALLOWED, "The server does not allow this method on this resource.")
         if path in _DISCOVERY:
             return _DISCOVERY[path]
         if path == self._path:
             return await self._values(_parameters(scope))
-        raise _RefusalError(HTTPStatus.NOT_FOUND, "The server could not find the requested resource.")
+        raise _StatusError(HTTPStatus.NOT_FOUND, "The server could not find the requested resource.")
 
     def _health(self, path: str) -> Mapping[str, object]:
         if path == "/readyz" and not self._proxy.is_known:
-            raise _RefusalError(HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is.")
+            raise _StatusError(HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is.")
         return {"status": "ok"}
 
     def _authenticate(self, scope: Scope) -> None:
         if not self._proxy.is_known:
-            raise _StrangerError(HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is.")
+            raise _UnauthenticatedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "The cluster has not told yet who its front proxy is."
+            )
         peer = peer_of(scope)
         if not peer.certificate:
-            raise _StrangerError(HTTPStatus.UNAUTHORIZED, "Only the cluster's front proxy is answered.")
+            raise _UnauthenticatedError(HTTPStatus.UNAUTHORIZED, "Only the cluster's front proxy is answered.")
         if not self._proxy.allows(peer):
-            raise _StrangerError(HTTPStatus.FORBIDDEN, "This certificate is not of the cluster's front proxy.")
+            raise _UnauthenticatedError(HTTPStatus.FORBIDDEN, "This certificate is not of the cluster's front proxy.")
 
     async def _values(self, parameters: Mapping[str, str]) -> Mapping[str, object]:
         if parameters.get("watch", "false") not in ("false", "0", ""):
-            raise _RefusalError(HTTPStatus.METHOD_NOT_ALLOWED, "This resource cannot be watched.")
+            raise _StatusError(HTTPStatus.METHOD_NOT_ALLOWED, "This resource cannot be watched.")
         try:
             selector = Selector.parse(parameters.get("labelSelector", ""))
         except SelectorError as error:
-            raise _RefusalError(HTTPStatus.BAD_REQUEST, f"The label selector cannot be read: {error}.") from None
+            raise _StatusError(HTTPStatus.BAD_REQUEST, f"The label selector cannot be read: {error}.") from None
         selected = {model: label for model, label in self._labels.items() if selector.matches({LABEL: label})}
         if not selected:  # no values would be an error to whoever scales by them, and one without a word
-            raise _RefusalError(
+            raise _StatusError(
                 HTTPStatus.NOT_FOUND, "The label selector selects none of the models that are configured."
             )
         try:
             load = await self._load.read()
         except QuireError as error:
-            raise _RefusalError(_status(error), error.message) from error
+            raise _StatusError(_status(error), error.message) from error
         return metric_values((({LABEL: label}, load[model]) for model, label in selected.items()), datetime.now(UTC))
 
 
@@ -390,5 +390,5 @@ def _parameters(scope: Scope) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
     except ValueError:
-        raise _RefusalError(HTTPStatus.BAD_REQUEST, f"A request has at most {_MAX_PARAMETERS} parameters.") from None
+        raise _StatusError(HTTPStatus.BAD_REQUEST, f"A request has at most {_MAX_PARAMETERS} parameters.") from None
     return dict(reversed(pairs))

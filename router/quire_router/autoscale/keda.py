@@ -115,8 +115,8 @@ _CONNECTIONS = 256
 # The library lets go of a connection a little later than the relay does, which counts them.
 _LIMITS = CallLimits(requests=_MAX_STREAMS, beside=0, connections=4 * _CONNECTIONS)
 _MAX_MESSAGE = 64 * 1024
-_PATIENCE = 10.0  # seconds for a client to begin
-_LAST_WORDS = 0.5  # seconds
+_HANDSHAKE_TIMEOUT = 10.0  # seconds for a client to begin
+_STOP_GRACE = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,35 +137,35 @@ class Scaler(ExternalScalerServicer):
         self._load = load
         self._models = {label: model for model, label in labels.items()} | {model: model for model in labels}
         self._streams = 0
-        self._leaving = asyncio.Event()
+        self._closing = asyncio.Event()
 
-    def leave(self) -> None:
+    def end_streams(self) -> None:
         """Lets streams end by themselves: KEDA comes again 2 s later then, and ever later after streams that broke."""
-        self._leaving.set()
+        self._closing.set()
 
     async def IsActive(self, request: ScaledObjectRef, context: Context) -> IsActiveResponse:  # noqa: N802
         """See the contract."""
-        async with _answering(context):
+        async with _abort_on_error(context):
             return IsActiveResponse(result=await self._is_active(self._trigger(request)))
 
     async def StreamIsActive(self, request: ScaledObjectRef, context: Context) -> AsyncIterator[IsActiveResponse]:  # noqa: N802
         """See the contract."""
-        async with _answering(context):
+        async with _abort_on_error(context):
             trigger = self._trigger(request)
-            with self._place():
+            with self._stream_slot():
                 async for active in self._changes(trigger):
                     yield IsActiveResponse(result=active)
 
     async def GetMetricSpec(self, request: ScaledObjectRef, context: Context) -> GetMetricSpecResponse:  # noqa: N802
         """See the contract."""
-        async with _answering(context):
+        async with _abort_on_error(context):
             target = self._trigger(request).target
             spec = MetricSpec(metricName=METRIC, targetSize=math.ceil(target), targetSizeFloat=target)
             return GetMetricSpecResponse(metricSpecs=[spec])
 
     async def GetMetrics(self, request: GetMetricsRequest, context: Context) -> GetMetricsResponse:  # noqa: N802
         """See the contract."""
-        async with _answering(context):
+        async with _abort_on_error(context):
             trigger = self._trigger(request.scaledObjectRef)
             if request.metricName != METRIC:
                 raise QuireError(ErrorCode.NOT_FOUND, f"There is no metric {request.metricName[:64]!r}.")
@@ -179,7 +179,7 @@ class Scaler(ExternalScalerServicer):
     async def _changes(self, trigger: Trigger) -> AsyncIterator[bool]:
         """Whether there is something to do, once it is known, and whenever that has changed."""
         told: bool | None = None
-        while not self._leaving.is_set():
+        while not self._closing.is_set():
             with suppress(QuireError):  # what is not known is not told: the last word counts, and nobody is scaled away
                 active = await self._is_active(trigger)
                 if active is not told:
@@ -187,10 +187,10 @@ class Scaler(ExternalScalerServicer):
                 told = active
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD):
-                    await self._leaving.wait()
+                    await self._closing.wait()
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _stream_slot(self) -> Iterator[None]:
         if self._streams >= _MAX_STREAMS:
             message = f"{_MAX_STREAMS} streams are open, which is the most that this router takes."
             raise QuireError(ErrorCode.OVERLOADED, message)
@@ -225,7 +225,7 @@ class KedaServer:
         self, scaler: Scaler, host: str, port: int, tls: ServerTls | None = None, *, peer_share: float = 0.5
     ) -> None:
         self._scaler = scaler
-        limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _PATIENCE)]
+        limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _HANDSHAKE_TIMEOUT)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
         inner = bind(self._server, "127.0.0.1:0", None if tls is None else Certificates(tls).credentials())
@@ -239,13 +239,13 @@ class KedaServer:
 
     async def stop(self) -> None:
         """Ends every call, within a bounded time."""
-        self._scaler.leave()
-        await self._server.stop(_LAST_WORDS)
+        self._scaler.end_streams()
+        await self._server.stop(_STOP_GRACE)
         await self._relay.stop()
 
 
 @asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[None]:
+async def _abort_on_error(context: Context) -> AsyncIterator[None]:
     """Ends the call with the error that is raised within."""
     try:
         yield

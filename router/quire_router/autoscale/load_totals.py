@@ -42,7 +42,7 @@ class Load(Protocol):
         ...
 
 
-class OwnLoad:
+class LocalLoad:
     """Implements ``Load`` for a router that is the only one: ``count`` tells what it has of a model."""
 
     def __init__(self, models: Iterable[str], count: Callable[[str], int]) -> None:
@@ -74,11 +74,11 @@ def no_such_model(model: str) -> QuireError:
 # What one router has, as it stands in Redis. Does no I/O.
 
 
-MAX_PART_BYTES = 256 * 1024
+MAX_SNAPSHOT_BYTES = 256 * 1024
 _LARGEST = 2**32
 
 
-class DamagedPartError(ValueError):
+class InvalidSnapshotError(ValueError):
     """What was read is no router's part."""
 
 
@@ -88,17 +88,17 @@ def encode(part: Mapping[str, int]) -> bytes:
 
 
 def decode(payload: bytes | None) -> dict[str, int]:
-    """Raises ``DamagedPartError``, whatever the bytes are."""
+    """Raises ``InvalidSnapshotError``, whatever the bytes are."""
     if payload is None:
-        raise DamagedPartError("it is not there")
-    if len(payload) > MAX_PART_BYTES:
-        raise DamagedPartError("it is too long")
+        raise InvalidSnapshotError("it is not there")
+    if len(payload) > MAX_SNAPSHOT_BYTES:
+        raise InvalidSnapshotError("it is too long")
     try:
         part = json.loads(payload)
     except (ValueError, RecursionError):
-        raise DamagedPartError("it is not JSON") from None
+        raise InvalidSnapshotError("it is not JSON") from None
     if not isinstance(part, dict) or not all(map(_is_count, part.values())):
-        raise DamagedPartError("it holds something else than counts")
+        raise InvalidSnapshotError("it holds something else than counts")
     return part
 
 
@@ -134,7 +134,7 @@ class LoadSettings:
     timeout: float = 0.5
 
 
-class LoadTeller:
+class LoadPublisher:
     """Tells the part of a router, which ``part`` returns, to the Redis at ``place``; ``ValueError``, without its
     password, when that is no URL. ``changed`` says that there is something new to tell.
     """
@@ -152,33 +152,33 @@ class LoadTeller:
         self._id = router_id or uuid4().hex
         self._client = redis_client(place, timeout=self._settings.timeout, repeats=1)
         self._script = self._client.register_script(lua_source(__package__, "tell"))
-        self._news = asyncio.Event()
-        self._telling: SupervisedTask | None = None
+        self._changed = asyncio.Event()
+        self._task: SupervisedTask | None = None
         self._closing = False
 
     def start(self) -> None:
         """Begins to tell; never waits, never fails."""
-        self._telling = supervise("load for autoscalers", self._run)
+        self._task = supervise("load for autoscalers", self._publish_changes)
 
     def changed(self) -> None:
         """The part is another one now."""
-        self._news.set()
+        self._changed.set()
 
     async def close(self) -> None:
         """Takes the part back, if Redis is there to be told."""
         self._closing = True
-        if self._telling is not None:
-            await self._telling.stop()
+        if self._task is not None:
+            await self._task.stop()
             with suppress(*_FAILURES):
-                await self._tell(b"")
+                await self._publish(b"")
         await self._client.aclose()
 
-    async def _run(self) -> None:
+    async def _publish_changes(self) -> None:
         told = True
         while not self._closing:  # a time limit that passes at the same moment can swallow the cancellation
-            self._news.clear()
+            self._changed.clear()
             try:
-                await self._tell(encode(self._part()))
+                await self._publish(encode(self._part()))
                 told = True
             except _FAILURES as error:
                 if told:
@@ -187,9 +187,9 @@ class LoadTeller:
             await asyncio.sleep(self._settings.interval)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.beat - self._settings.interval):
-                    await self._news.wait()
+                    await self._changed.wait()
 
-    async def _tell(self, part: bytes) -> None:
+    async def _publish(self, part: bytes) -> None:
         await self._script(keys=KEYS, args=[self._id, part, round(self._settings.lease * 1000)])
 
 
@@ -239,7 +239,7 @@ class RedisLoad:
             return unknown_load(f"More than {MAX_ROUTERS} routers tell their load.")
         try:
             return _add_up(map(decode, parts), self._models)
-        except DamagedPartError:
+        except InvalidSnapshotError:
             return unknown_load("What a router told of its load cannot be read.")
 
 

@@ -26,7 +26,7 @@ PEER: Final = "peer"
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class TlsPeer:
     """``certificate`` is what the peer showed, as the ``ssl`` module tells it, and was checked against ``authorities``
     when the connection was made; empty where it showed none.
     """
@@ -41,19 +41,19 @@ class Peer:
         return frozenset(value for name, value in parts if name == "commonName")
 
 
-_NOBODY: Final = Peer({}, b"")
+_NO_PEER: Final = TlsPeer({}, b"")
 
 
-def peer_of(scope: Mapping[str, Any]) -> Peer:
+def peer_of(scope: Mapping[str, Any]) -> TlsPeer:
     """Who sent a request."""
-    peer = scope.get("state", {}).get(PEER, _NOBODY)
-    return peer if isinstance(peer, Peer) else _NOBODY
+    peer = scope.get("state", {}).get(PEER, _NO_PEER)
+    return peer if isinstance(peer, TlsPeer) else _NO_PEER
 
 
 NAMESPACE, CONFIG_MAP = "kube-system", "extension-apiserver-authentication"
 AUTHORITIES, NAMES = "requestheader-client-ca-file", "requestheader-allowed-names"
 _PERIOD, _FIRST_PERIOD = 60.0, 2.0  # seconds from one look to the next, and while nothing is known
-_PATIENCE = 10.0  # seconds
+_TIMEOUT = 10.0  # seconds
 
 
 class UnknownProxyError(Exception):
@@ -61,41 +61,41 @@ class UnknownProxyError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ProxyIdentity:
     """Certificates of whom the front proxy shows, in PEM format, and its names; without any, every name is its own."""
 
     authorities: bytes
     names: frozenset[str] = frozenset()
 
 
-Source = Callable[[], Awaitable[Terms]]
-"""Finds the terms out. Raises ``UnknownProxyError``."""
+ProxySource = Callable[[], Awaitable[ProxyIdentity]]
+"""Finds the identity out. Raises ``UnknownProxyError``."""
 
 
 class FrontProxy:
     """What is known of it: nothing at first, and what was last found out while ``source`` cannot be asked."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ProxySource) -> None:
         self._source = source
-        self._terms: Terms | None = None
+        self._identity: ProxyIdentity | None = None
         self._failing = False
 
     @property
     def is_known(self) -> bool:
         """Whether anybody can be told from the front proxy."""
-        return self._terms is not None
+        return self._identity is not None
 
     @property
     def authorities(self) -> bytes:
         """Who vouches for it; empty while that is not known."""
-        return self._terms.authorities if self._terms is not None else b""
+        return self._identity.authorities if self._identity is not None else b""
 
-    def allows(self, peer: Peer) -> bool:
+    def allows(self, peer: TlsPeer) -> bool:
         """Whether this is the front proxy, by who vouches for it now, not when it connected."""
-        terms = self._terms
-        if terms is None or not peer.certificate or peer.authorities != terms.authorities:
+        identity = self._identity
+        if identity is None or not peer.certificate or peer.authorities != identity.authorities:
             return False
-        return not terms.names or bool(terms.names & peer.common_names)
+        return not identity.names or bool(identity.names & peer.common_names)
 
     async def follow(self) -> None:
         """Asks again and again. Never returns."""
@@ -106,39 +106,39 @@ class FrontProxy:
     async def refresh(self) -> None:
         """Asks once; what cannot be found out leaves what is known."""
         try:
-            terms = await self._source()
+            identity = await self._source()
         except UnknownProxyError as error:
             if not self._failing:
                 log.warning("the cluster's front proxy cannot be found out: %s", error)
             self._failing = True
             return
-        if terms != self._terms:
+        if identity != self._identity:
             log.info(
-                "the cluster's front proxy is known: it is called %s", ", ".join(sorted(terms.names)) or "anything"
+                "the cluster's front proxy is known: it is called %s", ", ".join(sorted(identity.names)) or "anything"
             )
-        self._terms, self._failing = terms, False
+        self._identity, self._failing = identity, False
 
 
-def from_file(file: Path, names: Sequence[str]) -> Source:
-    """Terms that a file and settings tell."""
+def from_file(file: Path, names: Sequence[str]) -> ProxySource:
+    """The identity that a file and settings name."""
 
-    async def read() -> Terms:
+    async def read() -> ProxyIdentity:
         try:
-            return Terms(await asyncio.to_thread(read_ca, file), frozenset(names))
+            return ProxyIdentity(await asyncio.to_thread(read_ca, file), frozenset(names))
         except TlsError as error:
             raise UnknownProxyError(str(error)) from error
 
     return read
 
 
-def from_cluster() -> Source:
-    """The terms that the cluster in which this runs has for all such servers."""
+def from_cluster() -> ProxySource:
+    """The identity that the cluster in which this runs has for all such servers."""
     from quire_router.clients.kube_client import ClusterError, read_config_map
 
-    async def read() -> Terms:
+    async def read() -> ProxyIdentity:
         try:
-            async with asyncio.timeout(_PATIENCE):
-                return read_terms(await read_config_map(NAMESPACE, CONFIG_MAP))
+            async with asyncio.timeout(_TIMEOUT):
+                return parse_proxy_identity(await read_config_map(NAMESPACE, CONFIG_MAP))
         except UnknownProxyError:
             raise
         except ClusterError as error:
@@ -149,7 +149,7 @@ def from_cluster() -> Source:
     return read
 
 
-def read_terms(config_map: dict[str, str]) -> Terms:
+def parse_proxy_identity(config_map: dict[str, str]) -> ProxyIdentity:
     """What the ConfigMap says. Raises ``UnknownProxyError``."""
     authorities = config_map.get(AUTHORITIES, "").encode()
     try:
@@ -159,4 +159,4 @@ def read_terms(config_map: dict[str, str]) -> Terms:
         raise UnknownProxyError(f"{NAMESPACE}/{CONFIG_MAP} cannot be understood: {error}") from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnknownProxyError(f"{NAMES} of {NAMESPACE}/{CONFIG_MAP} is no list of names")
-    return Terms(authorities, frozenset(names))
+    return ProxyIdentity(authorities, frozenset(names))

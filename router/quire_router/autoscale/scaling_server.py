@@ -19,7 +19,7 @@ from quire_router.api.rest.http_server import ConnectionLimits, LimitedConfig, L
 from quire_router.autoscale.external_metrics import ExternalMetrics
 from quire_router.autoscale.keda import KedaServer, Scaler
 from quire_router.autoscale.load_totals import Load
-from quire_router.autoscale.proxy_auth import PEER, FrontProxy, Peer, from_cluster, from_file
+from quire_router.autoscale.proxy_auth import PEER, FrontProxy, TlsPeer, from_cluster, from_file
 from quire_router.clients.kube_access import pod_namespace
 from quire_router.config import Settings, labels_of
 from quire_router.core.retry import supervise
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _PERIOD = 5.0  # seconds from one look at the files to the next
 
 
-class Certificates:
+class ReloadingSslContext:
     """What a server shows of itself, from ``files``, and ``authorities``, which tells who may vouch for clients; they
     need not show anything, but what they show has to be vouched for. Raises ``TlsError`` when the files are no good.
     """
@@ -42,14 +42,14 @@ class Certificates:
         self._files = files
         self._authorities = authorities
         self._identity = read_cert_key(files)
-        self._made: tuple[Identity, bytes] | None = None
-        self._context = self._make(self._identity, b"")
+        self._made_from: tuple[Identity, bytes] | None = None
+        self._context = self._make_context(self._identity, b"")
 
     def current(self) -> tuple[ssl.SSLContext, bytes]:
         """The context for a new connection, and the authorities in it. Raises ``TlsError``."""
         authorities = self._authorities()
-        if self._made != (self._identity, authorities):
-            self._context = self._make(self._identity, authorities)
+        if self._made_from != (self._identity, authorities):
+            self._context = self._make_context(self._identity, authorities)
         return self._context, authorities
 
     async def follow(self) -> None:
@@ -63,14 +63,14 @@ class Certificates:
         try:
             identity = await asyncio.to_thread(read_cert_key, self._files)
             if identity != self._identity:
-                self._context = self._make(identity, self._authorities())
+                self._context = self._make_context(identity, self._authorities())
                 log.info("the certificate %s is another one, and is shown from now on", self._files.certificate)
         except TlsError as error:
             log.warning("the certificate stays as it was: %s", error)
             return
         self._identity = identity
 
-    def _make(self, identity: Identity, authorities: bytes) -> ssl.SSLContext:
+    def _make_context(self, identity: Identity, authorities: bytes) -> ssl.SSLContext:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -84,14 +84,14 @@ class Certificates:
                 context.verify_mode = ssl.CERT_OPTIONAL
         except OSError as error:
             raise TlsError(f"{self._files.certificate} cannot be used just now") from error
-        self._made = (identity, authorities)
+        self._made_from = (identity, authorities)
         return context
 
 
 # An ASGI application over TLS, whose certificates may change at any time, told who asks (see ``peer``).
 
 
-_LAST_WORDS = 1.0  # seconds for answers to leave
+_SHUTDOWN_TIMEOUT = 1.0  # seconds for answers to leave
 _PAUSE = 0.1  # seconds after a connection could not be taken
 
 
@@ -104,7 +104,7 @@ class TlsServer:
         self,
         app: ASGIApp,
         listener: socket.socket,
-        certificates: Certificates,
+        certificates: ReloadingSslContext,
         limits: ConnectionLimits,
         *,
         handshake: float = 5.0,
@@ -116,7 +116,7 @@ class TlsServer:
         self._limits = limits
         self._handshake = handshake
         self._state = ServerState()
-        self._greeting: dict[asyncio.Task[None], str] = {}
+        self._handshaking: dict[asyncio.Task[None], str] = {}
         self._accepting: SupervisedTask | None = None
         self.port: int = listener.getsockname()[1]
 
@@ -128,15 +128,15 @@ class TlsServer:
         """Lets answers that have begun leave, within a bounded time, and closes every connection."""
         if self._accepting is not None:
             await self._accepting.stop()
-        for task in self._greeting:
+        for task in self._handshaking:
             task.cancel()
-        if self._greeting:
-            await asyncio.wait(self._greeting)
+        if self._handshaking:
+            await asyncio.wait(self._handshaking)
         self._listener.close()
         for connection in list(self._state.connections):
             connection.shutdown()
         if self._state.tasks:
-            await asyncio.wait(self._state.tasks, timeout=_LAST_WORDS)
+            await asyncio.wait(self._state.tasks, timeout=_SHUTDOWN_TIMEOUT)
         for connection in list(self._state.connections):
             connection.transport.abort()
 
@@ -150,24 +150,24 @@ class TlsServer:
                 await asyncio.sleep(_PAUSE)
                 continue
             peer = peer_key(address[0])
-            if not self._has_place(peer):
+            if not self._has_capacity(peer):
                 connection.close()
                 continue
-            task = loop.create_task(self._greet(connection), name="TLS handshake")
-            self._greeting[task] = peer
-            task.add_done_callback(self._greeting.pop)
+            task = loop.create_task(self._shake_hands(connection), name="TLS handshake")
+            self._handshaking[task] = peer
+            task.add_done_callback(self._handshaking.pop)
 
-    def _has_place(self, peer: str) -> bool:
+    def _has_capacity(self, peer: str) -> bool:
         """Whether a peer may begin a handshake, of which it may have its share at once."""
-        own = sum(each == peer for each in self._greeting.values())
+        own = sum(each == peer for each in self._handshaking.values())
         is_within_share = own < max(1, self._limits.connections * self._limits.peer_share)
-        return is_within_share and self._config.shares.evict_if_full(peer, uncounted=len(self._greeting))
+        return is_within_share and self._config.shares.evict_if_full(peer, uncounted=len(self._handshaking))
 
-    async def _greet(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket) -> None:
         try:
             context, authorities = self._certificates.current()
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: _Asking(self._config, self._state, authorities),
+                lambda: _PeerHttpProtocol(self._config, self._state, authorities),
                 connection,
                 ssl=context,
                 ssl_handshake_timeout=self._handshake,
@@ -178,7 +178,7 @@ class TlsServer:
             connection.close()
 
 
-class _Asking(LimitedHttpProtocol):
+class _PeerHttpProtocol(LimitedHttpProtocol):
     """Tells the application who sent each request, by the ``authorities`` that counted when the connection was made."""
 
     def __init__(self, config: LimitedConfig, state: ServerState, authorities: bytes) -> None:
@@ -187,7 +187,7 @@ class _Asking(LimitedHttpProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Looks at what the client showed."""
-        self.app_state = {PEER: Peer(_certificate(transport), self._authorities)}
+        self.app_state = {PEER: TlsPeer(_certificate(transport), self._authorities)}
         super().connection_made(transport)
 
 
@@ -200,7 +200,7 @@ def _certificate(transport: asyncio.Transport) -> Mapping[str, Any]:
 _LIMITS = ConnectionLimits(connections=256, head=10.0)
 
 
-async def open_to_autoscalers(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
+async def start_scaling_servers(settings: Settings, load: Load, ending: AsyncExitStack) -> None:
     """Tells ``load`` from now on, at the ports that the settings name; ``ending`` closes them. Raises ``OSError`` when
     a port cannot be had, and ``ValueError`` for files that are no good.
     """
@@ -218,7 +218,7 @@ def _open_external_metrics(settings: Settings, load: Load, ending: AsyncExitStac
         if settings.scaling_client_ca is None
         else from_file(settings.scaling_client_ca, settings.scaling_client_name)
     )
-    certificates = Certificates(settings.scaling_identity, lambda: proxy.authorities)
+    certificates = ReloadingSslContext(settings.scaling_identity, lambda: proxy.authorities)
     namespace = settings.scaling_namespace or pod_namespace()
     app = ExternalMetrics(load, labels_of(settings.models), namespace, proxy)
     server = TlsServer(

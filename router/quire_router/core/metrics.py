@@ -22,7 +22,7 @@ _VARIABLE = "QUIRE_ROUTER_WORKER_PLACE"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WorkerContext:
     """``http_port`` and ``grpc_port`` are shared with the other workers. ``parent`` is a file descriptor that reads as
     ended once the supervisor is gone. ``number`` counts the workers from 1.
     """
@@ -37,14 +37,14 @@ class Place:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def own(cls) -> "Place | None":
+    def own(cls) -> "WorkerContext | None":
         """This process's place; None when it is not a worker."""
         told = os.environ.pop(_VARIABLE, None)
         return None if told is None else cls(**json.loads(told))
 
 
 def worker_number() -> int | None:
-    """The number of this worker, until ``Place.own`` has taken its place; None when this is not a worker."""
+    """The number of this worker, until ``WorkerContext.own`` has taken its place; None when this is not a worker."""
     told = os.environ.get(_VARIABLE)
     return None if told is None else int(json.loads(told)["number"])
 

@@ -32,7 +32,7 @@ class Endpoint:
     zone: str | None = None
 
 
-def address_of(host: str, port: int, *, six: bool) -> str:
+def format_address(host: str, port: int, *, six: bool) -> str:
     """``host:port`` of an IP address, written as every source writes it, so that one engine has one address. Raises
     ``ValueError`` where ``host`` is no address of IPv4, or of IPv6 where ``six``.
     """
@@ -44,7 +44,7 @@ def address_of(host: str, port: int, *, six: bool) -> str:
     return f"[{host}]:{port}" if six else f"{host}:{port}"
 
 
-def merged(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
+def merge_endpoints(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:
     """One endpoint for each address, in the order in which addresses first come.
 
     An address can be told of more than once: by two sources, while Kubernetes moves it from one slice to another, or
@@ -121,10 +121,10 @@ class KubernetesService:
         return f"kubernetes://{namespace}{self.service}:{self.port}"
 
 
-Source = Address | DnsName | KubernetesService
+EngineSource = Address | DnsName | KubernetesService
 
 
-def parse_source(entry: str) -> Source:
+def parse_source(entry: str) -> EngineSource:
     """Raises ``ValueError`` where the entry is none of the three."""
     try:
         return _parse(entry)
@@ -133,10 +133,10 @@ def parse_source(entry: str) -> Source:
         raise ValueError(f"{entry!r} is not {kinds}") from None
 
 
-def _parse(entry: str) -> Source:
+def _parse(entry: str) -> EngineSource:
     if match := _ADDRESS.fullmatch(entry):
         port = _port(match["port"])
-        return Address(address_of(match["six"], port, six=True) if match["six"] else f"{match['host']}:{port}")
+        return Address(format_address(match["six"], port, six=True) if match["six"] else f"{match['host']}:{port}")
     if match := _DNS.fullmatch(entry):
         return DnsName(match["name"], _port(match["port"]))
     if match := _KUBERNETES.fullmatch(entry):
@@ -160,7 +160,7 @@ _FEW = 5
 _LONGEST = 200  # characters of a problem: who is asked may answer whatever it likes
 
 
-class Standing:
+class SourceHealth:
     """Of the source that is configured as ``source``. It is told of every answer and of every failure."""
 
     def __init__(self, source: str) -> None:
@@ -170,7 +170,7 @@ class Standing:
         self._heard = metrics.DISCOVERY_HEARD.labels(source)
         self._connected.set(0)
 
-    def heard(self) -> None:
+    def on_response(self) -> None:
         """What is known is true now."""
         if self._unanswered > 1:
             log.info("%s answers again", self._source)
@@ -178,11 +178,11 @@ class Standing:
         self._connected.set(1)
         self._heard.set(time())
 
-    def lasted(self) -> None:
+    def on_stable(self) -> None:
         """It answered, and not only for a moment."""
         self._unsteady = 0
 
-    def failed(self, problem: str) -> None:
+    def on_failure(self, problem: str) -> None:
         """What is known may have become old. A connection that ends is no news; that none can be made is, and that each
         one ends at once.
         """

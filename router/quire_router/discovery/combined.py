@@ -16,9 +16,9 @@ from quire_router.discovery.base import (
     Discovery,
     DnsName,
     Endpoint,
+    EngineSource,
     KubernetesService,
-    Source,
-    merged,
+    merge_endpoints,
     parse_source,
 )
 
@@ -47,7 +47,8 @@ _STATES = ("ready", "not_ready", "terminating")
 
 class CombinedDiscovery:
     """Finds what any of ``sources`` finds, by the name that each has in metrics. Engines that two of them find are one
-    (see ``merged``). A source that has said nothing yet adds nothing. Of more than ``MAX_ENGINES`` the first count.
+    (see ``merge_endpoints``). A source that has said nothing yet adds nothing. Of more than ``MAX_ENGINES`` the first
+    count.
     """
 
     def __init__(self, sources: Mapping[str, Discovery]) -> None:
@@ -91,23 +92,23 @@ class CombinedDiscovery:
     def _found(self) -> Sequence[Endpoint]:
         for name, view in self._views.items():
             _count(name, view)
-        found = merged(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
+        found = merge_endpoints(chain.from_iterable(self._views.get(name, ()) for name in self._sources))
         if len(found) > MAX_ENGINES and not self._too_many:
             log.error("%d engines are named, and only the first %d are connected to", len(found), MAX_ENGINES)
         self._too_many = len(found) > MAX_ENGINES
         return found[:MAX_ENGINES]
 
 
-def discovery_of(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:
+def create_discovery(entries: Iterable[str], *, dns_period: float) -> CombinedDiscovery:
     """What finds the engines that ``--engine`` names. Raises ``ValueError`` for what cannot be asked from here."""
     parsed = list(dict.fromkeys(parse_source(entry) for entry in entries))
     addresses = [source.address for source in parsed if isinstance(source, Address)]
     sources: dict[str, Discovery] = {STATIC: StaticDiscovery(addresses)} if addresses else {}
-    sources |= {str(source): _asking(source, dns_period) for source in parsed if not isinstance(source, Address)}
+    sources |= {str(source): _create(source, dns_period) for source in parsed if not isinstance(source, Address)}
     return CombinedDiscovery(sources)
 
 
-def _asking(source: Source, dns_period: float) -> Discovery:
+def _create(source: EngineSource, dns_period: float) -> Discovery:
     """Libraries are loaded for what is used only: the one for Kubernetes takes half a second and 20 MB."""
     if isinstance(source, DnsName):
         from quire_router.discovery.dns import DnsDiscovery

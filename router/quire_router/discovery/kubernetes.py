@@ -24,7 +24,7 @@ from kubernetes.aio.config import ConfigException
 from quire_router.clients.kube_access import KubeAccess
 from quire_router.clients.kube_client import kube_client, own_namespace
 from quire_router.core.retry import Backoff, pause_after
-from quire_router.discovery.base import Endpoint, KubernetesService, Standing, address_of, merged
+from quire_router.discovery.base import Endpoint, KubernetesService, SourceHealth, format_address, merge_endpoints
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class _Slice:
     has_port: bool
 
 
-class Slices:
+class EndpointSlices:
     """The slices of one Service by their names. ``port`` is the port's name or its number.
 
     What is given is not believed to be a slice: it is taken whole, or raises some ``Exception`` and changes nothing.
@@ -72,10 +72,10 @@ class Slices:
         """
         slices = [self._slices[name] for name in sorted(self._slices)]
         family = next((each for each in _FAMILIES if any(part.family == each for part in slices)), None)
-        return merged(chain.from_iterable(part.endpoints for part in slices if part.family == family))
+        return merge_endpoints(chain.from_iterable(part.endpoints for part in slices if part.family == family))
 
     @property
-    def lacking_port(self) -> tuple[str, ...]:
+    def slices_without_port(self) -> tuple[str, ...]:
         """The slices that do not have the port, so that their pods cannot be reached."""
         return tuple(sorted(name for name, part in self._slices.items() if not part.has_port))
 
@@ -105,7 +105,7 @@ def _endpoints(listed: Iterable[Json], port: int, family: str) -> Iterator[Endpo
     for entry in listed:
         addresses = entry.get("addresses") or ()
         if addresses:  # any of them would do, and all clients take the first
-            yield _endpoint(entry, address_of(_text(addresses[0]), port, six=family == "IPv6"))
+            yield _endpoint(entry, format_address(_text(addresses[0]), port, six=family == "IPv6"))
 
 
 def _endpoint(entry: Json, address: str) -> Endpoint:
@@ -141,7 +141,7 @@ _PAGE = 100  # slices, of a hundred endpoints each unless somebody changed that
 _MAX_PAGES = 200
 
 
-class KubeProblem(Exception):  # noqa: N818 - handled where it is raised, and told of in the log
+class KubeApiError(Exception):
     """The API refused. ``code`` is the HTTP status; ``retry_after`` the seconds to wait, where it said so."""
 
     def __init__(self, code: int, text: str, retry_after: float = 0.0) -> None:
@@ -158,7 +158,7 @@ async def connect(access: KubeAccess, namespace: str | None, service: str) -> As
 
 
 class KubeApi:
-    """The EndpointSlices of a Service. All calls raise ``KubeProblem``, ``aiohttp.ClientError`` or ``TimeoutError``,
+    """The EndpointSlices of a Service. All calls raise ``KubeApiError``, ``aiohttp.ClientError`` or ``TimeoutError``,
     and whatever comes of looking into an answer that is none.
     """
 
@@ -219,7 +219,7 @@ async def _check(response: ClientResponse) -> None:
     if response.status != 200:
         after = response.headers.get("Retry-After", "")
         seconds = float(after) if after.isascii() and after.isdigit() else 0.0
-        raise KubeProblem(response.status, response.reason or "", seconds)
+        raise KubeApiError(response.status, response.reason or "", seconds)
 
 
 async def _lines(response: ClientResponse) -> AsyncIterator[list[bytes]]:
@@ -240,11 +240,11 @@ def _event(line: bytes) -> dict[str, Any]:
     event: dict[str, Any] = json.loads(line)
     if event["type"] == "ERROR":
         status = event["object"]
-        raise KubeProblem(int(status.get("code") or 0), str(status.get("reason") or "an error of the watch"))
+        raise KubeApiError(int(status.get("code") or 0), str(status.get("reason") or "an error of the watch"))
     return event
 
 
-_MOST_PATIENCE = 30.0  # seconds that the API can ask for between two tries
+_MAX_RETRY_AFTER = 30.0  # seconds that the API can ask for between two tries
 _RESUMABLE = frozenset({401, 403, 429, 500, 503})  # say nothing about the version; 410 and others do
 _TRIES_TO_RESUME = 3
 _NAMED = 3  # slices in a warning
@@ -276,12 +276,12 @@ class KubernetesDiscovery:
         self._service = service
         self._access = access or KubeAccess.of_environment()
         self._settings = settings or WatchSettings()
-        self._slices = Slices(service.port)
+        self._slices = EndpointSlices(service.port)
         self._lacking: tuple[str, ...] = ()
         self._failures = 0  # since the version was of use
         self._version: str | None = None  # None: what is known has to be listed
         self._backoff = Backoff(self._settings.backoff, self._settings.max_backoff)
-        self._standing = Standing(str(service))
+        self._health = SourceHealth(str(service))
 
     async def watch(self) -> AsyncGenerator[Sequence[Endpoint]]:
         """Yields them when they were listed, and when they change; of changes that come while it rests, the outcome."""
@@ -290,7 +290,7 @@ class KubernetesDiscovery:
         async with aclosing(self._changes()) as changes:
             async for _ in changes:
                 began = thread_time()
-                self._tell_ports()
+                self._warn_missing_ports()
                 found = self._slices.endpoints()
                 if found != told:
                     told = found
@@ -304,35 +304,35 @@ class KubernetesDiscovery:
             try:
                 async with (
                     connect(self._access, self._service.namespace, self._service.service) as api,
-                    aclosing(self._converse(api)) as changes,
+                    aclosing(self._list_and_watch(api)) as changes,
                 ):
                     async for _ in changes:
                         yield
-            except KubeProblem as problem:
-                pause = min(problem.retry_after, _MOST_PATIENCE)
-                self._fail(str(problem), resumable=problem.code in _RESUMABLE)
+            except KubeApiError as problem:
+                pause = min(problem.retry_after, _MAX_RETRY_AFTER)
+                self._on_failure(str(problem), resumable=problem.code in _RESUMABLE)
             except (ClientError, ConfigException, OSError) as error:  # a time that is over is an OSError
-                self._fail(str(error) or type(error).__name__, resumable=True)
+                self._on_failure(str(error) or type(error).__name__, resumable=True)
             except Exception as error:  # discovery must outlive whatever one answer was
                 log.debug("%s: what cannot be understood", self._service, exc_info=True)
-                self._fail(f"what cannot be understood ({type(error).__name__}: {error})", resumable=False)
+                self._on_failure(f"what cannot be understood ({type(error).__name__}: {error})", resumable=False)
             await asyncio.sleep(pause + self._backoff.next())
 
-    async def _converse(self, api: KubeApi) -> AsyncGenerator[None, None]:
+    async def _list_and_watch(self, api: KubeApi) -> AsyncGenerator[None, None]:
         """One watch after the other, for as long as the API answers."""
         while True:
             if self._version is None:
                 items, version = await api.list_all(self._settings.patience)
                 self._slices.replace(items)
                 self._version = version
-                self._standing.heard()
+                self._health.on_response()
                 yield
-            async with aclosing(self._listen(api, self._version)) as changes:
+            async with aclosing(self._watch_once(api, self._version)) as changes:
                 async for _ in changes:
                     yield
             await asyncio.sleep(self._backoff.next())
 
-    async def _listen(self, api: KubeApi, version: str) -> AsyncGenerator[None, None]:
+    async def _watch_once(self, api: KubeApi, version: str) -> AsyncGenerator[None, None]:
         """One watch. Raises ``ConnectionError`` where it ends as soon as it was open."""
         seconds = round(self._settings.watch * random.uniform(1.0, 2.0))  # noqa: S311 - spreads them
         opened = inf
@@ -340,28 +340,28 @@ class KubernetesDiscovery:
             async with aclosing(api.watch(version, seconds, self._settings.patience)) as batches:
                 async for events in batches:
                     opened = min(opened, monotonic())
-                    self._hear(events)
+                    self._apply_events(events)
                     if events:
                         yield
         finally:
             lasted = monotonic() - opened >= self._settings.steady
             if lasted:
-                self._works()
+                self._on_stable()
         if not lasted:
             raise ConnectionError("the watch ended at once")
 
-    def _hear(self, events: Sequence[Json]) -> None:
-        self._standing.heard()
+    def _apply_events(self, events: Sequence[Json]) -> None:
+        self._health.on_response()
         for event in events:
-            self._take(event["type"], event["object"])
+            self._apply_event(event["type"], event["object"])
             self._failures = 0
 
-    def _works(self) -> None:
+    def _on_stable(self) -> None:
         self._backoff.reset()
         self._failures = 0
-        self._standing.lasted()
+        self._health.on_stable()
 
-    def _take(self, kind: str, item: Json) -> None:
+    def _apply_event(self, kind: str, item: Json) -> None:
         """Nothing that is older than what is known is taken: where events came in another order than they happened, or
         the server forgot what it knew, a list says what is.
         """
@@ -374,14 +374,14 @@ class KubernetesDiscovery:
             self._slices.drop(item)
         self._version = version  # all that a BOOKMARK has to say
 
-    def _fail(self, problem: str, *, resumable: bool) -> None:
-        self._standing.failed(problem)
+    def _on_failure(self, problem: str, *, resumable: bool) -> None:
+        self._health.on_failure(problem)
         self._failures += 1
         if not resumable or self._failures >= _TRIES_TO_RESUME:
             self._version = None
 
-    def _tell_ports(self) -> None:
-        lacking = self._slices.lacking_port
+    def _warn_missing_ports(self) -> None:
+        lacking = self._slices.slices_without_port
         if lacking and lacking != self._lacking:
             others = f" and {len(lacking) - _NAMED} more" if lacking[_NAMED:] else ""
             told = ", ".join(lacking[:_NAMED])

@@ -20,9 +20,9 @@ from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, He
 from quire_router.api.rest.http_server import HttpServer, listen
 from quire_router.api.service import new_request_id
 from quire_router.autoscale.load_totals import RedisLoad
-from quire_router.autoscale.scaling_server import open_to_autoscalers
+from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.config import Settings
-from quire_router.core.metrics import Place
+from quire_router.core.metrics import WorkerContext
 
 log = logging.getLogger(__name__)
 
@@ -109,42 +109,42 @@ class Supervisor:
     async def run(self) -> None:
         """Raises ``OSError`` when a port cannot be had."""
         settings = self._settings
-        async with AsyncExitStack() as rooms:
-            folder = rooms.enter_context(TemporaryDirectory(prefix="quire-router-metrics-"))
+        async with AsyncExitStack() as stack:
+            folder = stack.enter_context(TemporaryDirectory(prefix="quire-router-metrics-"))
             http, grpc = (
-                rooms.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
+                stack.enter_context(reserve(settings.host, p)) for p in (settings.http_port, settings.grpc_port)
             )
             ports = (http.getsockname()[1], grpc.getsockname()[1])
             patience = settings.slow_client_timeout
             admin = Admin(folder, settings.host, ports[0], lambda: bool(self._workers), patience)
-            door = HttpServer(admin, listen(settings.host, settings.metrics_port))
-            await self._open_to_autoscalers(rooms)
+            admin_server = HttpServer(admin, listen(settings.host, settings.metrics_port))
+            await self._start_scaling_servers(stack)
             log.info(
                 "%d workers: REST on %s:%d, gRPC on %d, metrics on %d",
                 settings.workers,
                 settings.host,
                 *ports,
-                door.port,
+                admin_server.port,
             )
             watched, kept = os.pipe()  # reads as ended in the workers once this process is gone
-            rooms.callback(os.close, watched)
-            rooms.callback(os.close, kept)
+            stack.callback(os.close, watched)
+            stack.callback(os.close, kept)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(door.run_until_stopped())
+                tasks.create_task(admin_server.run_until_stopped())
                 for number in range(1, settings.workers + 1):
-                    tasks.create_task(self._keep(Place(*ports, watched, number), folder))
+                    tasks.create_task(self._keep_running(WorkerContext(*ports, watched, number), folder))
                 await self._stopping.wait()
                 await self._end()
-                door.should_exit = True
+                admin_server.should_exit = True
 
-    async def _open_to_autoscalers(self, rooms: AsyncExitStack) -> None:
+    async def _start_scaling_servers(self, stack: AsyncExitStack) -> None:
         """What the workers have together is in Redis."""
         if self._settings.is_asked_for_load and self._settings.redis is not None:
             load = RedisLoad(self._settings.redis, self._settings.models)
-            rooms.push_async_callback(load.close)
-            await open_to_autoscalers(self._settings, load, rooms)
+            stack.push_async_callback(load.close)
+            await start_scaling_servers(self._settings, load, stack)
 
-    async def _keep(self, place: Place, folder: str) -> None:
+    async def _keep_running(self, place: WorkerContext, folder: str) -> None:
         number = place.number
         delay, loop = _FIRST_DELAY, asyncio.get_running_loop()
         while not self._stopping.is_set():
@@ -154,7 +154,7 @@ class Supervisor:
             except OSError as error:  # no memory, processes or descriptors: likely when a worker was killed for memory
                 log.error("worker %d cannot be started, which is tried again: %s", number, error)
             else:
-                status = await self._follow(number, worker)
+                status = await self._wait_for_exit(number, worker)
                 mark_process_dead(number, folder)  # type: ignore[no-untyped-call]
                 if self._stopping.is_set():
                     return
@@ -162,7 +162,7 @@ class Supervisor:
             delay = _FIRST_DELAY if loop.time() - began > _STEADY else min(2 * delay, _LAST_DELAY)
             await _sleep_unless(self._stopping, delay)
 
-    async def _follow(self, number: int, worker: asyncio.subprocess.Process) -> int:
+    async def _wait_for_exit(self, number: int, worker: asyncio.subprocess.Process) -> int:
         """The exit status of a worker that was just started."""
         self._workers[number] = worker
         if self._stopping.is_set():  # while it was being started, so that no signal has reached it
@@ -172,7 +172,7 @@ class Supervisor:
         finally:
             del self._workers[number]
 
-    async def _start(self, place: Place, folder: str) -> asyncio.subprocess.Process:
+    async def _start(self, place: WorkerContext, folder: str) -> asyncio.subprocess.Process:
         environment = {**os.environ, **place.environment(), "PROMETHEUS_MULTIPROC_DIR": folder}
         command = (sys.executable, "-m", "quire_router.main", *self._arguments)
         return await asyncio.create_subprocess_exec(

@@ -8,7 +8,7 @@ from quire_proto.errors import ErrorCode, QuireError
 from quire_router.admission.tenants import Tenant
 from quire_router.admission.tenants_file import TenantsFileError, read_tenants
 from quire_router.api.auth import Identity, StaticKeys
-from quire_router.config import Settings, warn_of
+from quire_router.config import Settings, log_startup_warnings
 
 KEY, OTHER, THIRD = "a-long-enough-key", "another-long-key", "third-key-of-many"
 TOML = f"""
@@ -235,7 +235,7 @@ def test_a_router_warns_of_models_that_it_does_not_serve(tmp_path, caplog):
     path = write(tmp_path, TOML.replace("shop.key", write(tmp_path, THIRD, "shop.key").name))
     flags = ["--model", "small=/nowhere", "--engine", "here:1", "--tenants", str(path)]
     flags += ["--max-connections", "16"]  # as many as any limit of descriptors leaves
-    warn_of(read_settings(Settings, flags))
+    log_startup_warnings(read_settings(Settings, flags))
 
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line == f"{path}: research may use 'big', which is not served here"

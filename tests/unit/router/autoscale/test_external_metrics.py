@@ -22,8 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire_router.api.rest.http_server import ConnectionLimits, HttpServer, listen
 from quire_router.autoscale.external_metrics import ExternalMetrics, is_label_value, quantity
-from quire_router.autoscale.proxy_auth import FrontProxy, Terms, UnknownProxyError, from_cluster, from_file, read_terms
-from quire_router.autoscale.scaling_server import Certificates, TlsServer
+from quire_router.autoscale.proxy_auth import (
+    FrontProxy,
+    ProxyIdentity,
+    UnknownProxyError,
+    from_cluster,
+    from_file,
+    parse_proxy_identity,
+)
+from quire_router.autoscale.scaling_server import ReloadingSslContext, TlsServer
 from quire_router.config import label_of, labels_of
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -49,9 +56,9 @@ class Stage:
     cluster: Cluster
     load: KnownLoad
     proxy: FrontProxy
-    certificates: Certificates
+    certificates: ReloadingSslContext
     server: TlsServer
-    terms: Terms | None = None
+    terms: ProxyIdentity | None = None
     contexts: dict[str, ssl.SSLContext] = field(default_factory=dict)
 
     @property
@@ -70,7 +77,7 @@ async def serving(
     proxy = FrontProxy(from_file(cluster.proxies_ca, names))
     if known:
         await proxy.refresh()
-    certificates = Certificates(cluster.router, lambda: proxy.authorities)
+    certificates = ReloadingSslContext(cluster.router, lambda: proxy.authorities)
     app = ExternalMetrics(load, labels_of(MODELS), NAMESPACE, proxy)
     limits = ConnectionLimits(connections=connections, head=0.5)
     server = TlsServer(app, listen("127.0.0.1", 0), certificates, limits, handshake=0.5)
@@ -320,11 +327,11 @@ def config_map(**changes: str) -> dict[str, str]:
 
 def test_the_config_map_names_the_proxy() -> None:
     told = config_map()
-    terms = read_terms(told)
-    assert terms == Terms(told["requestheader-client-ca-file"].encode(), frozenset({PROXY_NAME, "aggregator"}))
-    assert read_terms({**told, "requestheader-allowed-names": "[]"}).names == frozenset()
+    terms = parse_proxy_identity(told)
+    assert terms == ProxyIdentity(told["requestheader-client-ca-file"].encode(), frozenset({PROXY_NAME, "aggregator"}))
+    assert parse_proxy_identity({**told, "requestheader-allowed-names": "[]"}).names == frozenset()
     del told["requestheader-allowed-names"]
-    assert read_terms(told).names == frozenset()
+    assert parse_proxy_identity(told).names == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -341,19 +348,19 @@ def test_the_config_map_names_the_proxy() -> None:
 )
 def test_a_config_map_that_cannot_be_understood_names_nobody(changes: dict[str, str]) -> None:
     with pytest.raises(UnknownProxyError):
-        read_terms(config_map(**changes))
+        parse_proxy_identity(config_map(**changes))
 
 
 async def test_what_was_known_stands_while_the_cluster_cannot_be_asked() -> None:
-    answers: list[Callable[[], Terms]] = []
+    answers: list[Callable[[], ProxyIdentity]] = []
 
-    async def source() -> Terms:
+    async def source() -> ProxyIdentity:
         return answers.pop(0)()
 
-    def away() -> Terms:
+    def away() -> ProxyIdentity:
         raise UnknownProxyError("it is away")
 
-    known = read_terms(config_map())
+    known = parse_proxy_identity(config_map())
     answers += [away, lambda: known, away]
     proxy = FrontProxy(source)
     await proxy.refresh()
@@ -379,7 +386,7 @@ async def test_the_cluster_is_asked_for_its_config_map(tmp_path: Path, monkeypat
     file.write_text(json.dumps(kubeconfig({"server": f"http://127.0.0.1:{server.port}"}, {})))
     monkeypatch.setenv("KUBECONFIG", str(file))
     source = from_cluster()
-    assert await source() == read_terms(told)
+    assert await source() == parse_proxy_identity(told)
     path = "/api/v1/namespaces/kube-system/configmaps/extension-apiserver-authentication"
     assert asked == [("GET", path)]
     told.clear()

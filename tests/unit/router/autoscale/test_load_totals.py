@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
 from quire_router.autoscale.load_totals import (
     KEYS,
-    MAX_PART_BYTES,
-    DamagedPartError,
+    MAX_SNAPSHOT_BYTES,
+    InvalidSnapshotError,
+    LoadPublisher,
     LoadSettings,
-    LoadTeller,
-    OwnLoad,
+    LocalLoad,
     RedisLoad,
     decode,
     encode,
@@ -42,7 +42,7 @@ class Router:
 
     def __init__(self, url: str, settings: LoadSettings = SETTINGS, **part: int) -> None:
         self.part = Counter(part)
-        self.teller = LoadTeller(url, lambda: self.part, settings)
+        self.teller = LoadPublisher(url, lambda: self.part, settings)
         self.teller.start()
 
     def set(self, model: str, count: int) -> None:
@@ -51,7 +51,7 @@ class Router:
 
     async def die(self) -> None:
         """As by SIGKILL: takes nothing back."""
-        task = self.teller._telling
+        task = self.teller._task
         assert task is not None
         await task.stop()
 
@@ -292,7 +292,7 @@ async def test_those_who_ask_at_once_share_one_answer_also_where_it_is_an_error(
 
 
 async def test_a_router_without_redis_is_the_whole_truth() -> None:
-    assert await OwnLoad(MODELS, {"a": 3, "b": 0, "c": 4}.__getitem__).read() == {"a": 3, "b": 0}
+    assert await LocalLoad(MODELS, {"a": 3, "b": 0, "c": 4}.__getitem__).read() == {"a": 3, "b": 0}
 
 
 @given(st.dictionaries(st.text(max_size=20), st.integers(0, 2**31)))
@@ -309,11 +309,11 @@ JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.integers() | st
 def test_whatever_the_bytes_are_a_part_is_counts_or_damaged(payload: bytes | None) -> None:
     try:
         part = decode(payload)
-    except DamagedPartError:
+    except InvalidSnapshotError:
         return
     assert all(type(count) is int and count >= 0 for count in part.values())
 
 
 def test_a_part_is_bounded() -> None:
-    with pytest.raises(DamagedPartError, match="too long"):
-        decode(b" " * MAX_PART_BYTES + b"{}")
+    with pytest.raises(InvalidSnapshotError, match="too long"):
+        decode(b" " * MAX_SNAPSHOT_BYTES + b"{}")

@@ -15,7 +15,7 @@ from quire_proto.cli import read_settings
 from quire_proto.errors import QuireError
 from quire_router.admission.limits import ReserveRequest
 from quire_router.admission.redis_rate_limit import RedisRateLimiter
-from quire_router.autoscale.load_totals import LoadTeller, RedisLoad
+from quire_router.autoscale.load_totals import LoadPublisher, RedisLoad
 from quire_router.clients.redis_client import RedisAccess, read_password, redis_client
 from quire_router.config import Settings
 from quire_router.engines.load import LoadLedger
@@ -78,7 +78,7 @@ async def rooms(access: RedisAccess) -> AsyncIterator[tuple[RedisJournal, RedisR
     journal = RedisJournal(access, owner="me", settings=JournalSettings(settle=0))
     meter = RedisRateLimiter(access, timeout=1.0)
     load = RedisLoad(access, ["m"])
-    teller = LoadTeller(access, lambda: {"m": 7})
+    teller = LoadPublisher(access, lambda: {"m": 7})
     peers = LoadSharing(access, LoadLedger(EngineTable()), SpeculativeBlocks(EngineTable(), PrefixIndex()))
     journal.start()
     teller.start()

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from quire_proto.supervise import RestartSettings, SupervisedTask
 from quire_router import app as upkeep
 from quire_router.api.rpc.grpc_server import RpcServer
-from quire_router.autoscale.load_totals import LoadSettings, LoadTeller
+from quire_router.autoscale.load_totals import LoadPublisher, LoadSettings
 from quire_router.core.retry import failing_tasks, supervise
 from quire_router.discovery.base import Endpoint
 from quire_router.discovery.combined import CombinedDiscovery
@@ -282,7 +282,9 @@ async def test_leases_of_other_routers_end_also_after_a_failure(monkeypatch: pyt
 
 async def test_autoscalers_go_on_hearing_of_the_load_after_a_failure() -> None:
     told: list[int] = []
-    teller = LoadTeller("redis://127.0.0.1:1", failing_once(lambda: told.append(1) or {}), LoadSettings(interval=0.01))
+    teller = LoadPublisher(
+        "redis://127.0.0.1:1", failing_once(lambda: told.append(1) or {}), LoadSettings(interval=0.01)
+    )
     teller.start()
     await until(lambda: bool(told))
     await teller.close()
@@ -297,7 +299,7 @@ async def test_upkeep_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
             return 0
 
     monkeypatch.setattr(index, "sweep", failing_once(swept.append))
-    keeping = upkeep.Upkeep(Life(), index)  # type: ignore[arg-type]
+    keeping = upkeep.BackgroundJobs(Life(), index)  # type: ignore[arg-type]
     keeping.start()
     await until(lambda: len(swept) > 1)
     await keeping.stop()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from quire_router.clients.kube_access import KubeAccess
 from quire_router.discovery.base import Endpoint, KubernetesService
-from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, discovery_of
+from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, create_discovery
 from quire_router.discovery.kubernetes import KubernetesDiscovery, WatchSettings
 
 from tests.support.certificates import Authority
@@ -347,7 +347,7 @@ def test_outside_of_a_pod_there_has_to_be_a_file(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ValueError, match="KUBECONFIG"):
-        discovery_of(["kubernetes://engines"], dns_period=1)
+        create_discovery(["kubernetes://engines"], dns_period=1)
 
 
 async def test_several_sources_are_one_list_in_which_each_engine_is_once(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from quire_router.clients.kube_access import KubeAccess
 from quire_router.discovery import kubernetes as client
-from quire_router.discovery.base import Standing
-from quire_router.discovery.kubernetes import KubernetesDiscovery, Slices, WatchSettings
+from quire_router.discovery.base import SourceHealth
+from quire_router.discovery.kubernetes import EndpointSlices, KubernetesDiscovery, WatchSettings
 
 from tests.support.kube_api import Json, KubeApiServer, endpoint, slice_of
 from tests.support.waiting import until
@@ -138,7 +138,7 @@ LISTS = {
 
 @pytest.mark.parametrize("item", NO_SLICES.values(), ids=NO_SLICES)
 def test_what_is_no_slice_is_not_taken_in_part(item: Any) -> None:
-    slices = Slices("grpc")
+    slices = EndpointSlices("grpc")
     slices.put(slice_of("a", engines("10.0.0.1")))
     for take in (slices.put, lambda item: slices.replace([slice_of("b", engines("10.0.0.2")), item])):
         with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
@@ -234,9 +234,9 @@ async def test_who_may_list_and_not_watch_is_told_so(tmp_path: Path, caplog: pyt
 
 
 def test_what_is_told_is_one_short_line(caplog: pytest.LogCaptureFixture) -> None:
-    standing = Standing("source")
+    standing = SourceHealth("source")
     for _ in range(2):
-        standing.failed(5000 * "long\n")
+        standing.on_failure(5000 * "long\n")
     (told,) = [record.getMessage() for record in caplog.records]
     assert "long long" in told
     assert len(told) < 300

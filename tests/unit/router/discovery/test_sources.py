@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from quire_router.config import Settings
 from quire_router.core.retry import CpuThrottle
 from quire_router.discovery import combined
-from quire_router.discovery.base import Address, DnsName, Endpoint, KubernetesService, merged, parse_source
-from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, discovery_of
+from quire_router.discovery.base import Address, DnsName, Endpoint, KubernetesService, merge_endpoints, parse_source
+from quire_router.discovery.combined import CombinedDiscovery, StaticDiscovery, create_discovery
 
 from tests.support.announced import Announced
 from tests.support.waiting import until
@@ -68,15 +68,15 @@ def test_a_service_cannot_be_asked_from_outside_of_a_cluster(monkeypatch: pytest
     with pytest.raises(ValidationError, match="from a pod only"):
         Settings(model=["/m"], engine="kubernetes://e")
     with pytest.raises(ValueError, match="from a pod only"):
-        discovery_of(["kubernetes://e"], dns_period=1)
+        create_discovery(["kubernetes://e"], dns_period=1)
 
 
 def test_libraries_are_loaded_only_for_what_is_used() -> None:
     script = (
         "import sys\n"
-        "from quire_router.app import Parts\n"
-        "from quire_router.discovery.combined import discovery_of\n"
-        "discovery_of(['host:1'], dns_period=1)\n"
+        "from quire_router.app import Components\n"
+        "from quire_router.discovery.combined import create_discovery\n"
+        "create_discovery(['host:1'], dns_period=1)\n"
         "print([name for name in ('kubernetes', 'aiohttp', 'dns') if name in sys.modules])"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
@@ -96,7 +96,7 @@ ENDPOINTS = st.lists(
 
 @given(ENDPOINTS)
 def test_of_one_address_the_best_that_is_said_counts(endpoints: list[Endpoint]) -> None:
-    found = merged(endpoints)
+    found = merge_endpoints(endpoints)
     assert [each.address for each in found] == list(dict.fromkeys(each.address for each in endpoints))
     for each in found:
         said = [other for other in endpoints if other.address == each.address]
