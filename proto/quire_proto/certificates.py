@@ -18,7 +18,7 @@ class _Checked:
     client_ca: bytes | None
 
 
-class Certificates:
+class ReloadingServerCredentials:
     """What a server shows of itself, and whom it believes. Raises ``TlsError`` where the files cannot be used.
 
     Where they cannot be used later, the server stays with the last ones that could, and says so once.

@@ -184,6 +184,11 @@ def reject_unknown_env(kind: type[CliSettings], others: Iterable[str] = ()) -> N
         _stop(kind, unknown)
 
 
+def join_host_port(host: str, port: int) -> str:
+    """``host:port``, or ``[host]:port`` for an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _explain(location: tuple[int | str, ...], message: str) -> str:
     text = message.removeprefix("Value error, ").replace(" after validation", "")
     text = "needed, and not given" if text == "Field required" else text

@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import uvloop
-from quire_proto.cli import read_settings, reject_unknown_env
+from quire_proto.cli import join_host_port, read_settings, reject_unknown_env
 from quire_proto.errors import QuireError, TokenizerLoadError
 from quire_proto.supervise import SupervisedTask
 from quire_proto.text.tokenizer import ModelTokenizer
@@ -170,10 +171,14 @@ class Components:
         self.queue = AdmissionQueue(settings.models, self.fleet, file.tenants, _queue_settings(settings))
         self.fleet.on_room = self.queue.notify_capacity
         redis = settings.redis
-        self.journal = _journal(redis, settings.retention)
+        # One membership: the owner of leases in the journal, and the sender of load to routers and autoscalers.
+        router_id = uuid4().hex
+        self.journal = _journal(redis, router_id, settings.retention)
         self.meter = None if redis is None else RedisRateLimiter(redis)
         self.expectations = SpeculativeBlocks(self.fleet.table, self.index)
-        self.peers = None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations)
+        self.peers = (
+            None if redis is None else LoadSharing(redis, self.fleet.ledger, self.expectations, router_id=router_id)
+        )
         limits = RateLimiter(file.tenants, self.meter)
         self.runner = self._create_runner(settings, texts, limits)
         self.frontend = ApiService(
@@ -192,7 +197,7 @@ class Components:
         self.queue.on_queued = self.frontend.bodies.release_queued
         own = LocalLoad(settings.models, self.runner.load)
         self.load: Load = own if redis is None else RedisLoad(redis, settings.models)
-        self._load_publisher = None if redis is None else LoadPublisher(redis, own.now)
+        self._load_publisher = None if redis is None else LoadPublisher(redis, own.now, router_id=router_id)
         self._background_jobs = BackgroundJobs(self.runner, self.index)
 
     async def start(self, stack: AsyncExitStack) -> None:
@@ -251,10 +256,10 @@ def _queue_settings(settings: Settings) -> QueueSettings:
     )
 
 
-def _journal(redis: RedisAccess | None, retention: float) -> RedisJournal | MemoryJournal:
+def _journal(redis: RedisAccess | None, router_id: str, retention: float) -> RedisJournal | MemoryJournal:
     if redis is None:
         return MemoryJournal(retention=retention)
-    journal = RedisJournal(redis, settings=JournalSettings(retention=retention))
+    journal = RedisJournal(redis, owner=router_id, settings=JournalSettings(retention=retention))
     journal.start()
     return journal
 
@@ -328,7 +333,7 @@ class Router:
         servers = self._http_servers()
         rpc = RpcServer(
             self._components.frontend,
-            _address(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
+            join_host_port(settings.host, self._worker.grpc_port if self._worker else settings.grpc_port),
             max_message_bytes=settings.max_body_bytes,
             patience=patience,
             shared=self._worker is not None,
@@ -432,10 +437,6 @@ def _load_texts(settings: Settings) -> dict[str, ModelTokenizer]:
     allowed = settings.allow_special_tokens_in_content
     folders = settings.models.items()
     return {name: ModelTokenizer.load(folder, allow_special_tokens_in_content=allowed) for name, folder in folders}
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _log_ports(settings: Settings, ports: Sequence[int], rpc_port: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from quire.v1 import engine_pb2
-from quire_proto.certificates import Certificates
+from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.tls import ClientTls, ServerTls
 from quire_router.engines.connection import EngineConnection
 from quire_router.engines.settings import ConnectionSettings
@@ -28,7 +28,7 @@ ROUNDS, STEPS, REQUESTS, LINKS = 7, 400, 64, 40
 
 @asynccontextmanager
 async def linked(server: ServerTls | None, client: ClientTls | None) -> AsyncIterator[Linked]:
-    engine = ScriptedEngine(credentials=None if server is None else Certificates(server).credentials())
+    engine = ScriptedEngine(credentials=None if server is None else ReloadingServerCredentials(server).credentials())
     link = EngineConnection(await engine.start(), replace(ConnectionSettings(), tls=client))
     link.start()
     try:

@@ -14,7 +14,8 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from quire.v1 import engine_pb2, engine_pb2_grpc
-from quire_proto.certificates import Certificates
+from quire_proto.certificates import ReloadingServerCredentials
+from quire_proto.cli import join_host_port
 from quire_proto.supervise import SupervisedTask
 from quire_proto.tls import ServerTls
 
@@ -80,7 +81,7 @@ class EngineServer:
         grammars: GrammarBackend,
     ) -> None:
         self._config = config
-        self._certificates = None if config.tls is None else Certificates(config.tls)
+        self._certificates = None if config.tls is None else ReloadingServerCredentials(config.tls)
         self._executor = executor
         self._description = description
         description.generation = secrets.randbits(64)
@@ -209,9 +210,9 @@ def _keepalive_options(silence: float) -> list[tuple[str, int]]:
     return [("grpc.http2.max_pings_without_data", 0), *((name, milliseconds) for name in names)]
 
 
-def _listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None) -> int:
+def _listen(server: grpc.aio.Server, host: str, port: int, certificates: ReloadingServerCredentials | None) -> int:
     """The port that the server listens on. Raises ``OSError`` when it cannot be had."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = join_host_port(host, port)
     try:
         if certificates is None:
             return server.add_insecure_port(address)

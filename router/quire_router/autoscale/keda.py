@@ -19,7 +19,7 @@ from quire.keda.externalscaler_pb2 import (
     ScaledObjectRef,
 )
 from quire.keda.externalscaler_pb2_grpc import ExternalScalerServicer, add_ExternalScalerServicer_to_server
-from quire_proto.certificates import Certificates
+from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.errors import ErrorCode, QuireError, invalid
 from quire_proto.tls import ServerTls
 
@@ -228,7 +228,9 @@ class KedaServer:
         limits = [*options(_MAX_MESSAGE, shared=False), *connection_options(_LIMITS, _HANDSHAKE_TIMEOUT)]
         self._server = grpc.aio.server(options=limits, maximum_concurrent_rpcs=_LIMITS.calls)
         add_ExternalScalerServicer_to_server(scaler, self._server)
-        inner = bind(self._server, "127.0.0.1:0", None if tls is None else Certificates(tls).credentials())
+        inner = bind(
+            self._server, "127.0.0.1:0", None if tls is None else ReloadingServerCredentials(tls).credentials()
+        )
         self._relay = Relay(listen(host, port), inner, ConnectionShares(_CONNECTIONS, peer_share))
         self.port = self._relay.port
 

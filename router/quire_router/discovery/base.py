@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import time
 from typing import Protocol
 
+from quire_proto.cli import join_host_port
+
 from quire_router.core import metrics
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def format_address(host: str, port: int, *, six: bool) -> str:
         host = socket.inet_ntop(family, socket.inet_pton(family, host))
     except OSError:
         raise ValueError(f"{host!r} is no address of IPv{6 if six else 4}") from None
-    return f"[{host}]:{port}" if six else f"{host}:{port}"
+    return join_host_port(host, port)
 
 
 def merge_endpoints(endpoints: Iterable[Endpoint]) -> tuple[Endpoint, ...]:

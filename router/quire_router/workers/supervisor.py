@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from quire_proto.cli import join_host_port
 from starlette.types import Receive, Scope, Send
 
 from quire_router.api.rest.http import JSON_HEADERS, ClientDisconnectedError, Header, HttpResponse
@@ -43,7 +44,7 @@ class Admin:
     def __init__(self, folder: str, host: str, port: int, alive: Callable[[], bool], patience: float) -> None:
         self._folder = folder
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - where to ask, not to listen
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._url = f"http://{join_host_port(host, port)}"
         self._alive = alive
         self._patience = patience
         self._pages: dict[str, Callable[[], Awaitable[Page]]] = {

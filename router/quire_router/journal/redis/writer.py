@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain, islice
@@ -13,6 +12,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from quire_router.core import metrics
 from quire_router.core.generation import GenerationRequest
+from quire_router.core.retry import Backoff
 from quire_router.journal.base import LeaseListener
 from quire_router.journal.codec import TOKEN_BYTES, JournalSettings, encode_request_fields, encode_usage
 from quire_router.journal.redis import redis_connection as scripts
@@ -125,7 +125,7 @@ def index_removal(writes: Iterable[BufferedWrite]) -> bytes:
 
 MAX_WRITES_PER_FLUSH = 128  # a flush of so many holds the loop for a millisecond or so
 PAUSE_PER_WRITE = 0.0004  # seconds; a write takes about the thirtieth part of that here
-FIRST_DELAY, LAST_DELAY = 0.05, 1.0
+FIRST_DELAY, LAST_DELAY = 0.05, 1.0  # seconds from a failure to the next try
 HEARTBEATS_PER_LEASE = 4
 
 
@@ -155,7 +155,7 @@ class RedisWriter:
         self._scripts_loaded = False
         self._refusing = False
         self._outage_logged = False
-        self._delay = FIRST_DELAY
+        self._backoff = Backoff(FIRST_DELAY, LAST_DELAY)
         self._next_heartbeat = 0.0
         self._flushed = asyncio.Event()
         metrics.JOURNAL_AVAILABLE.set(0)
@@ -230,7 +230,8 @@ class RedisWriter:
     def _on_success(self) -> None:
         if not self.available:
             log.info("the journal is written to Redis")
-        self.available, self._refusing, self._delay, self._outage_logged = True, False, FIRST_DELAY, False
+        self.available, self._refusing, self._outage_logged = True, False, False
+        self._backoff.reset()
         metrics.JOURNAL_AVAILABLE.set(1)
 
     def record_failure(self, error: Exception) -> None:
@@ -246,8 +247,7 @@ class RedisWriter:
 
     async def _on_failure(self, error: Exception) -> None:
         self.record_failure(error)
-        await asyncio.sleep(self._delay * random.uniform(0.5, 1.0))  # noqa: S311 - spreads retries, hides nothing
-        self._delay = min(2 * self._delay, LAST_DELAY)
+        await asyncio.sleep(self._backoff.next())
 
     # One flush
 

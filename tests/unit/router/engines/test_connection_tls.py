@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quire_proto.certificates import Certificates
+from quire_proto.certificates import ReloadingServerCredentials
 from quire_proto.tls import CertKeyFiles, ClientTls, ServerTls
 from quire_router.engines.connection import EngineConnection
 from quire_router.engines.settings import ConnectionSettings
@@ -57,7 +57,7 @@ async def meeting(
     server: ServerTls | None, client: ClientTls | None
 ) -> AsyncIterator[tuple[ScriptedEngine, EngineConnection]]:
     """A link to an engine, each with its own idea of TLS."""
-    engine = ScriptedEngine(credentials=None if server is None else Certificates(server).credentials())
+    engine = ScriptedEngine(credentials=None if server is None else ReloadingServerCredentials(server).credentials())
     link = EngineConnection(await engine.start(), replace(QUICK, tls=client))
     link.start()
     try:
