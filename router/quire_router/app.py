@@ -38,7 +38,6 @@ from quire_router.autoscale.scaling_server import start_scaling_servers
 from quire_router.clients.redis_client import RedisAccess
 from quire_router.config import Settings, connections_within, log_startup_warnings, raise_descriptor_limit
 from quire_router.core import metrics
-from quire_router.core import metrics as tally
 from quire_router.core.metrics import WorkerContext
 from quire_router.core.retry import failing_tasks, supervise
 from quire_router.discovery.combined import create_discovery
@@ -56,6 +55,7 @@ from quire_router.placement.prefix_index import PrefixIndex
 from quire_router.placement.query import PlacementSettings
 from quire_router.requests.dispatch import Dispatcher
 from quire_router.requests.runner import RequestRunner
+from quire_router.requests.state import FLUSH_PERIOD, flush_token_metrics
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class BackgroundJobs:
 
 async def _tally() -> None:
     while True:
-        await asyncio.sleep(tally.FLUSH_PERIOD)
-        tally.flush()
+        await asyncio.sleep(FLUSH_PERIOD)
+        flush_token_metrics()
 
 
 async def _trim() -> None:

@@ -21,9 +21,15 @@ from quire_router.api.rest.rest_app import RestApp, build_admin, build_api
 from quire_router.api.rest.sse import KeepAlive
 from quire_router.api.rpc.grpc_server import CallLimits, RpcServer
 from quire_router.api.service import ApiService
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import OwnedDeltaStream
-from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, PromptGroup, Usage
+from quire_router.core.generation import (
+    NO_USAGE,
+    Delta,
+    GenerationRequest,
+    OwnedDeltaStream,
+    PromptGroup,
+    StreamCursor,
+    Usage,
+)
 from quire_router.journal.base import RecordedDelta, RequestRecord, encode_error
 
 from tests.support.model_folders import CHAT_TEMPLATE, byte_level

@@ -9,9 +9,7 @@ from quire_proto.errors import ErrorCode, QuireError, internal
 
 from quire_router.api.prepared_request import Runner
 from quire_router.api.request_limits import ConcurrencyLimit
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import OwnedDeltaStream
-from quire_router.core.generation import Delta, GenerationRequest, PromptGroup, Usage
+from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, PromptGroup, StreamCursor, Usage
 from quire_router.journal.base import RequestRecord
 
 _QueueItem = tuple[int, Delta | Exception | None]

@@ -11,8 +11,7 @@ from quire_proto.errors import internal
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.schemas.openai import ChatRequest, GenerationBody
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import Delta, GenerationRequest, PromptGroup
+from quire_router.core.generation import Delta, GenerationRequest, PromptGroup, StreamCursor
 from quire_router.journal.base import RequestRecord
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,7 @@ from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest
 from quire_router.api.stored_requests import RequestStore, StoredRequest, parse_cursor
 from quire_router.api.validation import naming_schema_at_fault
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import OwnedDeltaStream
-from quire_router.core.generation import Delta, GenerationRequest
+from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, StreamCursor
 from quire_router.journal.base import RequestRecord
 
 # The prompt's text before each choice's own, where a request asks for it back.

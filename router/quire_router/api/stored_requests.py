@@ -14,8 +14,7 @@ from quire_router.api.auth import Identity
 from quire_router.api.multi_prompt import MultiPromptRunner, total_usage
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.validation import unknown_model
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
+from quire_router.core.generation import NO_USAGE, GenerationRequest, StreamCursor, Usage
 from quire_router.journal.base import RequestRecord, decode_error
 
 _ID = re.compile(r"(?:chatcmpl-|cmpl-)?([A-Za-z0-9_-]{1,64})", re.ASCII)

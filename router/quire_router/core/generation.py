@@ -1,12 +1,20 @@
-"""One request as the rooms behind the API see it: validated, in tokens; and the pieces of its answer."""
+"""One request and its answer: ``GenerationRequest`` as it left the validator, in tokens; the ``Delta`` objects that its
+answer consists of; ``StreamCursor``, how far a client has read them, as an event id says it; and ``DeltaStream``, the
+generator that a client's task reads them from, with the direct path that most of them take instead. Does no I/O.
+"""
 
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from time import time
+from typing import Any, Protocol, Self
 
+from opentelemetry.context import Context
+from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
+_CURSOR = re.compile(r"(?:-|[0-9]{1,9}e?)(?:\.(?:-|[0-9]{1,9}e?))*u?", re.ASCII)
 LOGPROBS_PER_TOKEN = 6
 """Log-probabilities that take a router as long to write as a token of a stream: 6 µs each, against 35 to 40."""
 
@@ -53,6 +61,13 @@ class GenerationRequest:
     session: str = ""
     deadline: float | None = None
     retention: float | None = None
+
+    @property
+    def selects_choices(self) -> bool:
+        """Whether choices are candidates, of ``best_of`` or of a beam search, of which the best are delivered together
+        once all of them have ended.
+        """
+        return self.params.beam_width > 0 or self.params.best_of > self.params.n
 
     @property
     def max_cost(self) -> int:
@@ -124,9 +139,6 @@ class Delta:
     route: str = ""
 
 
-# The state that the prompts of one request share.
-
-
 @dataclass(slots=True)
 class PromptGroup:
     """One for all prompts of a request that run here. Its answer has ``begun`` once the client was told anything of it,
@@ -135,3 +147,187 @@ class PromptGroup:
 
     begun: bool = False
     failed: bool = False
+
+
+class StreamCursor:
+    """For each choice how many of its tokens were told, and whether its end was; and whether the usage was.
+
+    Written as ``17`` or ``17e`` for a choice, ``-`` for one that has not begun, with dots between choices, and ``u`` at
+    the end once the usage was told. Positions are tokens because they mean the same at every router: the pieces that
+    an answer comes in do not.
+    """
+
+    __slots__ = ("_delivered", "_ended", "_words", "usage")
+
+    def __init__(self, choices: int) -> None:
+        self._delivered: list[int | None] = [None] * choices
+        self._ended = [False] * choices
+        self._words = ["-"] * choices
+        self.usage = False
+
+    @classmethod
+    def parse(cls, text: str, choices: int) -> Self:
+        """The mark that was written as ``text``; an empty one is the beginning. Raises ``ValueError`` for what is no
+        mark of an answer of so many choices.
+        """
+        mark = cls(choices)
+        if not text:
+            return mark
+        words = text.removesuffix("u").split(".")
+        if not _CURSOR.fullmatch(text) or len(words) != choices:
+            raise ValueError("this is no place in the answer")
+        mark.usage = text.endswith("u")
+        for index, word in enumerate(words):
+            if word != "-":
+                mark._delivered[index] = int(word.removesuffix("e"))
+                mark._ended[index] = word.endswith("e")
+                mark._write(index)
+        return mark
+
+    def __str__(self) -> str:
+        return ".".join(self._words) + ("u" if self.usage else "")
+
+    def position(self, index: int) -> int:
+        """How many tokens of a choice were told."""
+        return self._delivered[index] or 0
+
+    def begun(self, index: int) -> bool:
+        """Whether anything of a choice was told, if only that it begins."""
+        return self._delivered[index] is not None
+
+    def ended(self, index: int) -> bool:
+        """Whether the end of a choice was told."""
+        return self._ended[index]
+
+    def slice(self, first: int, choices: int) -> Self:
+        """Where the reader stands in so many choices from ``first`` on, as a mark of its own; of the usage it says
+        nothing.
+        """
+        return self.parse(".".join(self._words[first : first + choices]), choices)
+
+    def open(self, index: int) -> None:
+        """The choice's beginning was told."""
+        if self._delivered[index] is None:
+            self._delivered[index] = 0
+            self._write(index)
+
+    def advance(self, delta: Delta) -> None:
+        """A piece was told, but not the usage in it."""
+        index = delta.index
+        self._delivered[index] = (self._delivered[index] or 0) + len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._ended[index] = True
+        self._write(index)
+
+    def _write(self, index: int) -> None:
+        self._words[index] = f"{self._delivered[index]}e" if self._ended[index] else str(self._delivered[index])
+
+
+class DeltaSink(Protocol):
+    """Writes a response delta by delta."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a delta can be written now, without waiting for anything."""
+        ...
+
+    def write(self, delta: Delta) -> None:
+        """Writes a delta. May be called only while ``is_open``."""
+        ...
+
+
+class DirectPath:
+    """Between one answer's maker and its ``writer``, who may take part once it has written something.
+
+    A task switch and a chain of generators cost more than all that is done with a token. So a piece that comes while
+    the reader waits for it, and that ends nothing, is given to the writer where it comes up. Every other piece, every
+    end and every error goes the long way, through the generator, and so does everything while the writer is not open.
+    """
+
+    __slots__ = ("sink",)
+
+    def __init__(self) -> None:
+        self.sink: DeltaSink | None = None
+
+
+class DeltaStream(AsyncGenerator[Delta, None]):
+    """``answer`` as it is, and the ``shortcut`` that its reader may use."""
+
+    def __init__(self, answer: AsyncGenerator[Delta, None], shortcut: DirectPath) -> None:
+        self.direct_path = shortcut
+        self._answer = answer
+
+    def __anext__(self) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self.asend(None)
+
+    def asend(self, value: None) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self._answer.asend(value)
+
+    def athrow(self, error: Any, *older: Any) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        return self._answer.athrow(error, *older)
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """See ``AsyncGenerator``."""
+        return self._answer.aclose()
+
+
+class OwnedDeltaStream(DeltaStream):
+    """``answer``, which lets go of what it holds on every way out. Closing it before its first piece was asked for
+    calls ``let_go`` instead, because a generator that was never started runs none of its ends.
+    """
+
+    def __init__(
+        self,
+        answer: AsyncGenerator[Delta, None],
+        let_go: Callable[[], Awaitable[None]],
+        shortcut: DirectPath | None = None,
+    ) -> None:
+        super().__init__(answer, shortcut or DirectPath())
+        self._release: Callable[[], Awaitable[None]] | None = let_go
+
+    def asend(self, value: None) -> Coroutine[Any, Any, Delta]:
+        """See ``AsyncGenerator``."""
+        self._release = None
+        return super().asend(value)
+
+    async def athrow(self, error: Any, *older: Any) -> Delta:
+        """See ``AsyncGenerator``."""
+        await self._release_once()
+        return await super().athrow(error, *older)
+
+    async def aclose(self) -> None:
+        """See ``AsyncGenerator``."""
+        await self._release_once()
+        await super().aclose()
+
+    async def _release_once(self) -> None:
+        let_go, self._release = self._release, None
+        if let_go is not None:
+            await let_go()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseConsumer:
+    """``caller`` is the trace context that the request came with, ``shortcut`` the short way of its pieces, and
+    ``siblings`` the other prompts of the same answer. Who comes back for an earlier answer stands at ``mark``, and
+    waits until ``deadline``, in seconds since 1970.
+    """
+
+    trace_context: Context = field(default_factory=Context)
+    direct_path: DirectPath = field(default_factory=DirectPath)
+    prompt_group: PromptGroup = field(default_factory=PromptGroup)
+    cursor: StreamCursor | None = None
+    deadline: float | None = None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the reader waits from now on; None without end."""
+        return None if self.deadline is None else max(0.0, self.deadline - time())
+
+
+def deadline_exceeded() -> QuireError:
+    """Returns the error of a consumer whose deadline has passed, while the request's has not."""
+    return QuireError(ErrorCode.DEADLINE, "The time to read this answer was over before it had ended.")

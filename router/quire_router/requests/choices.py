@@ -6,64 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs, best_of, mean_logprob
-from quire_proto.text.detokenizer import OutputTextStream
-from quire_proto.text.tokenizer import ModelTokenizer
 
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, Usage
+from quire_router.core.generation import Delta, StreamCursor, Usage
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import AnyDelta, RecordedDelta
-
-
-class Choice:
-    """``token_ids`` are all that belong to it, and ``finish_reason`` is None while it goes on. ``last_token`` is when
-    the last ones came.
-    """
-
-    __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
-
-    def __init__(self, index: int, text: OutputTextStream) -> None:
-        self.index = index
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.last_token: float | None = None
-        self._text = text
-
-    def process(self, output: Output) -> Delta:
-        """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
-        after the one that completed it do not belong to it, nor do their log-probabilities.
-        """
-        token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
-        text = self._text.push(token_ids)
-        if reason is not None and not self._text.stopped:
-            text += self._text.finish()
-        if self._text.stopped:
-            reason = FinishReason.STOP
-            kept = self._text.stop_token_count - len(self.token_ids)
-            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
-        self.finish_reason = reason
-        self.token_ids += token_ids
-        return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
-
-    def finish(self, reason: FinishReason) -> Delta:
-        """Returns the last delta of a choice that ends without an output of the engine that ends it."""
-        return self.process(Output([], len(self.token_ids), reason))
-
-
-def create_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
-    """So many choices of a request, with nothing in them yet."""
-    return [Choice(index, _open_text(generation, text)) for index in range(count)]
-
-
-def _open_text(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
-    return text.new_output_stream(
-        generation.prompt_token_ids,
-        generation.stop,
-        include_stop=generation.include_stop,
-        skip_special_tokens=generation.skip_special_tokens,
-        keep_markers=generation.operation == "chat",
-    )
-
 
 # The choices of a request that is told only when all of them have ended: which ones, and in which order.
 
@@ -89,11 +35,6 @@ class BestOfSelection:
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._candidates: dict[int, _Candidate] = {}
-
-    @staticmethod
-    def applies_to(params: SamplingParams) -> bool:
-        """Whether the choices of such a request are told together."""
-        return params.beam_width > 0 or params.best_of > params.n
 
     def add(self, piece: Delta) -> None:
         """Keeps a piece of a candidate."""
@@ -131,67 +72,6 @@ class BestOfSelection:
 CHUNK_TOKENS = 256
 """Tokens of a part: a millisecond or so."""
 P = TypeVar("P", bound=AnyDelta)
-
-
-class Replayer:
-    """Makes the pieces of a record into those of an answer: their text again, and what is before ``mark`` as told.
-
-    Choices that are told together are told once all of them are there: whoever goes on with a record that has only some
-    of them runs the request again.
-    """
-
-    def __init__(self, generation: GenerationRequest, text: ModelTokenizer, mark: StreamCursor) -> None:
-        self._cursor = mark
-        self._prompt_tokens = len(generation.prompt_token_ids)
-        self._deferred: list[RecordedDelta] | None = [] if BestOfSelection.applies_to(generation.params) else None
-        self._choices = create_choices(generation, text, generation.params.n)
-
-    def replay(self, pieces: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
-        """The answer's pieces for ``pieces`` that go on from those that were given before, ``ended`` with the last."""
-        if self._deferred is not None:
-            self._deferred += pieces
-            pieces = self._deferred if ended else ()
-        for piece in chunked(pieces):
-            yield from self._replay_piece(piece, 0)
-
-    def replay_to_end(self, pieces: Iterable[RecordedDelta]) -> Iterator[Delta]:
-        """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
-        behind = [len(choice.token_ids) for choice in self._choices]
-        for piece in chunked(pieces if self._deferred is None else ()):
-            known = min(behind[piece.index], len(piece.token_ids))
-            behind[piece.index] -= known
-            yield from self._replay_piece(piece, known)
-
-    def finish(self, reason: FinishReason, usage: Usage) -> list[Delta]:
-        """The last pieces: the ends of choices that have none of their own, as they were cut short, and the usage;
-        where nobody who ran the request told it, that of what the reader was told.
-        """
-        if usage == NO_USAGE:
-            usage = Usage(self._prompt_tokens, sum(len(choice.token_ids) for choice in self._choices))
-        ends = []
-        for choice in self._choices:
-            if choice.finish_reason is None:
-                ends.append(mark_replayed(choice.finish(reason), len(choice.token_ids), self._cursor))
-        return with_usage(ends, usage, self._cursor)
-
-    def _replay_piece(self, piece: RecordedDelta, known: int) -> Iterator[Delta]:
-        """``known`` of the piece's tokens were retold."""
-        choice = self._choices[piece.index]
-        if choice.finish_reason is not None or (known == len(piece.token_ids) and piece.finish_reason is None):
-            return
-        output = Output(
-            piece.token_ids[known:],
-            len(choice.token_ids),
-            piece.finish_reason,
-            index=piece.index,
-            logprobs=piece.logprobs[known:],
-            score=piece.score,
-        )
-        prompt = piece.prompt_logprobs
-        for part in split_at_cursor(output, self._cursor):
-            delta = mark_replayed(choice.process(part), len(choice.token_ids), self._cursor)
-            yield replace(delta, prompt_logprobs=prompt) if prompt else delta
-            prompt = []
 
 
 async def yielding_to_loop(pieces: Iterable[P]) -> AsyncGenerator[P]:

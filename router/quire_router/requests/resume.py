@@ -4,20 +4,30 @@ and takes it up when nobody does. Makes no tokens itself.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.sampling import FinishReason
 from quire_proto.text.tokenizer import ModelTokenizer
 
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import OwnedDeltaStream, ResponseConsumer, deadline_exceeded
 from quire_router.core.errors import shutting_down_error
-from quire_router.core.generation import Delta, GenerationRequest
-from quire_router.journal.base import Journal, Lease, RequestRecord, decode_error, request_size
-from quire_router.requests.choices import Replayer, yielding_to_loop
+from quire_router.core.generation import (
+    NO_USAGE,
+    Delta,
+    GenerationRequest,
+    OwnedDeltaStream,
+    ResponseConsumer,
+    StreamCursor,
+    Usage,
+    deadline_exceeded,
+)
+from quire_router.engines.output_stream import Output
+from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error, request_size
+from quire_router.requests.choices import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
+from quire_router.requests.state import create_choices
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +97,7 @@ class RequestResumer:
             self._pausing -= 1
 
     async def _continue(
-        self, record: RequestRecord, lease: Lease, retelling: Replayer, reader: ResponseConsumer
+        self, record: RequestRecord, lease: Lease, retelling: "Replayer", reader: ResponseConsumer
     ) -> AsyncGenerator[Delta]:
         async with aclosing(self._resume_claimed(record, lease, reader)) as answer:
             async for delta in yielding_to_loop(retelling.replay_to_end(record.deltas)):
@@ -152,3 +162,64 @@ class RequestResumer:
         if request_id in self._registry:
             return None  # it is ending here, and about to be let go of
         return await self._journal.claim(request_id)
+
+
+class Replayer:
+    """Makes the pieces of a record into those of an answer: their text again, and what is before ``mark`` as told.
+
+    Choices that are told together are told once all of them are there: whoever goes on with a record that has only some
+    of them runs the request again.
+    """
+
+    def __init__(self, generation: GenerationRequest, text: ModelTokenizer, mark: StreamCursor) -> None:
+        self._cursor = mark
+        self._prompt_tokens = len(generation.prompt_token_ids)
+        self._deferred: list[RecordedDelta] | None = [] if generation.selects_choices else None
+        self._choices = create_choices(generation, text, generation.params.n)
+
+    def replay(self, pieces: Iterable[RecordedDelta], *, ended: bool) -> Iterator[Delta]:
+        """The answer's pieces for ``pieces`` that go on from those that were given before, ``ended`` with the last."""
+        if self._deferred is not None:
+            self._deferred += pieces
+            pieces = self._deferred if ended else ()
+        for piece in chunked(pieces):
+            yield from self._replay_piece(piece, 0)
+
+    def replay_to_end(self, pieces: Iterable[RecordedDelta]) -> Iterator[Delta]:
+        """The answer's pieces for all ``pieces`` of a record, without what was retold before."""
+        behind = [len(choice.token_ids) for choice in self._choices]
+        for piece in chunked(pieces if self._deferred is None else ()):
+            known = min(behind[piece.index], len(piece.token_ids))
+            behind[piece.index] -= known
+            yield from self._replay_piece(piece, known)
+
+    def finish(self, reason: FinishReason, usage: Usage) -> list[Delta]:
+        """The last pieces: the ends of choices that have none of their own, as they were cut short, and the usage;
+        where nobody who ran the request told it, that of what the reader was told.
+        """
+        if usage == NO_USAGE:
+            usage = Usage(self._prompt_tokens, sum(len(choice.token_ids) for choice in self._choices))
+        ends = []
+        for choice in self._choices:
+            if choice.finish_reason is None:
+                ends.append(mark_replayed(choice.finish(reason), len(choice.token_ids), self._cursor))
+        return with_usage(ends, usage, self._cursor)
+
+    def _replay_piece(self, piece: RecordedDelta, known: int) -> Iterator[Delta]:
+        """``known`` of the piece's tokens were retold."""
+        choice = self._choices[piece.index]
+        if choice.finish_reason is not None or (known == len(piece.token_ids) and piece.finish_reason is None):
+            return
+        output = Output(
+            piece.token_ids[known:],
+            len(choice.token_ids),
+            piece.finish_reason,
+            index=piece.index,
+            logprobs=piece.logprobs[known:],
+            score=piece.score,
+        )
+        prompt = piece.prompt_logprobs
+        for part in split_at_cursor(output, self._cursor):
+            delta = mark_replayed(choice.process(part), len(choice.token_ids), self._cursor)
+            yield replace(delta, prompt_logprobs=prompt) if prompt else delta
+            prompt = []

@@ -14,9 +14,15 @@ from quire_proto.tracing import traceparent
 from quire_router.admission.limits import RateLimiter, Reservation
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import DeltaStream, OwnedDeltaStream, ResponseConsumer
-from quire_router.core.generation import Delta, GenerationRequest, PromptGroup
+from quire_router.core.generation import (
+    Delta,
+    DeltaStream,
+    GenerationRequest,
+    OwnedDeltaStream,
+    PromptGroup,
+    ResponseConsumer,
+    StreamCursor,
+)
 from quire_router.engines.output_stream import EngineFull, EngineLost
 from quire_router.engines.pool import EnginePool
 from quire_router.journal.base import Journal, Lease, RequestRecord, encode_error

@@ -1,6 +1,7 @@
 """The state of one request: its choices, its journal record and how it ends. Does no I/O and chooses no engine."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from time import monotonic
@@ -10,21 +11,18 @@ from quire.v1 import engine_pb2
 from quire_proto.convert import sampling_to_proto
 from quire_proto.errors import ErrorCode, QuireError, internal
 from quire_proto.sampling import FinishReason, TokenLogprobs
+from quire_proto.text.detokenizer import OutputTextStream
 from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.admission.limits import Reservation
 from quire_router.core import metrics
-from quire_router.core.delta_stream import ResponseConsumer, deadline_exceeded
-from quire_router.core.generation import Delta, GenerationRequest, Usage
-from quire_router.core.metrics import token_metrics
+from quire_router.core.generation import Delta, GenerationRequest, ResponseConsumer, Usage, deadline_exceeded
 from quire_router.engines.output_stream import Output, OutputStream
 from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord
 from quire_router.placement.prefix_index import HashesByNamespace
 from quire_router.requests.choices import (
     BestOfSelection,
-    Choice,
     chunked,
-    create_choices,
     mark_replayed,
     split_at_cursor,
     with_usage,
@@ -35,6 +33,56 @@ RETRY_AFTER = {ErrorCode.OVERLOADED: 1.0, ErrorCode.UNAVAILABLE: 5.0}
 """Seconds that a client should wait before it tries again."""
 
 _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR)
+
+
+class Choice:
+    """``token_ids`` are all that belong to it, and ``finish_reason`` is None while it goes on. ``last_token`` is when
+    the last ones came.
+    """
+
+    __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
+
+    def __init__(self, index: int, text: OutputTextStream) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.last_token: float | None = None
+        self._text = text
+
+    def process(self, output: Output) -> Delta:
+        """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
+        after the one that completed it do not belong to it, nor do their log-probabilities.
+        """
+        token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
+        text = self._text.push(token_ids)
+        if reason is not None and not self._text.stopped:
+            text += self._text.finish()
+        if self._text.stopped:
+            reason = FinishReason.STOP
+            kept = self._text.stop_token_count - len(self.token_ids)
+            token_ids, logprobs = token_ids[:kept], logprobs[:kept]
+        self.finish_reason = reason
+        self.token_ids += token_ids
+        return Delta(text, token_ids, reason, None, self.index, logprobs, [], output.score)
+
+    def finish(self, reason: FinishReason) -> Delta:
+        """Returns the last delta of a choice that ends without an output of the engine that ends it."""
+        return self.process(Output([], len(self.token_ids), reason))
+
+
+def create_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
+    """So many choices of a request, with nothing in them yet."""
+    return [Choice(index, _open_text(generation, text)) for index in range(count)]
+
+
+def _open_text(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
+    return text.new_output_stream(
+        generation.prompt_token_ids,
+        generation.stop,
+        include_stop=generation.include_stop,
+        skip_special_tokens=generation.skip_special_tokens,
+        keep_markers=generation.operation == "chat",
+    )
 
 
 class RequestState:
@@ -300,7 +348,7 @@ class RequestState:
         generation, params = self.generation, self.generation.params
         self._choices = create_choices(generation, self._text, params.num_returned)
         self._unfinished = len(self._choices)
-        self._selection = BestOfSelection(params) if BestOfSelection.applies_to(params) else None
+        self._selection = BestOfSelection(params) if generation.selects_choices else None
 
     def _emit(self, pieces: list[Delta]) -> list[Delta]:
         """What the client gets when ``pieces`` have come, written down."""
@@ -380,3 +428,52 @@ def _client_error(error: QuireError) -> QuireError:
         return internal()
     wait = RETRY_AFTER.get(error.code)
     return QuireError(error.code, error.message, param=error.param, retry_after=wait, reason=error.reason)
+
+
+FLUSH_PERIOD = 0.1  # seconds
+
+
+class TokenMetrics:
+    """The tokens of one model and the seconds between them, counted in plain numbers since the last ``flush``: a call
+    of the library for each token would take longer than most of what is done with it.
+    """
+
+    __slots__ = ("_counts", "_generation_tokens", "_inter_token_latency", "_seconds", "_tokens")
+
+    def __init__(self, model: str) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._counts = [0] * (len(metrics.TOKEN_SECONDS) + 1)
+        self._generation_tokens = metrics.GENERATION_TOKENS.labels(model)
+        self._inter_token_latency = metrics.ITL.labels(model)
+
+    def add(self, tokens: int, gap: float | None) -> None:
+        """Counts the tokens of one delta, ``gap`` seconds after the one before it; None for the first of a choice."""
+        self._tokens += tokens
+        if gap is not None:
+            seconds = gap / tokens
+            self._seconds += seconds
+            self._counts[bisect_left(metrics.TOKEN_SECONDS, seconds)] += 1
+
+    def flush(self) -> None:
+        """Adds what was counted to the metrics."""
+        if self._tokens:
+            self._generation_tokens.inc(self._tokens)
+            self._inter_token_latency.observe_many(self._counts, self._seconds)
+            self._tokens, self._seconds, self._counts = 0, 0.0, [0] * len(self._counts)
+
+
+_TOKEN_METRICS: dict[str, TokenMetrics] = {}
+
+
+def token_metrics(model: str) -> TokenMetrics:
+    """The one of a configured model."""
+    if model not in _TOKEN_METRICS:
+        _TOKEN_METRICS[model] = TokenMetrics(model)
+    return _TOKEN_METRICS[model]
+
+
+def flush_token_metrics() -> None:
+    """Adds what was counted of every model to the metrics; to be called every ``FLUSH_PERIOD``."""
+    for each in _TOKEN_METRICS.values():
+        each.flush()

@@ -9,8 +9,7 @@ from quire_router.api.multi_prompt import MultiPromptRunner
 from quire_router.api.prepared_request import PreparedRequest, ResponseOptions
 from quire_router.api.request_limits import ConcurrencyLimit
 from quire_router.api.responses import ResponseOpener
-from quire_router.core.delta_stream import OwnedDeltaStream
-from quire_router.core.generation import Delta, GenerationRequest
+from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream
 
 from tests.support.letters import TEXT, tokens
 

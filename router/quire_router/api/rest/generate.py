@@ -22,12 +22,11 @@ from quire_router.api.rest.http import (
     read_body,
 )
 from quire_router.api.rest.openai_format import CompletionBuilder, OpenAiFormat, request_object, to_json
-from quire_router.api.rest.sse import KeepAlive, SseEncoder, SseStream
+from quire_router.api.rest.sse import KeepAlive, SseDeltaSink, SseEncoder, SseStream
 from quire_router.api.schemas.openai import GenerationBody
 from quire_router.api.service import ApiService, counting_rejections
 from quire_router.api.validation import check_stream
-from quire_router.core.delta_stream import DeltaStream
-from quire_router.core.generation import Delta
+from quire_router.core.generation import Delta, DeltaStream
 
 # How an answer is written over HTTP: as events while it comes, or whole.
 
@@ -53,29 +52,8 @@ async def stream(
             if data:
                 await events.write(data)
             if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and not chunks.shown.anything:
-                deltas.direct_path.sink = _SseDeltaSink(events, chunks)
+                deltas.direct_path.sink = SseDeltaSink(events, chunks)
     raise internal()
-
-
-class _SseDeltaSink:
-    """Writes pieces that come by the shortcut, after the first."""
-
-    __slots__ = ("_chunks", "_events")
-
-    def __init__(self, events: SseStream, chunks: SseEncoder) -> None:
-        self._events = events
-        self._chunks = chunks
-
-    @property
-    def is_open(self) -> bool:
-        """See ``shortcut.Writer``."""
-        return self._events.is_open
-
-    def write(self, delta: Delta) -> None:
-        """See ``shortcut.Writer``."""
-        data = self._chunks.encode(delta)
-        if data:
-            self._events.write_now(data)
 
 
 def _begin(exchange: HttpExchange, events: SseStream, chunks: SseEncoder, delta: Delta) -> bytes:

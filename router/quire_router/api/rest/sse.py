@@ -13,8 +13,7 @@ from quire_router.api.responses import begun_choices
 from quire_router.api.rest.http import SSE_HEADERS, ClientDisconnectedError, DirectWriter, Header, HttpResponse
 from quire_router.api.rest.logprobs import LogprobLists, LogprobsRenderer, number
 from quire_router.api.rest.openai_format import RECONNECT, OpenAiFormat, delta_json, event, head, usage_object
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import Delta, Usage
+from quire_router.core.generation import Delta, StreamCursor, Usage
 
 DONE: Final = b"data: [DONE]\n\n"
 _NO_USAGE: Final = b',"usage":null}\n\n'
@@ -296,3 +295,24 @@ class SseStream:
             self._stop_looking()
         finally:
             self._is_busy = self._gone
+
+
+class SseDeltaSink:
+    """Writes deltas as events, without waiting: the direct path's end (``core.generation.DeltaSink``)."""
+
+    __slots__ = ("_encoder", "_stream")
+
+    def __init__(self, stream: SseStream, encoder: SseEncoder) -> None:
+        self._stream = stream
+        self._encoder = encoder
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an event can be written without waiting."""
+        return self._stream.is_open
+
+    def write(self, delta: Delta) -> None:
+        """Writes what a delta adds, if that is anything."""
+        data = self._encoder.encode(delta)
+        if data:
+            self._stream.write_now(data)

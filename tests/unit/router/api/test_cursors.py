@@ -13,8 +13,7 @@ from quire_router.api.rest.openai_format import CHAT, COMPLETION
 from quire_router.api.rest.sse import DONE, SseEncoder
 from quire_router.api.rpc import messages
 from quire_router.api.rpc.servicer import DeltaMessages
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import Delta, GenerationRequest, Usage
+from quire_router.core.generation import Delta, GenerationRequest, StreamCursor, Usage
 
 from tests.support.api_stage import MODEL, TEXT, as_had, events_of, logprobs_of
 

@@ -17,8 +17,7 @@ from quire_proto import hashing
 from quire_proto.hashing import extra_key
 from quire_proto.sampling import SamplingParams
 from quire_router.admission.queue import AdmissionQueue
-from quire_router.core.delta_stream import ResponseConsumer
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest, ResponseConsumer
 from quire_router.journal.memory import MemoryJournal
 from quire_router.placement.engine_table import EngineTable
 from quire_router.placement.placer import (

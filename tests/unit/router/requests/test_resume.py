@@ -18,9 +18,16 @@ from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 from quire_proto.text.tokenizer import ModelTokenizer
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.tenants import Tenant, Tenants
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.delta_stream import ResponseConsumer
-from quire_router.core.generation import NO_USAGE, Delta, GenerationRequest, PromptGroup, Usage, prompt_request_id
+from quire_router.core.generation import (
+    NO_USAGE,
+    Delta,
+    GenerationRequest,
+    PromptGroup,
+    ResponseConsumer,
+    StreamCursor,
+    Usage,
+    prompt_request_id,
+)
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import (
     Journal,
@@ -33,9 +40,10 @@ from quire_router.journal.base import (
 )
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import registry as background
-from quire_router.requests.choices import CHUNK_TOKENS, Replayer, create_choices
+from quire_router.requests.choices import CHUNK_TOKENS
+from quire_router.requests.resume import Replayer
 from quire_router.requests.runner import RequestRunner
-from quire_router.requests.state import RequestState
+from quire_router.requests.state import RequestState, create_choices
 
 from tests.support.contract_engine import ContractEngine, Script
 from tests.support.house import House, collect, house, started, told

@@ -11,8 +11,7 @@ from quire_router.admission.fair_queue import QueuedRequest
 from quire_router.admission.limits import RateLimiter
 from quire_router.admission.queue import AdmissionQueue
 from quire_router.admission.tenants import Tenant, Tenants
-from quire_router.core.cursor import StreamCursor
-from quire_router.core.generation import GenerationRequest
+from quire_router.core.generation import GenerationRequest, StreamCursor
 from quire_router.engines.output_stream import OutputStream
 from quire_router.requests.state import RequestState
 
