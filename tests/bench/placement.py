@@ -72,9 +72,9 @@ class Bench:
         table.pending_tokens[row] = self._random.randrange(10_000)
         table.blocks_total[row], table.blocks_free[row] = 10_000, self._random.randrange(1, 10_000)
         table.max_sequences[row] = 256
-        self._tell_pace(row)
+        self._set_step_times(row)
 
-    def _tell_pace(self, row: int) -> None:
+    def _set_step_times(self, row: int) -> None:
         pace = [self._random.uniform(0.8, 1.2) * seconds for seconds in PACE]
         self._table.set_step_times(row, StepTimes(*pace))
 
@@ -84,7 +84,7 @@ class Bench:
         for row in self._random.sample(self._rows.tolist(), min(16, len(self._rows))):
             self._index.store(row, Tier.DEVICE, names[: self._random.randrange(len(names) + 1)])
         for row in self._random.sample(self._rows.tolist(), min(NEWS, len(self._rows))):
-            self._tell_pace(row)
+            self._set_step_times(row)
         self._now += BETWEEN
         request = GenerationRequest(f"request-{number}", "m", prompt, SamplingParams(max_tokens=256))
         begin = thread_time_ns()

@@ -15,7 +15,7 @@ Engine = Mapping[str, float]
 """One engine: what is not zero of its columns, and ``device`` and ``host``, the tokens it has of the prompt."""
 
 LOAD = frozenset(field.name for field in fields(EngineColumns)) - {
-    "block_size", "step_tokens", "step_seconds", "token_seconds", "sequence_seconds", "host_block_seconds", "paced",
+    "block_size", "step_tokens", "step_seconds", "token_seconds", "sequence_seconds", "host_block_seconds", "measured",
 }  # fmt: skip
 """Columns that change with what an engine does, and may be written to."""
 
@@ -35,7 +35,7 @@ def fleet(engines: Sequence[Engine]) -> tuple[EngineTable, PlacementQuery]:
 
 def describe(table: EngineTable, row: int, engine: Engine) -> None:
     """Writes what the engine says into its row."""
-    if engine.get("paced", 1):
+    if engine.get("measured", 1):
         table.set_step_times(
             row, StepTimes(*(engine.get(field.name, getattr(PACE, field.name)) for field in fields(StepTimes)))
         )
@@ -45,7 +45,7 @@ def describe(table: EngineTable, row: int, engine: Engine) -> None:
         getattr(table, name)[row] = engine[name]
 
 
-def outlook(*engines: Engine, **request: object) -> CandidateView:
+def candidates(*engines: Engine, **request: object) -> CandidateView:
     """What such a request would meet at these engines; ``request`` replaces some of its fields."""
     table, query = fleet([{**IDLE, **engine} for engine in engines])
     return CandidateView(replace(query, **request), table)  # type: ignore[arg-type]

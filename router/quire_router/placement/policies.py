@@ -1,4 +1,6 @@
-"""Policies to compare ``cost`` with: the simple ones, and what two other routers do."""
+"""Placement policies: ``cost``, which chooses the engine at which a request costs the fewest seconds, and others to
+compare it with: the simple ones, and what two other routers do.
+"""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -14,13 +16,52 @@ from quire_router.placement.query import (
     PlacementSettings,
     PolicyName,
     argmin_breaking_ties,
-    spread,
+    choose_by_water_filling,
 )
 from quire_router.placement.scorers import CandidateView, Scorer, make_scorers
 
+MUTUAL_DELAY = 2.0
+"""Of two requests that do not see each other one delays the other: each counts the one before it and the one after."""
+
+_TIE_BREAKS = 1 << 32
+
+
+class CostPolicy:
+    """The smallest sum of all ``scorers``, in seconds. Chooses from one table, as it caches the speeds of its engines.
+
+    Several routers that choose at one moment would find the same engine. The work that the others have just sent and
+    not published yet goes where this choice goes if all choose alike; so engines that are worse by less than that share
+    the choice, in the proportions in which none of them could be chosen more often at less cost to all.
+    """
+
+    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
+        self._scorers = tuple(scorers.values())
+        self._speed_cache = SpeedCache()
+
+    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
+        """See ``PlacementPolicy.choose``."""
+        view = CandidateView(query, table, self._speed_cache)
+        total = self._sum(view)
+        width = MUTUAL_DELAY * table.unseen_tokens * float(view.token_seconds.mean()) if table.unseen_tokens else 0.0
+        if width <= TIE_TOLERANCE:
+            return int(query.rows[argmin_breaking_ties(total, query.tie_break)])
+        return int(query.rows[choose_by_water_filling(total, width, query.tie_break % _TIE_BREAKS / _TIE_BREAKS)])
+
+    def total(self, query: PlacementQuery, table: EngineTable) -> Column:
+        """Returns the seconds at each of the query's rows."""
+        return self._sum(CandidateView(query, table, self._speed_cache))
+
+    def _sum(self, view: CandidateView) -> Column:
+        total = np.zeros(len(view.query.rows))
+        for scorer in self._scorers:
+            column = view.score(scorer)
+            if column is not view.zeros:
+                total += column
+        return total
+
 
 class RoundRobin:
-    """One after the other."""
+    """Each row in turn."""
 
     def __init__(self) -> None:
         self._turn = -1
@@ -77,7 +118,7 @@ class LlmD:
         total = table.blocks_total[rows]
         free = np.where(total > 0, table.blocks_free[rows] / np.maximum(total, 1), 1)
         score = (
-            2 * _shortness(table.columns_of(rows).queued())
+            2 * _queue_scores(table.columns_of(rows).queued())
             + 2 * free
             + 3 * query.cached() / max(query.prompt_tokens, 1)
         )
@@ -86,9 +127,9 @@ class LlmD:
 
 class SgLang:
     """The fewest requests where the fleet is imbalanced (by more than 32, and the most above 1.1 times the fewest);
-    else the longest prefix, where more than half of the prompt is cached; else the fewest requests. The cache-aware
-    policy of SGLang's router, ``policies/cache_aware.rs``; some versions send what nobody has to the smallest cache
-    instead.
+    else the longest prefix, if more than half of the prompt is cached; else the fewest requests. The cache-aware policy
+    of SGLang's router, ``policies/cache_aware.rs``; some versions send a prompt that no engine has cached to the
+    smallest cache instead.
     """
 
     def choose(self, query: PlacementQuery, table: EngineTable) -> int:
@@ -96,69 +137,11 @@ class SgLang:
         requests, match = table.requests[query.rows], query.cached()
         most, fewest = requests.max(), requests.min()
         imbalanced = most - fewest > 32 and most > 1.1 * fewest
-        follows = not imbalanced and match.max() > 0.5 * query.prompt_tokens
-        return int(query.rows[argmin_breaking_ties(-match if follows else requests, query.tie_break)])
+        use_prefix = not imbalanced and match.max() > 0.5 * query.prompt_tokens
+        return int(query.rows[argmin_breaking_ties(-match if use_prefix else requests, query.tie_break)])
 
 
-def least_loaded(rows: Rows, ticket: int, table: EngineTable) -> int:
-    """The row with the fewest prompt tokens pending; of those, the one with the fewest requests in flight."""
-    pending = table.pending_tokens[rows]
-    fewest = rows[pending <= pending.min()]
-    return int(fewest[argmin_breaking_ties(table.requests[fewest], ticket)])
-
-
-def _shortness(queue: Column) -> Column:
-    span = queue.max() - queue.min()
-    return (queue.max() - queue) / span if span > 0 else np.ones(len(queue))
-
-
-# The policy ``cost``: the engine at which a request costs the fewest seconds.
-
-
-MUTUAL_DELAY = 2.0
-"""Of two requests that do not see each other one delays the other: each counts what it meets, and what meets it."""
-
-_TICKETS = 1 << 32
-
-
-class CostPolicy:
-    """The smallest sum of all ``scorers``. Chooses from one table, as it remembers the speeds of its engines.
-
-    Several routers that look for it at one moment would find the same engine. The work that the others have just sent
-    and not told yet goes where this choice goes if all choose alike; so engines that are worse by less than that share
-    the choice, in the proportions in which none of them could be chosen more often at less cost to all.
-    """
-
-    def __init__(self, scorers: Mapping[str, Scorer]) -> None:
-        self._scorers = tuple(scorers.values())
-        self._speeds = SpeedCache()
-
-    def choose(self, query: PlacementQuery, table: EngineTable) -> int:
-        """See ``PlacementPolicy.choose``."""
-        outlook = CandidateView(query, table, self._speeds)
-        total = self._sum(outlook)
-        width = MUTUAL_DELAY * table.unseen_tokens * float(outlook.token_seconds.mean()) if table.unseen_tokens else 0.0
-        if width <= TIE_TOLERANCE:
-            return int(query.rows[argmin_breaking_ties(total, query.tie_break)])
-        return int(query.rows[spread(total, width, query.tie_break % _TICKETS / _TICKETS)])
-
-    def total(self, query: PlacementQuery, table: EngineTable) -> Column:
-        """Seconds at each of the query's rows."""
-        return self._sum(CandidateView(query, table, self._speeds))
-
-    def _sum(self, outlook: CandidateView) -> Column:
-        total = np.zeros(len(outlook.query.rows))
-        for scorer in self._scorers:
-            term = outlook.score(scorer)
-            if term is not outlook.zeros:
-                total += term
-        return total
-
-
-# Policies by name.
-
-
-_MAKERS: Mapping[PolicyName, Callable[[PlacementSettings], PlacementPolicy]] = {
+_FACTORIES: Mapping[PolicyName, Callable[[PlacementSettings], PlacementPolicy]] = {
     "cost": lambda settings: CostPolicy(make_scorers(settings)),
     "round_robin": lambda _: RoundRobin(),
     "least_load": lambda _: LeastLoad(),
@@ -170,5 +153,17 @@ _MAKERS: Mapping[PolicyName, Callable[[PlacementSettings], PlacementPolicy]] = {
 
 
 def make_policy(settings: PlacementSettings) -> PlacementPolicy:
-    """A new policy of the settings' name."""
-    return _MAKERS[settings.policy](settings)
+    """Returns a new policy of the settings' name."""
+    return _FACTORIES[settings.policy](settings)
+
+
+def least_loaded(rows: Rows, tie_break: int, table: EngineTable) -> int:
+    """The row with the fewest prompt tokens pending; of those, the one with the fewest requests in flight."""
+    pending = table.pending_tokens[rows]
+    fewest = rows[pending <= pending.min()]
+    return int(fewest[argmin_breaking_ties(table.requests[fewest], tie_break)])
+
+
+def _queue_scores(queue: Column) -> Column:
+    span = queue.max() - queue.min()
+    return (queue.max() - queue) / span if span > 0 else np.ones(len(queue))

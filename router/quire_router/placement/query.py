@@ -1,4 +1,6 @@
-"""What is to be placed, and what is cached of it where. Plain data."""
+"""What is placed and how: the request as placement sees it, what engines have cached of it, the decision, the settings,
+and what a policy is, with the tie breaks that all policies share.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +9,11 @@ from typing import Literal, Protocol
 import numpy as np
 
 from quire_router.placement.engine_table import Column, EngineTable, Rows, column_min
+
+PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "power_of_two", "llm_d", "sglang"]
+
+TIE_TOLERANCE = 1e-6
+"""Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +29,10 @@ class PrefixMatches:
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
     """One request as placement sees it: its prompt's tokens and the most it may draw, how many sequences it becomes,
-    which ``rows`` of the table may run it (at least one), and what they have cached of it. ``home`` is the row that the
-    last request of its session went to, -1 where there is none. ``queue`` is how many requests an engine has before
-    their first token, as recent requests found it on average. ``ticket`` is a number of its own, by which it falls to
-    one of several engines that are equally good. ``now`` is the table's time, in seconds.
+    which ``rows`` of the table may run it (at least one), and what they have cached of it. ``session_row`` is the row
+    that the last request of its session went to, -1 if there is none. ``mean_queued`` is how many requests an engine
+    has before their first token, as recent requests found it on average. ``tie_break`` is a number of the request's
+    own, which decides between engines that are equally good. ``now`` is the table's time, in seconds.
     """
 
     prompt_tokens: int
@@ -39,15 +46,15 @@ class PlacementQuery:
     now: float = 0.0
 
     def cached(self) -> Column:
-        """Tokens of the prompt that either tier has, at each of the rows."""
+        """Returns how many tokens of the prompt either tier has, at each of the rows."""
         return self.matches.device[self.rows] + self.matches.host[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """``engine_id`` is where to run. ``terms`` says for some of the best engines what each scorer made of them, in
-    seconds, best first, for people. ``cached_tokens`` are those of the prompt that it should find there, and
-    ``block_hashes`` the names of all its full blocks there.
+    """``engine_id`` is where to run. ``scores`` has for some of the best engines what each scorer returned for them, in
+    seconds, best first, as an explanation. ``cached_tokens`` are those of the prompt that should be cached there, and
+    ``block_hashes`` those of all its full blocks there.
     """
 
     engine_id: str
@@ -58,33 +65,41 @@ class PlacementDecision:
     block_hashes: Iterable[bytes] = field(default=(), repr=False)
 
 
-# What a policy is: it chooses one of the rows that may run a request. And what policies need: fair choices among those
-# that are equally good, or nearly.
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """How placement is set up; the command line's flags of the same names fill it in. ``policy`` chooses.
+    ``max_affinity_wait`` is how many seconds longer than necessary a request may wait for the sake of what is cached,
+    and ``session_seconds`` what keeping a session on its engine is worth, both for ``cost``. ``max_sessions`` are
+    remembered. ``seed`` is for policies that draw.
+    """
 
-
-TIE_TOLERANCE = 1e-6
-"""Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
+    policy: PolicyName = "cost"
+    max_affinity_wait: float = 20.0
+    session_seconds: float = 0.5
+    max_sessions: int = 65_536
+    seed: int = 0
 
 
 class PlacementPolicy(Protocol):
-    """A way to choose. What it remembers from one choice to the next is its own."""
+    """Chooses one of the rows that may run a request. May keep state between choices."""
 
     def choose(self, query: PlacementQuery, table: EngineTable) -> int:
-        """One of ``query.rows``."""
+        """Returns one of ``query.rows``."""
         ...
 
 
-def argmin_breaking_ties(costs: Column, ticket: int) -> int:
-    """The position of the smallest number. Among equals the ``ticket`` decides: the same every time for one request,
+def argmin_breaking_ties(costs: Column, tie_break: int) -> int:
+    """Returns the index of the smallest cost. Among equals ``tie_break`` decides: the same every time for one request,
     and spread over all of them for many.
     """
     ties = np.flatnonzero(costs <= column_min(costs) + TIE_TOLERANCE)
-    return int(ties[ticket % len(ties)])
+    return int(ties[tie_break % len(ties)])
 
 
-def spread(costs: Column, width: float, part: float) -> int:
-    """The position of one of the small numbers, the smaller the likelier: where ``width`` of water would stand if it
-    were poured over them, each is chosen by as large a part of all ``part`` from 0 to 1 as there is water above it.
+def choose_by_water_filling(costs: Column, width: float, quantile: float) -> int:
+    """Returns the index of one of the small costs, the smaller the likelier: if ``width`` of water were poured over the
+    costs, each would be chosen in proportion to the depth of the water above it. ``quantile`` from 0 to 1 says which
+    part of all the water decides.
     """
     near = np.flatnonzero(costs <= column_min(costs) + max(width, TIE_TOLERANCE))
     if len(near) == 1:
@@ -95,25 +110,5 @@ def spread(costs: Column, width: float, part: float) -> int:
     levels = (width + np.cumsum(heights)) / np.arange(1, len(near) + 1)
     wet = np.count_nonzero(heights < levels)
     depths = np.cumsum(levels[wet - 1] - heights[:wet])
-    drawn = np.searchsorted(depths, depths[-1] * part, side="right")
+    drawn = np.searchsorted(depths, depths[-1] * quantile, side="right")
     return int(near[min(drawn, wet - 1)])
-
-
-# How placement is set up. Plain data; the command line's flags of the same names fill it in.
-
-
-PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "power_of_two", "llm_d", "sglang"]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacementSettings:
-    """``policy`` chooses. ``max_affinity_wait`` is how many seconds longer than necessary a request may wait for the
-    sake of what is cached, and ``session_seconds`` what keeping a session on its engine is worth, both for ``cost``.
-    ``max_sessions`` are remembered. ``seed`` is for policies that draw.
-    """
-
-    policy: PolicyName = "cost"
-    max_affinity_wait: float = 20.0
-    session_seconds: float = 0.5
-    max_sessions: int = 65_536
-    seed: int = 0

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from quire_router.placement.engine_speed import OUTLIER_THRESHOLD, SHORT_PROMPT, SPEED_TTL, STEP_TIMES_TTL
 from quire_router.placement.engine_table import EngineTable, StepTimes
 from quire_router.placement.policies import MUTUAL_DELAY, CostPolicy
-from quire_router.placement.query import TIE_TOLERANCE, PlacementQuery, PlacementSettings, PrefixMatches, spread
+from quire_router.placement.query import (
+    TIE_TOLERANCE,
+    PlacementQuery,
+    PlacementSettings,
+    PrefixMatches,
+    choose_by_water_filling,
+)
 from quire_router.placement.scorers import (
     DECODE_WEIGHT,
     DELAYED_BY_DUPLICATES,
@@ -29,11 +35,11 @@ PACES = ("step_seconds", "token_seconds", "sequence_seconds", "host_block_second
 
 
 def paces(table: EngineTable, rows: list[int], now: float) -> list[StepTimes]:
-    """What each of the rows is believed to be: see ``cluster_step_times``."""
+    """The step times that are assumed of each row: see ``cluster_step_times``."""
     own = [StepTimes(*(float(getattr(table, name)[row]) for name in PACES)) for row in rows]
-    told = [place for place, row in enumerate(rows) if table.paced[row]]
-    recent = [place for place in told if table.stepped[rows[place]] > now - STEP_TIMES_TTL]
-    if not (known := recent or told):
+    measured = [place for place, row in enumerate(rows) if table.measured[row]]
+    recent = [place for place in measured if table.stepped[rows[place]] > now - STEP_TIMES_TTL]
+    if not (known := recent or measured):
         return own
     odd: set[int] = set()
     for tokens in (lambda row: table.step_tokens[row], lambda _: SHORT_PROMPT):
@@ -101,7 +107,7 @@ def choice(table: EngineTable, query: PlacementQuery) -> int:
     width = MUTUAL_DELAY * table.unseen_tokens * float(np.mean(tokens))
     ties = [place for place, cost in enumerate(costs) if cost <= min(costs) + TIE_TOLERANCE]
     place = (
-        spread(np.array(costs), width, query.tie_break % 2**32 / 2**32)
+        choose_by_water_filling(np.array(costs), width, query.tie_break % 2**32 / 2**32)
         if width > TIE_TOLERANCE
         else ties[query.tie_break % len(ties)]
     )
@@ -148,11 +154,14 @@ SPEED = st.sampled_from([0.5, 0.95, 1.0, 1.05, 1.2, 4.0])
 
 @st.composite
 def kinds(draw: st.DrawFn) -> dict[str, float]:
-    """Engines of which most are of one kind, and some have not told."""
+    """Engines of which most are of one kind, and some have not reported their step times."""
     speed = draw(SPEED)
     kind = {name: speed * getattr(PACE, name) for name in PACES}
     own = {"blocks_free": draw(st.sampled_from([0, 50, 4000])), "blocks_total": 5000, "max_sequences": 40}
-    moved = {"paced": draw(st.sampled_from([0, 1, 1, 1])), "stepped": draw(st.sampled_from([30.0, 45.0, 99.0, 99.99]))}
+    moved = {
+        "measured": draw(st.sampled_from([0, 1, 1, 1])),
+        "stepped": draw(st.sampled_from([30.0, 45.0, 99.0, 99.99])),
+    }
     return {**draw(engines()), **kind, **own, **moved, "computing": draw(st.integers(0, 4000))}
 
 

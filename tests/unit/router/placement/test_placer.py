@@ -188,17 +188,20 @@ def test_what_was_sent_somewhere_is_expected_there_at_once() -> None:
     assert (second.row, second.cached_tokens) == (first.row, 159)
 
 
-def test_what_an_engine_will_have_and_did_not_have_is_told() -> None:
+def test_blocks_that_an_engine_will_have_and_did_not_have_are_published() -> None:
     stage = Stage(3)
     names = list(ONE.hashes(PROMPT))
     stage.index.store(1, Tier.DEVICE, names[:4])
-    told: list[tuple[str, list[bytes]]] = []
-    stage.placer.on_speculative_blocks = lambda engine_id, new: told.append((engine_id, list(new)))
+    published: list[tuple[str, list[bytes]]] = []
+    stage.placer.on_speculative_blocks = lambda engine_id, new: published.append((engine_id, list(new)))
     for _ in range(2):
         decision = stage.placer.place(generation(), stage.rows)
         assert decision is not None
         stage.placer.record_dispatch(decision, generation())
-    assert told == [("engine-1", names[4:]), ("engine-1", names[9:])]  # a block with the last token is computed again
+    assert published == [
+        ("engine-1", names[4:]),
+        ("engine-1", names[9:]),
+    ]  # a block with the last token is computed again
 
 
 def test_a_session_goes_back_to_its_engine() -> None:

@@ -16,7 +16,7 @@ from quire_router.placement.query import (
     PlacementSettings,
     PolicyName,
     argmin_breaking_ties,
-    spread,
+    choose_by_water_filling,
 )
 from quire_router.placement.scorers import make_scorers
 
@@ -204,7 +204,7 @@ COSTS = st.lists(st.floats(0, 10), min_size=1, max_size=8).map(np.array)
 
 def drawn(costs: np.ndarray, width: float, tickets: int = 2000) -> np.ndarray:
     """How often each is chosen, over evenly spread parts."""
-    places = [spread(costs, width, (ticket + 0.5) / tickets) for ticket in range(tickets)]
+    places = [choose_by_water_filling(costs, width, (ticket + 0.5) / tickets) for ticket in range(tickets)]
     return np.bincount(places, minlength=len(costs)) / tickets
 
 
@@ -218,7 +218,7 @@ def test_what_is_chosen_at_all_costs_the_same_with_what_comes_there_and_nothing_
     assert met[often > 0].max() - met.min() <= 0.02 * width + TIE_TOLERANCE
 
 
-def test_work_that_others_have_not_told_spreads_choices_among_engines_that_are_nearly_as_good() -> None:
+def test_work_that_others_have_not_published_spreads_choices_among_engines_that_are_nearly_as_good() -> None:
     table, query = fleet([{**IDLE, "pending_tokens": pending} for pending in (0, 100, 200, 90_000)])
     alone = {cost().choose(replace(query, tie_break=ticket << 24), table) for ticket in range(256)}
     table.unseen_tokens = 200.0

@@ -53,8 +53,8 @@ class IndexMachine(RuleBasedStateMachine):
     def store(self, row, tier, stored, damaged):
         counts, before = self.index.counts, len(self.known(row))
         dropped, bad = counts.dropped, counts.damaged
-        told = stored if damaged is None else [*stored, damaged]
-        self.index.store(row, tier, told)
+        hashes = stored if damaged is None else [*stored, damaged]
+        self.index.store(row, tier, hashes)
         assert counts.damaged == bad + (damaged is not None)
         new = [name for name in dict.fromkeys(stored) if name not in self.known(row)]
         if self.max_blocks < 10**6:

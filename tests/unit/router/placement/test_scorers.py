@@ -21,7 +21,7 @@ from quire_router.placement.scorers import (
     waiting,
 )
 
-from tests.support.placing import PACE, Engine, fleet, fleets, outlook, rises, seconds
+from tests.support.placing import PACE, Engine, candidates, fleet, fleets, rises, seconds
 
 # A prompt token takes 1e-4 seconds, and its part of a step of 2,000 tokens that takes 0.01 besides.
 TOKEN = 1e-4 + 0.01 / 2000
@@ -29,46 +29,48 @@ STEP = {"step_tokens": 2000}
 
 
 def test_waiting_is_the_time_that_the_pending_tokens_take() -> None:
-    found = waiting(outlook(STEP, {**STEP, "pending_tokens": 2000}, {**STEP, "pending_tokens": 4000}))
+    found = waiting(candidates(STEP, {**STEP, "pending_tokens": 2000}, {**STEP, "pending_tokens": 4000}))
     assert seconds(found) == [0, round(2000 * TOKEN, 6), round(4000 * TOKEN, 6)]
 
 
 def test_waiting_goes_by_each_engines_own_pace() -> None:
     slow = {"pending_tokens": 1000, "token_seconds": 2e-3}
     fast = {"pending_tokens": 3000, "token_seconds": 1e-4}
-    one, other = waiting(outlook(slow, fast))
+    one, other = waiting(candidates(slow, fast))
     assert one > other
 
 
-def test_an_engine_that_has_not_told_its_pace_is_taken_to_be_as_fast_as_the_usual() -> None:
-    told = [{"token_seconds": seconds, "pending_tokens": 1000} for seconds in (1e-4, 1.1e-4, 9e-4)]
-    usual, _, slow, silent = waiting(outlook(*told, {"pending_tokens": 1000, "paced": 0}))
-    assert silent == usual < slow
+def test_an_engine_without_measured_step_times_is_taken_to_be_as_fast_as_the_usual() -> None:
+    measured = [{"token_seconds": seconds, "pending_tokens": 1000} for seconds in (1e-4, 1.1e-4, 9e-4)]
+    usual, _, slow, unmeasured = waiting(candidates(*measured, {"pending_tokens": 1000, "measured": 0}))
+    assert unmeasured == usual < slow
 
 
 def test_an_engine_that_rested_is_not_believed_to_be_slow_and_one_that_works_is() -> None:
     others, slow = [{"stepped": 95.0}] * 3, {"token_seconds": 9e-4}
     loads = [{**engine, "pending_tokens": 1000} for engine in (*others, {**slow, "stepped": 95.0})]
-    found = waiting(outlook(*loads, now=100.0))
+    found = waiting(candidates(*loads, now=100.0))
     assert found[3] > found[0]
     loads[3]["stepped"] = 100.0 - STEP_TIMES_TTL
-    found = waiting(outlook(*loads, now=100.0))
+    found = waiting(candidates(*loads, now=100.0))
     assert found[3] == found[0]
 
 
 def test_engines_that_have_all_rested_are_alike() -> None:
-    found = waiting(outlook(*({"token_seconds": each, "pending_tokens": 10} for each in (1e-4, 1e-4, 9e-4)), now=1e6))
+    found = waiting(
+        candidates(*({"token_seconds": each, "pending_tokens": 10} for each in (1e-4, 1e-4, 9e-4)), now=1e6)
+    )
     assert len(set(seconds(found))) == 1
 
 
 def test_paces_that_differ_by_less_than_what_is_noise_are_equal() -> None:
     near = [{"pending_tokens": 1000, "token_seconds": seconds} for seconds in (1e-4, 0.9e-4, 1.1e-4)]
-    assert len(set(seconds(waiting(outlook(*near))))) == 1
+    assert len(set(seconds(waiting(candidates(*near))))) == 1
 
 
 def test_what_a_sequence_adds_is_the_same_on_engines_of_one_kind_and_each_kind_has_its_own() -> None:
     usual = [{"decoding": 10, "sequence_seconds": each} for each in (1e-4, 5e-4, 0.0)]
-    *alike, other = neighbours(outlook(*usual, {**usual[1], "step_seconds": 0.1}))
+    *alike, other = neighbours(candidates(*usual, {**usual[1], "step_seconds": 0.1}))
     assert seconds(alike) == [seconds(alike)[0]] * 3
     assert other > 2 * alike[0]
 
@@ -76,37 +78,37 @@ def test_what_a_sequence_adds_is_the_same_on_engines_of_one_kind_and_each_kind_h
 def test_one_engine_that_is_far_off_changes_nothing_for_the_others() -> None:
     usual = [{"pending_tokens": 1000, "token_seconds": each} for each in (1e-4, 1.1e-4, 1e-4)]
     wrong = {"pending_tokens": 1000, "token_seconds": 1e9}
-    assert seconds(waiting(outlook(*usual))) == seconds(waiting(outlook(*usual, wrong)))[:3]
+    assert seconds(waiting(candidates(*usual))) == seconds(waiting(candidates(*usual, wrong)))[:3]
 
 
 def test_what_the_step_under_way_has_computed_is_not_waited_for() -> None:
     step = {**STEP, "pending_tokens": 3000, "computing": 2000}
     begun = [{**step, "stepped": moment} for moment in (9.95, 9.9, 5.0, 11.0)]
-    found = waiting(outlook(*begun, now=10.0))
+    found = waiting(candidates(*begun, now=10.0))
     whole = 3000 * TOKEN
     assert seconds(found) == [round(whole - done, 6) for done in (0.05, 0.1, 2000 * TOKEN, 0.0)]
 
 
-def test_engines_of_which_none_has_told_its_pace_are_alike() -> None:
-    silent = {"pending_tokens": 1000, "paced": 0}
-    assert len(set(seconds(waiting(outlook(silent, silent))))) == 1
+def test_engines_without_measured_step_times_are_alike() -> None:
+    unmeasured = {"pending_tokens": 1000, "measured": 0}
+    assert len(set(seconds(waiting(candidates(unmeasured, unmeasured))))) == 1
 
 
 def test_prefill_is_what_is_not_cached_and_a_step() -> None:
-    found = prefill(outlook(STEP, {**STEP, "device": 600}, {**STEP, "device": 999}))
+    found = prefill(candidates(STEP, {**STEP, "device": 600}, {**STEP, "device": 999}))
     assert seconds(found) == [round(n * TOKEN + 0.01, 6) for n in (1000, 400, 1)]
 
 
 def test_a_block_of_the_host_tier_costs_a_copy_and_less_than_computing_it() -> None:
     both = [{"device": 320, "host": 320}, {"device": 640}, {"device": 320}]
-    some_host, all_device, no_host = prefill(outlook(*both))
+    some_host, all_device, no_host = prefill(candidates(*both))
     assert some_host - all_device == pytest.approx(20 * 2e-4)
     assert some_host < no_host
 
 
 def test_neighbours_slow_each_step_until_the_first_token() -> None:
     found = neighbours(
-        outlook(STEP, {**STEP, "decoding": 10}, {**STEP, "decoding": 10, "pending_tokens": 4000}, output_tokens=0)
+        candidates(STEP, {**STEP, "decoding": 10}, {**STEP, "decoding": 10, "pending_tokens": 4000}, output_tokens=0)
     )
     assert seconds(found) == [0, round(1.5 * 10 * 1e-4, 6), round(3.5 * 10 * 1e-4, 6)]
 
@@ -114,7 +116,7 @@ def test_neighbours_slow_each_step_until_the_first_token() -> None:
 def test_neighbours_and_each_sequence_of_the_request_slow_each_other_a_little() -> None:
     place = {**STEP, "decoding": 10, "device": 999}
     none, some, twice = (
-        neighbours(outlook(place, output_tokens=output, sequences=sequences))[0]
+        neighbours(candidates(place, output_tokens=output, sequences=sequences))[0]
         for output, sequences in ((0, 1), (50, 1), (50, 2))
     )
     assert some - none == pytest.approx(0.02 * 2 * 50 * 10 * 1e-4)
@@ -122,69 +124,69 @@ def test_neighbours_and_each_sequence_of_the_request_slow_each_other_a_little() 
 
 
 def test_what_a_client_allows_beyond_a_typical_output_changes_nothing() -> None:
-    one, other = (neighbours(outlook({"decoding": 10}, output_tokens=output))[0] for output in (256, 100_000))
+    one, other = (neighbours(candidates({"decoding": 10}, output_tokens=output))[0] for output in (256, 100_000))
     assert one == other
 
 
 def test_memory_costs_nothing_where_it_is_enough() -> None:
-    assert seconds(memory(outlook({}, {"blocks_free": 63, "decoding": 20}))) == [0, 0]
+    assert seconds(memory(candidates({}, {"blocks_free": 63, "decoding": 20}))) == [0, 0]
 
 
 def test_memory_costs_more_the_more_blocks_have_to_become_free() -> None:
-    assert rises(memory(outlook({}, {"blocks_free": 50}, {"blocks_free": 20}, {"blocks_free": 0})))
+    assert rises(memory(candidates({}, {"blocks_free": 50}, {"blocks_free": 20}, {"blocks_free": 0})))
 
 
 def test_blocks_that_are_cached_there_are_not_needed_again() -> None:
-    assert seconds(memory(outlook({"blocks_free": 13, "device": 800}))) == [0]
+    assert seconds(memory(candidates({"blocks_free": 13, "device": 800}))) == [0]
 
 
 def test_memory_costs_more_the_more_sequences_have_to_end() -> None:
     full = [{"requests": n, "decoding": 60} for n in (63, 64, 70, 90)]
-    assert rises(memory(outlook(*full)))
+    assert rises(memory(candidates(*full)))
 
 
 def test_who_is_swapped_out_comes_back_first() -> None:
-    assert rises(memory(outlook({"requests": 63}, {"requests": 63, "swapped": 1}, {"requests": 63, "swapped": 9})))
+    assert rises(memory(candidates({"requests": 63}, {"requests": 63, "swapped": 1}, {"requests": 63, "swapped": 9})))
 
 
 def test_an_engine_that_did_not_say_how_large_it_is_is_taken_to_be_large_enough() -> None:
     unknown = {"blocks_total": 0, "blocks_free": 0, "max_sequences": 0, "requests": 10}
-    found = memory(outlook(unknown, {"blocks_free": 0}))
+    found = memory(candidates(unknown, {"blocks_free": 0}))
     assert found[0] == 0 < found[1]
 
 
 def test_others_pay_for_what_is_computed_the_more_of_them_wait() -> None:
     places = [{"device": 900}, {}]
-    idle, busy, busier = (others(outlook(*places, mean_queued=queue)) for queue in (0.0, 1.0, 2.0))
+    idle, busy, busier = (others(candidates(*places, mean_queued=queue)) for queue in (0.0, 1.0, 2.0))
     assert rises(idle)
-    assert busy == pytest.approx(prefill(outlook(*places)) * 2.1)
+    assert busy == pytest.approx(prefill(candidates(*places)) * 2.1)
     assert busier - busy == pytest.approx(busy - idle)
 
 
 def test_an_engines_own_queue_does_not_make_its_computing_dearer() -> None:
-    one, other = others(outlook({"requests": 50}, {}))
+    one, other = others(candidates({"requests": 50}, {}))
     assert one == other
 
 
 def test_the_cache_counts_in_full_up_to_the_bound() -> None:
     near = {"pending_tokens": 90_000, "device": 992, **STEP}
-    assert seconds(affinity_bound(10)(outlook(near, {}))) == [0, 0]
+    assert seconds(affinity_bound(10)(candidates(near, {}))) == [0, 0]
 
 
 def test_beyond_the_bound_no_hit_makes_up_for_the_wait() -> None:
     far = {"pending_tokens": 110_000, "device": 992, **STEP}
     scorers = make_scorers(PlacementSettings(max_affinity_wait=10))
     for queue in (0.0, 10.0, 1e6):
-        there, here = sum(scorer(outlook(far, STEP, mean_queued=queue)) for scorer in scorers.values())
+        there, here = sum(scorer(candidates(far, STEP, mean_queued=queue)) for scorer in scorers.values())
         assert here < there
 
 
 def test_a_session_is_worth_so_many_seconds() -> None:
-    assert seconds(session(0.5)(outlook({}, {}, {}, session_row=1))) == [0.5, 0, 0.5]
+    assert seconds(session(0.5)(candidates({}, {}, {}, session_row=1))) == [0.5, 0, 0.5]
 
 
 def test_a_session_whose_engine_cannot_be_had_makes_no_difference() -> None:
-    assert seconds(session(0.5)(outlook({}, {}, session_row=7))) == [0, 0]
+    assert seconds(session(0.5)(candidates({}, {}, session_row=7))) == [0, 0]
 
 
 @given(fleets, st.floats(0, 1000))
@@ -198,14 +200,14 @@ def test_every_term_is_finite_and_not_negative_whatever_engines_say(engines: lis
         assert (column >= 0).all(), name
 
 
-def test_a_row_that_another_engine_had_has_told_nothing_of_the_new_one() -> None:
+def test_a_reused_row_keeps_no_step_times_of_the_engine_before() -> None:
     table = EngineTable()
     table.set_step_times(table.add("one"), PACE)
     table.remove("one")
     row = table.add("other")
-    assert table.paced[row] == 0
+    assert table.measured[row] == 0
     table.set_step_times(row, PACE)
-    assert table.paced[row] == 1
+    assert table.measured[row] == 1
     assert table.step_seconds[row] == PACE.step_seconds
 
 
@@ -224,6 +226,6 @@ def test_only_a_change_of_what_an_engine_is_makes_a_new_version() -> None:
 
 
 def test_a_term_is_computed_once_however_many_need_it() -> None:
-    place = outlook({"pending_tokens": 100}, {})
+    place = candidates({"pending_tokens": 100}, {})
     assert place.score(waiting) is place.score(waiting)
     assert place.score(memory) is place.zeros
