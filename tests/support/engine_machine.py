@@ -242,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert scheduler.running.num_slots <= scheduler.config.max_num_seqs
         assert len(scheduler.swapped) <= scheduler.config.max_swapped
         queued = [s.id for queue in self.queues() for s in queue]
-        assert sorted(queued) == sorted(scheduler._registry._sequences), "a sequence is in no queue, or in two"
+        assert sorted(queued) == sorted(scheduler._registry.sequences), "a sequence is in no queue, or in two"
 
     def teardown(self):
         if not hasattr(self, "memory"):

@@ -93,8 +93,9 @@ class BatchScheduler:
         self.out_of_memory.clear()
         budget = self._schedule_running(plan, self._config.max_num_batched_tokens)
         if not plan.num_preempted:
-            budget = self._schedule_preempted(plan, budget)
-            if self._next_preempted() is None and self._can_admit():
+            if self.swapped or self.preempted:
+                budget = self._schedule_preempted(plan, budget)
+            if self.waiting.sequences and not self.swapped and not self.preempted and self._can_admit():
                 self._schedule_waiting(plan, budget)
         if not (
             ahead
@@ -117,7 +118,7 @@ class BatchScheduler:
     def _schedule_running(self, plan: SchedulerOutput, budget: int) -> int:
         search: SequenceGroup | None = None
         running = SequenceStatus.RUNNING  # a member of an enumeration is slow to look up
-        for sequence in list(self.running):
+        for sequence in self.running.copy():
             if budget == 0 or self.out_of_memory or sequence.status is not running:
                 break  # victims are those of the least precedence, so whatever follows a victim is one too
             group = sequence.group
@@ -133,7 +134,8 @@ class BatchScheduler:
 
     def _preempt_until_fits(self, unit: list[Sequence], budget: int, plan: SchedulerOutput) -> bool:
         """Preempts until all of ``unit`` can grow; False when it had to go itself."""
-        while self._num_blocks_needed(unit, budget) > self._kv_cache_manager.device_pool.num_free:
+        pool = self._kv_cache_manager.device_pool
+        while (needed := self._num_blocks_needed(unit, budget)) and needed > pool.num_free:
             victims = self._preempted_with(self.running.last())
             if unit[0] in victims and len(victims) == len(self.running):
                 self.out_of_memory.append(unit[0])
@@ -277,8 +279,9 @@ class BatchScheduler:
         return not any(sequence.timings.first_token for sequence in self.running)
 
     def _schedule_waiting(self, plan: SchedulerOutput, budget: int) -> None:
-        self._reorder_some()
-        while self.waiting and budget:
+        if self._by_length:
+            self._reorder_some()
+        while self.waiting.sequences and budget:
             sequence = self._next_waiting()
             hits = self._cached_blocks_if_fits(sequence) if self._has_free_slots(sequence) else None
             if hits is None:
@@ -366,7 +369,7 @@ class BatchScheduler:
 
     def _reorder_some(self) -> None:
         """What was cached since they arrived makes jobs shorter: a few are looked at in each step, in turn."""
-        for _ in range(min(REORDERED_PER_STEP, len(self.waiting)) if self._by_length else 0):
+        for _ in range(min(REORDERED_PER_STEP, len(self.waiting))):
             sequence = self.waiting.next_round_robin()
             self.waiting.reorder(sequence, self._queue_key(sequence))
 

@@ -33,7 +33,8 @@ class InFlightStep:
     once: nothing can follow it.
 
     An executor of depth 1 runs the whole step in ``get_output``. ``started`` (nanoseconds since 1970) and ``begun`` (on
-    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took.
+    ``perf_counter``) are when scheduling began, and ``schedule`` the seconds that it took. With a ``failure``,
+    ``get_output`` can only raise it, and nothing of the step is in flight any more.
     """
 
     def __init__(
@@ -44,22 +45,17 @@ class InFlightStep:
         self.begun = begun
         self.schedule = schedule
         self._executor = executor
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
         self._async_output: AsyncModelOutput | None = None
         if executor.depth > 1 and not scheduler_output.is_empty:
             try:
                 self._async_output = cast("AsyncExecutor", executor).execute_model_async(scheduler_output)
             except Exception as failure:  # noqa: BLE001 - ``get_output`` raises it
-                self._failure = failure
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether ``get_output`` can only raise. Then nothing of the step is in flight any more."""
-        return self._failure is not None
+                self.failure = failure
 
     def sample_tokens(self) -> None:
         """Samples the step's tokens; all tokens before them are known by now."""
-        if self._async_output is None or self.has_failed:
+        if self._async_output is None or self.failure is not None:
             return
         try:
             self._async_output.sample_tokens()
@@ -69,20 +65,20 @@ class InFlightStep:
     def discard(self) -> None:
         """Waits for the end of a step that computes from garbage, because the step before it has failed."""
         self.sample_tokens()
-        if not self.has_failed:
+        if self.failure is None:
             self._fail(RuntimeError("the step before it failed"))
 
     def get_output(self) -> ModelOutput:
         """Waits until the step is done. Raises as ``Executor.execute_model``."""
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         if self._async_output is not None:
             return self._async_output.get_output()
         return ModelOutput() if self.scheduler_output.is_empty else self._executor.execute_model(self.scheduler_output)
 
     def _fail(self, failure: Exception) -> None:
         """Waits for the end of a step whose output is not used. Raises ``ExecutorError``."""
-        self._failure = failure
+        self.failure = failure
         if self._async_output is None:
             return
         try:
@@ -225,22 +221,18 @@ class EngineCore:
         the device computes; then the tokens of the step that was launched are sampled, because only now all that they
         depend on is known. If there is nothing to launch, the step in flight is finished alone.
         """
-        launched = self._launch_step()
-        if not launched or len(self._in_flight) == self._executor.depth:
-            self._finish_step()
-        if self._in_flight:
-            self._in_flight[0].sample_tokens()
-        while self._in_flight and self._in_flight[0].has_failed:
-            self._finish_step()
-
-    def _launch_step(self) -> bool:
-        """Returns whether anything was scheduled. An empty step is finished too, but only when none is in flight."""
         started, begun = time_ns(), perf_counter()
         scheduler_output = self.scheduler.schedule()
         schedule = perf_counter() - begun
-        if not (scheduler_output.is_empty and self._in_flight):
+        is_empty = scheduler_output.is_empty
+        if not (is_empty and self._in_flight):  # an empty step is finished too, but only when none is in flight
             self._in_flight.append(InFlightStep(self._executor, scheduler_output, started, begun, schedule))
-        return not scheduler_output.is_empty
+        if is_empty or len(self._in_flight) == self._executor.depth:
+            self._finish_step()
+        if self._in_flight:
+            self._in_flight[0].sample_tokens()
+        while self._in_flight and self._in_flight[0].failure is not None:
+            self._finish_step()
 
     def _finish_all_steps(self) -> None:
         while self._in_flight:
@@ -325,6 +317,8 @@ def _trace(
     ``perf_counter``.
     """
     scheduler_output = step.scheduler_output
+    lengths = [len(chunk.token_ids) for chunk in scheduler_output.chunks]
+    num_decode = lengths.count(1)
     return StepTrace(
         step=scheduler_output.step,
         started=step.started,
@@ -332,12 +326,12 @@ def _trace(
         schedule=step.schedule,
         emit=ended - executed,
         elapsed=ended - step.begun,
-        num_prefill=sum(len(chunk.token_ids) > 1 for chunk in scheduler_output.chunks),
-        num_decode=sum(len(chunk.token_ids) == 1 for chunk in scheduler_output.chunks),
-        num_tokens=scheduler_output.num_tokens,
+        num_prefill=len(lengths) - num_decode,
+        num_decode=num_decode,
+        num_tokens=sum(lengths),
         preempted=scheduler_output.num_preempted,
-        swapped_blocks=scheduler_output.num_swapped_blocks,
+        swapped_blocks=len(scheduler_output.blocks_to_swap_out) + len(scheduler_output.blocks_to_swap_in),
         failed=bool(model_output.errors),
         request_ids=request_ids,
-        num_draws=sum(len(chunk.draws) for chunk in scheduler_output.chunks),
+        num_draws=sum([len(chunk.draws) for chunk in scheduler_output.chunks]),
     )

@@ -16,35 +16,31 @@ from quire_engine.core.request import Sequence
 _preemption_key = attrgetter("preemption_key")
 
 
-class AdmittedQueue:
-    """Sequences that were admitted once, in the order of their preemption keys. ``num_slots``: the sum of theirs."""
+class AdmittedQueue(list[Sequence]):
+    """Sequences that were admitted once: a list that ``push`` and ``remove`` keep in the order of their preemption
+    keys. ``num_slots``: the sum of theirs.
+    """
 
     def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
+        super().__init__()
         self.num_slots = 0
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
 
     def push(self, sequence: Sequence) -> None:
         """Adds where its precedence puts it."""
-        insort(self._sequences, sequence, key=_preemption_key)
+        insort(self, sequence, key=_preemption_key)
         self.num_slots += sequence.num_slots
 
     def first(self) -> Sequence:
         """The one that gives way last."""
-        return self._sequences[0]
+        return self[0]
 
     def last(self) -> Sequence:
         """The one that gives way first."""
-        return self._sequences[-1]
+        return self[-1]
 
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands."""
-        del self._sequences[bisect_left(self._sequences, sequence.preemption_key, key=_preemption_key)]
+        del self[bisect_left(self, sequence.preemption_key, key=_preemption_key)]
         self.num_slots -= sequence.num_slots
 
 
@@ -58,20 +54,20 @@ class WaitingQueue:
     def __init__(self, max_overtakes: int | None = None) -> None:
         self.uncomputed_tokens = 0
         self._max_overtakes = max_overtakes
-        self._by_arrival: OrderedDict[int, Sequence] = OrderedDict()
+        self.sequences: OrderedDict[int, Sequence] = OrderedDict()
         self._by_rank: list[tuple[float, int]] = []
         self._overtakers: list[int] = []
         self._turns: deque[int] = deque()
 
     def __len__(self) -> int:
-        return len(self._by_arrival)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._by_arrival.values())
+        return iter(self.sequences.values())
 
     def push(self, sequence: Sequence) -> None:
         """Adds the newest arrival, with its rank set."""
-        self._by_arrival[sequence.id] = sequence
+        self.sequences[sequence.id] = sequence
         self.uncomputed_tokens += sequence.num_uncomputed_tokens
         heappush(self._by_rank, (sequence.queue_key, sequence.id))
         self._turns.append(sequence.id)
@@ -79,17 +75,17 @@ class WaitingQueue:
     def first(self) -> Sequence:
         """Who is to be admitted next."""
         if self._max_overtakes is not None and len(self._overtakers) >= self._max_overtakes:
-            return next(iter(self._by_arrival.values()))
+            return next(iter(self.sequences.values()))
         while not self._is_current(*self._by_rank[0]):
             heappop(self._by_rank)
-        return self._by_arrival[self._by_rank[0][1]]
+        return self.sequences[self._by_rank[0][1]]
 
     def next_round_robin(self) -> Sequence:
         """Everyone in turn, again and again."""
-        while (sequence_id := self._turns.popleft()) not in self._by_arrival:
+        while (sequence_id := self._turns.popleft()) not in self.sequences:
             pass
         self._turns.append(sequence_id)
-        return self._by_arrival[sequence_id]
+        return self.sequences[sequence_id]
 
     def reorder(self, sequence: Sequence, rank: float) -> None:
         """Moves one to where its new rank puts it."""
@@ -106,25 +102,25 @@ class WaitingQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Takes one out, wherever it stands; call it before anything of the sequence changes."""
-        del self._by_arrival[sequence.id]
+        del self.sequences[sequence.id]
         self.uncomputed_tokens -= sequence.num_uncomputed_tokens
         self._compact()
         self._forget_overtakers()
 
     def _is_current(self, rank: float, sequence_id: int) -> bool:
-        sequence = self._by_arrival.get(sequence_id)
+        sequence = self.sequences.get(sequence_id)
         return sequence is not None and sequence.queue_key == rank
 
     def _compact(self) -> None:
         """Throws out what has left, once that is most of the heap: constant work for each one that left."""
-        if len(self._by_rank) > 2 * len(self._by_arrival) + 16:
-            self._by_rank = sorted((sequence.queue_key, sequence.id) for sequence in self._by_arrival.values())
-        if len(self._turns) > 2 * len(self._by_arrival) + 16:
-            self._turns = deque(self._by_arrival)
+        if len(self._by_rank) > 2 * len(self.sequences) + 16:
+            self._by_rank = sorted((sequence.queue_key, sequence.id) for sequence in self.sequences.values())
+        if len(self._turns) > 2 * len(self.sequences) + 16:
+            self._turns = deque(self.sequences)
 
     def _forget_overtakers(self) -> None:
         """Only those that came after the oldest have overtaken it; there are never more than the bound."""
-        oldest = next(iter(self._by_arrival), None)
+        oldest = next(iter(self.sequences), None)
         if oldest is None:
             self._overtakers.clear()
         else:

@@ -48,27 +48,18 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """All live requests and sequences. Ids of sequences only grow, in the order of arrival."""
+    """All live requests and sequences: ``groups`` by request id, ``sequences`` by sequence id. Ids of sequences only
+    grow, in the order of arrival. ``finished_seq_ids`` have finished since the executor last heard of any.
+    """
 
     def __init__(self, config: "SchedulerConfig", memory: KVCacheManager, clock: Callable[[], int]) -> None:
         self._config = config
         self._kv_cache_manager = memory
         self._clock = clock
         self._next_id = 0
-        self._groups: dict[str, SequenceGroup] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._finished_seq_ids: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def group(self, request_id: str) -> SequenceGroup | None:
-        """The live request of this id."""
-        return self._groups.get(request_id)
-
-    def sequence(self, sequence_id: int) -> Sequence | None:
-        """The live sequence of this id."""
-        return self._sequences.get(sequence_id)
+        self.groups: dict[str, SequenceGroup] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.finished_seq_ids: list[int] = []
 
     def create(self, request: Request) -> list[Sequence]:
         """The sequences that a request begins with: one for all its choices, or one for each that an earlier attempt
@@ -77,7 +68,7 @@ class Registry:
         stops = self._stop_token_ids(request)
         beams = BeamSearch(request.sampling, stops) if request.sampling.beam_width else None
         group = SequenceGroup(request, beams)
-        self._groups[request.request_id] = group
+        self.groups[request.request_id] = group
         history = {delivered.index: delivered for delivered in request.all_resumed_outputs}
         choices = range(request.sampling.num_returned)
         group.unfinished = {i: None for i in choices if i not in history or not history[i].finished}
@@ -108,29 +99,27 @@ class Registry:
         and get no sequences.
         """
         group, others = root.group, root.draws[1:]
-        self._finished_seq_ids += [
+        self.finished_seq_ids += [
             draw.sequence_id for index, draw in enumerate(others, 1) if index not in group.unfinished
         ]
         root.draws, root.num_slots = root.draws[:1], 1
 
     def free(self, sequence: Sequence) -> None:
         """Forgets a sequence, all that it draws for, and its request with the last one."""
-        del self._sequences[sequence.id]
-        self._finished_seq_ids += [draw.sequence_id for draw in sequence.draws]
+        del self.sequences[sequence.id]
+        self.finished_seq_ids += [draw.sequence_id for draw in sequence.draws]
         group = sequence.group
         del group.sequences[sequence.id]
         if not group.sequences:
-            del self._groups[group.request.request_id]
+            del self.groups[group.request.request_id]
 
-    def take_finished(self, under_way: Iterable[SchedulerOutput]) -> list[int]:
-        """Ids of the sequences that were closed since the last call, but for those that a plan under way draws for:
-        they are told later, because that draw would make anew what the executor forgets.
+    def take_finished(self, in_flight: Iterable[SchedulerOutput]) -> list[int]:
+        """Ids of the sequences that finished since the last call, but for those that a step in flight draws for: they
+        are returned later, because that draw would make anew what the executor drops.
         """
-        if not self._finished_seq_ids:
-            return []
-        drawn = {draw.sequence_id for plan in under_way for chunk in plan.chunks for draw in chunk.draws}
-        ended = [each for each in self._finished_seq_ids if each not in drawn]
-        self._finished_seq_ids = [each for each in self._finished_seq_ids if each in drawn]
+        drawn = {draw.sequence_id for plan in in_flight for chunk in plan.chunks for draw in chunk.draws}
+        ended = [each for each in self.finished_seq_ids if each not in drawn]
+        self.finished_seq_ids = [each for each in self.finished_seq_ids if each in drawn]
         return ended
 
     def _new_root(self, group: SequenceGroup, width: int) -> Sequence:
@@ -156,7 +145,7 @@ class Registry:
         return sequence
 
     def _register(self, sequence: Sequence) -> None:
-        self._sequences[sequence.id] = sequence
+        self.sequences[sequence.id] = sequence
         sequence.group.sequences[sequence.id] = sequence
 
     def _draw(self, sequence: Sequence, index: int, sequence_id: int | None = None) -> SampleRequest:
@@ -221,11 +210,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
-        return len(self._registry) > 0 or bool(self._outputs) or bool(self._in_flight)
+        return bool(self._registry.groups or self._outputs or self._in_flight)
 
     def add_request(self, request: Request) -> None:
         """Queues a request. Raises ``QuireError`` if it can never run, or if too many wait already."""
-        if self._registry.group(request.request_id) is not None:
+        if request.request_id in self._registry.groups:
             raise QuireError(ErrorCode.CONFLICT, "A request with this id is already running.", param="request_id")
         if len(self.waiting) >= self.config.max_waiting:
             raise QuireError(ErrorCode.OVERLOADED, "The engine's queue is full.", retry_after=1.0)
@@ -237,7 +226,7 @@ class Scheduler:
         """Ends a request, or some of its choices, wherever they are; their blocks are free at once. What is not known
         is ignored: it may just have ended.
         """
-        group = self._registry.group(request_id)
+        group = self._registry.groups.get(request_id)
         if group is None:
             return
         ending = [index for index in indexes if index in group.unfinished] if indexes else list(group.unfinished)
@@ -255,12 +244,12 @@ class Scheduler:
         self._step += 1
         ahead = bool(self._in_flight)
         plan = self._batch_scheduler.schedule(self._step, ahead=ahead)
-        for sequence in (
-            () if ahead else self._batch_scheduler.out_of_memory
-        ):  # ahead of the commit that may end it, nobody starves
-            self.stats.out_of_memory += 1
-            self._fail(sequence.group, _out_of_memory())
-        plan.finished_seq_ids = self._registry.take_finished(self._in_flight)
+        if not ahead:  # the step in flight may end what holds the memory
+            for sequence in self._batch_scheduler.out_of_memory:
+                self.stats.out_of_memory += 1
+                self._fail(sequence.group, _out_of_memory())
+        if self._registry.finished_seq_ids:
+            plan.finished_seq_ids = self._registry.take_finished(self._in_flight)
         if not plan.is_empty:
             self._in_flight.append(plan)
         return plan
@@ -269,7 +258,8 @@ class Scheduler:
         """One plan for each chunk of a step that failed, the oldest that is in flight, to be run alone. Chunks whose
         sequence no longer has its blocks are struck from ``plan``.
         """
-        plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(self._registry.sequence(chunk.sequence_id))]
+        live = self._registry.sequences
+        plan.chunks = [chunk for chunk in plan.chunks if self._can_retry(live.get(chunk.sequence_id))]
         return plan.split()
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelOutput) -> list[EngineCoreOutput]:
@@ -277,27 +267,33 @@ class Scheduler:
         if self._in_flight and self._in_flight[0] is plan:
             self._in_flight.popleft()
         self._last_step = plan.step
-        self._count_copies(plan)
+        self.stats.blocks_parted += len(plan.blocks_to_copy)
+        self.stats.blocks_copied_out += len(plan.blocks_to_swap_out)
+        self.stats.blocks_copied_in += len(plan.blocks_to_swap_in)
         for chunk in plan.chunks:
-            sequence = self._registry.sequence(chunk.sequence_id)
+            sequence = self._registry.sequences.get(chunk.sequence_id)
             if sequence is not None:  # None: it has ended meanwhile, or another choice of its request has failed
                 self._commit_chunk(sequence, chunk, result)
-        self._advance_beams()
+        if self._complete_searches:
+            self._advance_beams()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def request_ids(self, plan: SchedulerOutput) -> list[str]:
         """Whose tokens the plan computes, in its order."""
-        sequences = [self._registry.sequence(chunk.sequence_id) for chunk in plan.chunks]
+        live = self._registry.sequences
+        sequences = [live.get(chunk.sequence_id) for chunk in plan.chunks]
         return list(dict.fromkeys([each.group.request.request_id for each in sequences if each is not None]))
 
     def get_load(self) -> EngineLoad:
         """What the engine is busy with. O(running)."""
         device, host = self.kv_cache_manager.device_pool, self.kv_cache_manager.host_pool
-        admitted = sum(s.num_uncomputed_tokens for queue in (self.running, self.preempted) for s in queue)
+        admitted = sum([s.num_uncomputed_tokens for s in self.running])
+        if self.preempted:
+            admitted += sum([s.num_uncomputed_tokens for s in self.preempted])
         return EngineLoad(
             running=len(self.running),
-            waiting=len(self.waiting) + len(self.preempted),
+            waiting=len(self.waiting.sequences) + len(self.preempted),
             swapped=len(self.swapped),
             uncomputed_tokens=self.waiting.uncomputed_tokens + admitted,
             blocks_total=device.num_blocks,
@@ -390,11 +386,6 @@ class Scheduler:
             group.next_prompt_logprob += len(news)
             self._outputs.append(output)
 
-    def _count_copies(self, plan: SchedulerOutput) -> None:
-        self.stats.blocks_parted += len(plan.blocks_to_copy)
-        self.stats.blocks_copied_out += len(plan.blocks_to_swap_out)
-        self.stats.blocks_copied_in += len(plan.blocks_to_swap_in)
-
     # Beams
 
     def _collect(self, beam: Sequence, candidates: BeamCandidates) -> None:
@@ -405,8 +396,6 @@ class Scheduler:
 
     def _advance_beams(self) -> None:
         """Every search whose beams are all there goes on. One of whose beams has been preempted meanwhile waits."""
-        if not self._complete_searches:
-            return
         ready = [group for group in self._complete_searches if all(map(_is_ready, group.sequences.values()))]
         self._complete_searches = [group for group in self._complete_searches if group.sequences and group not in ready]
         for group in ready:

@@ -61,7 +61,7 @@ class OverlapMachine(EngineMachine):
         size = self.memory.block_size
         for plan in self.scheduler._in_flight:
             for chunk in plan.chunks:
-                if self.scheduler._registry.sequence(chunk.sequence_id) is not None:
+                if self.scheduler._registry.sequences.get(chunk.sequence_id) is not None:
                     written = chunk.block_ids[chunk.start // size : -(-chunk.end // size)]
                     assert set(block_ids).isdisjoint(written), "a block is shared while it is written"
 

@@ -26,7 +26,7 @@ class Bench:
         return self.sequences(request_id)[0]
 
     def sequences(self, request_id: str) -> list[Sequence]:
-        group = self.scheduler._registry.group(request_id)
+        group = self.scheduler._registry.groups.get(request_id)
         return list(group.sequences.values()) if group else []
 
     def step(self) -> SchedulerOutput:
