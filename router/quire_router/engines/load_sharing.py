@@ -44,7 +44,7 @@ class LoadSharingSettings:
     ticks of ``tick``. Redis has to answer within ``timeout``.
 
     Where prompts are computed in some tens of milliseconds, a share that is a tenth of a second old costs half as much
-    waiting again (``docs/fleet-simulator.md``).
+    waiting again (``docs/simulator.md``).
     """
 
     interval: float = 0.01
