@@ -143,7 +143,7 @@ class Dispatcher:
         """Names the blocks of a long prompt, and lets others run after each piece; False when the request was cancelled
         by then. Raises the error that it was interrupted with.
         """
-        for _ in self._placer.name(progress.generation, self._rows(progress), progress.names):
+        for _ in self._placer.compute_hashes(progress.generation, self._rows(progress), progress.names):
             await asyncio.sleep(0)
             if progress.interrupted.done():
                 break

@@ -40,14 +40,14 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, max_blocks):
         self.index = PrefixIndex(max_blocks)
         self.max_blocks = max_blocks
-        self.held = {(row, tier): set() for row in range(ROWS) for tier in Tier}
+        self.stored = {(row, tier): set() for row in range(ROWS) for tier in Tier}
         self.expected: list[tuple[int, bytes, float]] = []
         self.bounds = dict.fromkeys(range(ROWS), 10**9)
         self.left = 0  # entries of rows that were cleared, that may not be swept yet
         self.now = 0.0
 
     def known(self, row: int) -> set[bytes]:
-        return self.held[row, Tier.DEVICE] | self.held[row, Tier.HOST]
+        return self.stored[row, Tier.DEVICE] | self.stored[row, Tier.HOST]
 
     @rule(row=rows, tier=tiers, stored=names, damaged=st.sampled_from([None, *DAMAGED]))
     def store(self, row, tier, stored, damaged):
@@ -63,22 +63,22 @@ class IndexMachine(RuleBasedStateMachine):
             assert len(admitted) == len(new) or counts.dropped > dropped
         else:
             admitted = set(new[: max(0, self.bounds[row] - before)])
-        self.held[row, tier] |= {name for name in stored if name in admitted or name in self.known(row)}
+        self.stored[row, tier] |= {name for name in stored if name in admitted or name in self.known(row)}
 
     def has(self, row: int, name: bytes) -> bool:
         slot = self.index._slots.find(row)
-        return slot is not None and int.from_bytes(name, "big") in slot.held
+        return slot is not None and int.from_bytes(name, "big") in slot.keys
 
     @rule(row=rows, tier=tiers, removed=names)
     def remove(self, row, tier, removed):
         self.index.remove(row, tier, [*removed, b"damaged"])
-        self.held[row, tier] -= set(removed)
+        self.stored[row, tier] -= set(removed)
 
     @rule(row=rows, then=st.booleans())
     def clear(self, row, then):
         self.index.clear(row)
         self.expected = [entry for entry in self.expected if entry[0] != row]
-        self.held[row, Tier.DEVICE], self.held[row, Tier.HOST] = set(), set()
+        self.stored[row, Tier.DEVICE], self.stored[row, Tier.HOST] = set(), set()
         self.bounds[row] = 10**9
         if then:
             self.bounds[row] = 3
@@ -109,8 +109,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.expected = [entry for entry in self.expected if entry[2] > self.now]
         for row in range(len(found.device)):
             soon = {name for where, name, _ in self.expected if where == row}
-            device = self.held.get((row, Tier.DEVICE), set()) | soon
-            either = device | self.held.get((row, Tier.HOST), set())
+            device = self.stored.get((row, Tier.DEVICE), set()) | soon
+            either = device | self.stored.get((row, Tier.HOST), set())
             on_device = leading([name in device for name in prompt])
             assert found.device[row] == on_device
             assert found.host[row] == leading([name in either for name in prompt]) - on_device
@@ -122,10 +122,10 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         slots = [*self.index._slots._rows.values(), *self.index._slots.dead]
-        held = sum(len(slot.held) for slot in slots)
-        assert self.index.counts.blocks == held <= self.max_blocks
-        bits = sum(bool(mask & slot.both) for slot in slots for shard in self.index._shards for mask in shard.values())
-        assert bits == held
+        num_blocks = sum(len(slot.keys) for slot in slots)
+        assert self.index.counts.blocks == num_blocks <= self.max_blocks
+        bits = sum(bool(mask & slot.mask) for slot in slots for shard in self.index._shards for mask in shard.values())
+        assert bits == num_blocks
         assert all(mask for shard in self.index._shards for mask in shard.values())
         assert all(len(self.known(row)) <= self.bounds[row] for row in range(ROWS))
 
@@ -185,7 +185,7 @@ def test_names_are_those_that_the_engines_compute(tokens: list[int], size: int, 
 
 
 def test_what_is_expected_of_one_prompt_and_of_all_is_bounded() -> None:
-    index = PrefixIndex(expected=SpeculativeEntries(max_entries=MAX_PROMPT_BLOCKS + 10))
+    index = PrefixIndex(speculative=SpeculativeEntries(max_entries=MAX_PROMPT_BLOCKS + 10))
     index.add_speculative(0, chain(1000), 0.0)
     assert index.match(chain(1000), 0.0).device.tolist() == [MAX_PROMPT_BLOCKS]
     index.add_speculative(1, chain(100, first=5000), 0.0)
@@ -224,7 +224,7 @@ def test_engines_that_come_and_go_do_not_make_masks_longer() -> None:
     assert not any(index._shards)
 
 
-def test_a_bound_is_kept_until_the_row_begins_anew() -> None:
+def test_a_bound_is_kept_until_the_row_is_cleared() -> None:
     index = PrefixIndex()
     index.set_max_blocks(0, 3)
     index.store(0, Tier.DEVICE, chain(10))
