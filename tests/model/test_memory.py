@@ -7,7 +7,7 @@ import pytest
 from quire_engine.core.step import SchedulerOutput
 from quire_engine.errors import ModelError
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.worker import memory as gauge
+from quire_engine.worker import memory as worker_memory
 from quire_engine.worker.memory import CpuMemory
 
 from tests.model.engine import run
@@ -26,7 +26,7 @@ def folder(small_models: SmallModels) -> Path:
 def confined(monkeypatch: pytest.MonkeyPatch, root: Path, spare: int) -> CpuMemory:
     """Executors find themselves in a container whose limit is so many bytes above what this process holds."""
     memory = CpuMemory(container(root, CpuMemory().used() + spare))
-    monkeypatch.setattr(gauge, "device_memory", lambda device: memory)
+    monkeypatch.setattr(worker_memory, "device_memory", lambda device: memory)
     return memory
 
 
@@ -41,7 +41,7 @@ def test_a_containers_limit_is_filled_with_pools_and_kept(
     usable = memory.limit * (utilization or 0.9)
     assert capacity.host_blocks * capacity.block_bytes == pytest.approx(64 * MIB, rel=0.01)
     assert memory.used() + pools <= usable
-    assert memory.used() + pools + gauge.GROWTH_RESERVE >= 0.9 * usable, "and not much less"
+    assert memory.used() + pools + worker_memory.GROWTH_RESERVE >= 0.9 * usable, "and not much less"
 
 
 def test_both_pools_share_a_small_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
@@ -75,7 +75,7 @@ def test_an_engine_on_a_machine_of_its_users_leaves_most_of_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
 ) -> None:
     memory = CpuMemory(container(tmp_path, None, total=64 * GIB, available=4 * GIB))
-    monkeypatch.setattr(gauge, "device_memory", lambda device: memory)
+    monkeypatch.setattr(worker_memory, "device_memory", lambda device: memory)
     capacity = load_executor(folder, swap_bytes=0).kv_cache_config
     assert capacity.device_blocks * capacity.block_bytes == pytest.approx(GIB, rel=0.1)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from quire_engine.executor.torch_executor import TorchExecutor
 from quire_engine.kernels.bindings import library
-from quire_engine.worker import cpu_graph as tapes
+from quire_engine.worker import cpu_graph
 from quire_proto.sampling import SamplingParams
 
 from tests.model.engine import Run, load, run
@@ -42,7 +42,7 @@ def test_tapes_change_nothing(small_models: SmallModels, model_name: str, dtype:
 
 
 def test_only_so_many_tapes_are_kept(small_models: SmallModels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(cpu_graph, "MAX_GRAPHS", 2)
     folder, prompts = small_models.folder("llama3"), small_models.prompts
     taped = load(folder, 200, 0)
     assert outputs(taped, prompts).choices == outputs(load(folder, 200, 0, enforce_eager=True), prompts).choices
@@ -84,11 +84,7 @@ def test_what_turns_out_not_to_be_recordable_is_computed_all_the_same(
     monkeypatch.setattr(
         type(last._mlp),
         "__call__",
-        lambda part, x: (
-            Doubled()(part.gate_up_proj.forward_silu_mul(x))
-            if part.down_proj is down
-            else part.down_proj(part.gate_up_proj.forward_silu_mul(x))
-        ),
+        lambda mlp, x: (Doubled() if mlp.down_proj is down else mlp.down_proj)(mlp.gate_up_proj.forward_silu_mul(x)),
     )
     assert outputs(taped, prompts).choices == expected
     assert not recorded(taped)

@@ -21,13 +21,11 @@ from quire_engine import SamplingParams as LlmParams
 from quire_engine.core.block_pool import BlockCopy
 from quire_engine.core.step import SampleRequest, ScheduledChunk, SchedulerOutput
 from quire_engine.errors import ModelError
-from quire_engine.executor import multiproc as leading_runner
-from quire_engine.executor import rank_processes as process
-from quire_engine.executor import rank_worker as serving
+from quire_engine.executor import multiproc, rank_processes, rank_worker
 from quire_engine.executor.rank_processes import RankError
 from quire_engine.executor.rpc import batch_to_arrays
 from quire_engine.executor.torch_executor import TorchExecutor
-from quire_engine.worker import model_runner as parts
+from quire_engine.worker import model_runner
 from quire_proto.sampling import SamplingParams
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -177,9 +175,9 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Sets what this process records decode steps with."""
-    for module in (leading_runner, serving):
+    for module in (multiproc, rank_worker):
         monkeypatch.setattr(module, "ModelRunner", module.ModelRunner)
-    monkeypatch.setattr(parts, "make_attention", parts.make_attention)
+    monkeypatch.setattr(model_runner, "make_attention", model_runner.make_attention)
     return fake_graphs.record_on_the_cpu
 
 
@@ -208,14 +206,14 @@ def test_a_rank_that_cannot_record_alone_ends_the_start_instead_of_leaving_the_o
 ) -> None:
     own, other = ("refuse", "FakeRecorder()") if failing == 0 else ("FakeRecorder()", "refuse")
     script = RECORDING_RANK.format(recorder=f"fake_graphs.{other}")
-    monkeypatch.setattr(process, "COMMAND", (sys.executable, "-c", script))
+    monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", script))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     recording(fake_graphs.refuse if own == "refuse" else fake_graphs.FakeRecorder())
     thread, raised = in_background(lambda: load(small_models.folder("llama3"), 2).close())
     thread.join(60)
     assert not thread.is_alive(), "the ranks wait for each other"
     assert [type(error) for error in raised] == [RankError]
-    sentence = f"Rank {failing} failed in a step in which other ranks did not: RecordingError: out of memory."
+    sentence = f"Rank {failing} failed in a step in which other ranks did not: GraphCaptureError: out of memory."
     assert str(raised[0]) == sentence
 
 
@@ -303,7 +301,7 @@ class Watched:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "ranks.worker" in " ".join(child.cmdline())]
+    return [child for child in psutil.Process().children() if "executor.rank_main" in " ".join(child.cmdline())]
 
 
 def assert_gone(process: psutil.Process) -> None:
@@ -361,7 +359,7 @@ def test_a_rank_that_fails_alone_is_told_although_rank_0_waits_for_it(
         return arrays
 
     watched.run()
-    monkeypatch.setattr(leading_runner, "batch_to_arrays", wrong)
+    monkeypatch.setattr(multiproc, "batch_to_arrays", wrong)
     thread, raised = in_background(watched.run)
     assert "Rank 1 failed in a step in which other ranks did not: IndexError" in watched.loss()
     thread.join(SECONDS_TO_BE_TOLD)

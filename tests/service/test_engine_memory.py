@@ -17,10 +17,10 @@ from tests.support.processes import MIB, Engine, Process
 CONFINED = """
 import sys
 from pathlib import Path
-from quire_engine.device.host import gauge
+from quire_engine.worker import memory
 from quire_engine.cli import main
-memory = gauge.CpuMemory(Path(sys.argv.pop(1)))
-gauge.memory_of = lambda device: memory
+container = memory.CpuMemory(Path(sys.argv.pop(1)))
+memory.device_memory = lambda device: container
 main()
 """
 

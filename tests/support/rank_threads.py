@@ -5,7 +5,7 @@ import socket
 from threading import Thread
 
 import pytest
-from quire_engine.executor import rank_processes as workers
+from quire_engine.executor import rank_processes
 from quire_engine.executor.rank_worker import RankWorker
 
 
@@ -39,6 +39,6 @@ class RankThread:
 
 def ranks_are_threads(patch: pytest.MonkeyPatch) -> None:
     """Executors that are made while ``patch`` holds have threads for ranks."""
-    patch.setattr(workers, "RankProcess", RankThread)
+    patch.setattr(rank_processes, "RankProcess", RankThread)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         patch.setenv(name, "lo")  # set and unset by each rank for itself, which would be for all of them here

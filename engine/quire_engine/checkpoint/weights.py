@@ -65,15 +65,15 @@ class Checkpoint:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        ranks: Communicator = SINGLE_RANK,
-        divided: int = 0,
+        communicator: Communicator = SINGLE_RANK,
+        dim: int = 0,
     ) -> torch.Tensor:
         """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``. Of each only this
         rank's share of the dimension ``divided`` is read.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check_shape(name, shape)
-        cuts = [_shard_slices(shape, divided, ranks) for shape in shapes]
+        cuts = [_shard_slices(shape, dim, communicator) for shape in shapes]
         sizes = [[part.stop - part.start for part in cut] for cut in cuts]
         rows = [size[0] for size in sizes]
         target = torch.empty((sum(rows), *sizes[0][1:]), dtype=dtype, device=device)
@@ -97,10 +97,10 @@ class Checkpoint:
 
     def log_unused(self) -> None:
         """Says in the log which tensors the model had no use for."""
-        strange = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
-        if strange:
-            shown = ", ".join(strange[:5])
-            log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(strange), shown)
+        unused = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
+        if unused:
+            shown = ", ".join(unused[:5])
+            log.warning("%s has %d tensors that the model does not use: %s", self._source_path, len(unused), shown)
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self._tensors:
@@ -149,10 +149,10 @@ def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch
     return torch.float32 if wanted == torch.float64 else wanted
 
 
-def _shard_slices(shape: tuple[int, ...], divided: int, ranks: Communicator) -> tuple[slice, ...]:
+def _shard_slices(shape: tuple[int, ...], dim: int, communicator: Communicator) -> tuple[slice, ...]:
     """This rank's share of the dimension ``divided``, and all of the others."""
     parts = [slice(0, size) for size in shape]
-    parts[divided] = shard(shape[divided], ranks)
+    parts[dim] = shard(shape[dim], communicator)
     return tuple(parts)
 
 

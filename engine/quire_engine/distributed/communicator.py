@@ -56,17 +56,17 @@ class SingleRankCommunicator:
 SINGLE_RANK = SingleRankCommunicator()
 
 
-def shard(total: int, ranks: Communicator) -> slice:
+def shard(total: int, communicator: Communicator) -> slice:
     """Which of ``total`` things are this rank's: as many for each, in the order of the ranks, and for the last ones
     what is left, which may be nothing.
     """
-    each = largest_shard_size(total, ranks)
-    return slice(min(total, ranks.rank * each), min(total, (ranks.rank + 1) * each))
+    each = largest_shard_size(total, communicator)
+    return slice(min(total, communicator.rank * each), min(total, (communicator.rank + 1) * each))
 
 
-def largest_shard_size(total: int, ranks: Communicator) -> int:
+def largest_shard_size(total: int, communicator: Communicator) -> int:
     """How many of ``total`` things rank 0 has; no other rank has more."""
-    return -(-total // ranks.size)
+    return -(-total // communicator.size)
 
 
 # The collectives of the ranks of one model: gloo on the CPU, NCCL on CUDA.
@@ -101,9 +101,9 @@ class TensorParallelGroup:
     def connect(self, store: Path) -> None:
         """Meets the others, all of which connect through the same file."""
         with _loopback_only():
-            meeting = distributed.FileStore(str(store), self.size)
+            store_client = distributed.FileStore(str(store), self.size)
             timeout = COLLECTIVE_TIMEOUTS[self._device.type]
-            self._process_group = _process_group_class(self._device)(meeting, self.rank, self.size, timeout)
+            self._process_group = _process_group_class(self._device)(store_client, self.rank, self.size, timeout)
             # gloo chooses its interface when the group is made, NCCL at the first exchange.
             self.all_reduce(torch.zeros(1, device=self._device))
 

@@ -17,7 +17,7 @@ from quire_engine.distributed.communicator import SINGLE_RANK, Communicator, Ten
 from quire_engine.executor.rank_processes import RankWorkers
 from quire_engine.executor.rank_worker import RankSettings
 from quire_engine.executor.rpc import RpcArray, RpcMethod, batch_to_arrays, copies_to_arrays, json_to_array
-from quire_engine.worker.cuda_graph import NO_GRAPHS, RecordingError
+from quire_engine.worker.cuda_graph import NO_GRAPHS, GraphCaptureError
 from quire_engine.worker.input_batch import ModelInput
 from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, MemoryProfiler, compute_cache_sizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
@@ -38,19 +38,25 @@ class MultiprocRunner:
     ``RankError``.
     """
 
-    def __init__(self, workers: RankWorkers, group: TensorParallelGroup, parts: LoadedModel, pools: CacheSizes) -> None:
+    def __init__(
+        self, workers: RankWorkers, group: TensorParallelGroup, model: LoadedModel, cache_sizes: CacheSizes
+    ) -> None:
         self._workers = workers
         self._group = group
         try:
-            self._own_runner = self._make_runners(parts, pools)
-        except RecordingError as error:
+            self._own_runner = self._make_runners(model, cache_sizes)
+        except GraphCaptureError as error:
             log.warning(NO_GRAPHS, error)
-            self._own_runner = self._make_runners(replace(parts, graph_sizes=()), pools)
+            self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
 
-    def _make_runners(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
-        arrays = [json_to_array(asdict(pools)), json_to_array(bool(parts.graph_sizes))]
+    def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
+        arrays = [json_to_array(asdict(cache_sizes)), json_to_array(bool(model.graph_sizes))]
         number, own = call_all_ranks(
-            self._workers, self._group, RpcMethod.MAKE_RUNNER, arrays, lambda: ModelRunner(parts, pools, alone=False)
+            self._workers,
+            self._group,
+            RpcMethod.MAKE_RUNNER,
+            arrays,
+            lambda: ModelRunner(model, cache_sizes, alone=False),
         )
         self._workers.wait_for_replies(number)
         return own
@@ -91,17 +97,21 @@ class MultiprocRunner:
             self._workers.request(RpcMethod.CLOSE_RUNNER)
         self._own_runner.close()
 
-    def _call_all_ranks(self, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
-        return call_all_ranks(self._workers, self._group, call, arrays, work)[1]
+    def _call_all_ranks(self, method: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
+        return call_all_ranks(self._workers, self._group, method, arrays, work)[1]
 
 
 def call_all_ranks(
-    workers: RankWorkers, group: TensorParallelGroup, call: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]
+    workers: RankWorkers,
+    group: TensorParallelGroup,
+    method: RpcMethod,
+    arrays: Sequence[RpcArray],
+    work: Callable[[], T],
 ) -> tuple[int, T]:
     """Has the other ranks make ``call`` while this one does ``work``: the call's number, and what ``work`` returns.
     Raises what it raises where all ranks fail alike, else ``RankError``.
     """
-    number = workers.begin_call(call, arrays)
+    number = workers.begin_call(method, arrays)
     before = group.num_collectives
     try:
         result = work()
@@ -124,11 +134,13 @@ class RankGroup(Protocol):
         """Waits until all have loaded their parts, and connects them. Raises ``ModelError`` and ``RankError``."""
         ...
 
-    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+    def profile_memory(
+        self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
+    ) -> list[MemoryProfile]:
         """What each has measured, in their order. ``largest_step`` has all of them compute."""
         ...
 
-    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
         """A runner with pools of this size on each rank."""
         ...
 
@@ -145,13 +157,15 @@ class SingleProcess:
     def connect(self) -> None:
         """There is nobody else."""
 
-    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+    def profile_memory(
+        self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
+    ) -> list[MemoryProfile]:
         """See ``RankGroup.profile_memory``."""
-        return [gauge.profile(largest_step)]
+        return [profiler.profile(largest_step)]
 
-    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
         """See ``RankGroup.make_runner``."""
-        return ModelRunner(parts, pools)
+        return ModelRunner(model, cache_sizes)
 
     def close(self) -> None:
         """There is nobody else."""
@@ -196,17 +210,19 @@ class MultiprocLeader:
         if self._device.type == "cpu":
             self._rendezvous_folder.cleanup()  # NCCL goes on to look into it
 
-    def profile_memory(self, gauge: MemoryProfiler, largest_step: Callable[[], object] | None) -> list[MemoryProfile]:
+    def profile_memory(
+        self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
+    ) -> list[MemoryProfile]:
         """See ``RankGroup.profile_memory``. The calls of the step are made by the others within theirs."""
         number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
-        own = gauge.profile(largest_step)
+        own = profiler.profile(largest_step)
         if largest_step is not None:
             self._workers.request(RpcMethod.END_PROFILE)
         return [own, *(MemoryProfile(**answer) for answer in self._workers.wait_for_replies(number))]
 
-    def make_runner(self, parts: LoadedModel, pools: CacheSizes) -> Runner:
+    def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
         """See ``RankGroup.make_runner``."""
-        return MultiprocRunner(self._workers, self._group, parts, pools)
+        return MultiprocRunner(self._workers, self._group, model, cache_sizes)
 
     def close(self) -> None:
         """See ``RankGroup.close``."""
@@ -236,7 +252,7 @@ def start_ranks(settings: RankSettings, on_lost: Callable[[str], None] | None = 
 
 
 def compute_rank_cache_sizes(
-    request: CacheBudget, measures: Sequence[MemoryProfile], smallest: CacheSizes
+    budget: CacheBudget, profiles: Sequence[MemoryProfile], smallest: CacheSizes
 ) -> tuple[CacheSizes, MemoryProfile]:
     """The pools of each rank, equal on all, and what decided them. ``measures`` are the ranks', ``smallest`` is the
     least for one rank.
@@ -245,37 +261,37 @@ def compute_rank_cache_sizes(
     of which the fullest decides, and they share the memory of the host pools. Raises ``ModelError`` as
     ``compute_cache_sizes`` does.
     """
-    size = len(measures)
+    size = len(profiles)
     if size == 1:
-        return compute_cache_sizes(request, measures[0], smallest), measures[0]
-    if measures[0].host_available is None:
-        whole = sum_profiles(measures)
+        return compute_cache_sizes(budget, profiles[0], smallest), profiles[0]
+    if profiles[0].host_available is None:
+        whole = sum_profiles(profiles)
         pools = compute_cache_sizes(
-            request, whole, CacheSizes(smallest.kv_cache_bytes * size, smallest.swap_bytes * size)
+            budget, whole, CacheSizes(smallest.kv_cache_bytes * size, smallest.swap_bytes * size)
         )
         return CacheSizes(pools.kv_cache_bytes // size, pools.swap_bytes // size), whole
-    each = replace(request, swap_bytes=request.swap_bytes // size)
-    own = [replace(one, host_available=(one.host_available or 0) // size) for one in measures]
+    each = replace(budget, swap_bytes=budget.swap_bytes // size)
+    own = [replace(one, host_available=(one.host_available or 0) // size) for one in profiles]
     decided = [(compute_cache_sizes(each, one, smallest), one) for one in own]
     least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
     return CacheSizes(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
 
 
-def with_all_ranks_bytes(capacity: KVCacheConfig, measures: Sequence[MemoryProfile]) -> KVCacheConfig:
+def with_all_ranks_bytes(config: KVCacheConfig, profiles: Sequence[MemoryProfile]) -> KVCacheConfig:
     """``capacity`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
-    parts = len(measures) if measures[0].host_available is None else 1
-    return replace(capacity, block_bytes=capacity.block_bytes * parts)
+    num_sharing = len(profiles) if profiles[0].host_available is None else 1
+    return replace(config, block_bytes=config.block_bytes * num_sharing)
 
 
-def sum_profiles(measures: Sequence[MemoryProfile]) -> MemoryProfile:
+def sum_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
     """The ranks of one memory as one: what they hold adds up. What they share, as code, counts for each."""
-    first, loaded = measures[0], sum(one.used_loaded for one in measures)
-    peaks = [one.peak for one in measures if one.peak is not None]
+    first, loaded = profiles[0], sum(one.used_loaded for one in profiles)
+    peaks = [one.peak for one in profiles if one.peak is not None]
     return replace(
         first,
-        used_before=sum(one.used_before for one in measures),
+        used_before=sum(one.used_before for one in profiles),
         used_loaded=loaded,
-        available=max(0, min(first.limit - loaded, *(one.available for one in measures))),
-        peak=sum(peaks) if len(peaks) == len(measures) else None,
-        growth_reserve=sum(one.growth_reserve for one in measures),
+        available=max(0, min(first.limit - loaded, *(one.available for one in profiles))),
+        peak=sum(peaks) if len(peaks) == len(profiles) else None,
+        growth_reserve=sum(one.growth_reserve for one in profiles),
     )

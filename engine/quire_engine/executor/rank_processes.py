@@ -219,17 +219,17 @@ class RankWorkers:
         """Whether calls can be made."""
         return not self._is_over
 
-    def begin_call(self, call: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
+    def begin_call(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
         """Tells all ranks to make a call that rank 0 makes at the same time; its number. Rank 0 says afterwards whether
         it has ``succeeded`` or ``failed``. Raises ``RankError``.
         """
         with self._changed:
             self._check_usable()
             number = self._failures.begin_call()
-        self._send(RpcMessage(call, number, arrays))
+        self._send(RpcMessage(method, number, arrays))
         return number
 
-    def request(self, call: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
+    def request(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
         """Sends a call that only the other ranks make; returns its number, for ``wait_for_replies``. Raises
         ``RankError``.
         """
@@ -238,7 +238,7 @@ class RankWorkers:
             number = self._failures.begin_call()
             self._failures.record_success()
             self._requested.add(number)
-        self._send(RpcMessage(call, number, arrays))
+        self._send(RpcMessage(method, number, arrays))
         return number
 
     def _send(self, message: RpcMessage) -> None:
@@ -346,22 +346,22 @@ class RankWorkers:
             self._changed.notify_all()
 
     def _watch(self) -> None:
-        heard = {process.link.fileno(): process for process in self._processes}
+        by_descriptor = {process.link.fileno(): process for process in self._processes}
         poll = select.poll()
-        woken = self._wake_reader.fileno()
-        for descriptor in (*heard, woken):
+        wake = self._wake_reader.fileno()
+        for descriptor in (*by_descriptor, wake):
             poll.register(descriptor, select.POLLIN)
-        since: float | None = None
+        suspected_since: float | None = None
         while not self._closing:
-            for descriptor, _ in poll.poll(None if since is None else 100):
-                if descriptor == woken:
+            for descriptor, _ in poll.poll(None if suspected_since is None else 100):
+                if descriptor == wake:
                     self._wake_reader.recv(4096)
                 else:
-                    self._on_readable(heard[descriptor])
+                    self._on_readable(by_descriptor[descriptor])
             if self._lost_reason is not None:  # there is nothing more to hear
                 poll = select.poll()
-                poll.register(woken, select.POLLIN)
-            since = self._check_divergence(since)
+                poll.register(wake, select.POLLIN)
+            suspected_since = self._check_divergence(suspected_since)
 
     def _on_readable(self, process: RankProcess) -> None:
         try:
@@ -384,16 +384,16 @@ class RankWorkers:
                 self._failures.record_remote_failure(rank, value)
             self._changed.notify_all()
 
-    def _check_divergence(self, since: float | None) -> float | None:
+    def _check_divergence(self, suspected_since: float | None) -> float | None:
         """Ends everything where the ranks have parted; since when it is in doubt whether they have."""
         with self._changed:
             certain, doubt = self._failures.divergence, self._failures.suspected_failure
         if self._is_over or not (certain or doubt):
             return None
-        since = since or time.monotonic()
-        if certain or time.monotonic() - since > DIVERGENCE_GRACE_SECONDS:
+        suspected_since = suspected_since or time.monotonic()
+        if certain or time.monotonic() - suspected_since > DIVERGENCE_GRACE_SECONDS:
             self._mark_lost(certain or doubt or "")
-        return since
+        return suspected_since
 
     def _mark_lost(self, sentence: str) -> None:
         with self._changed:

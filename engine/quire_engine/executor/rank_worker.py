@@ -65,9 +65,9 @@ class RankSettings:
         """A rank's end of the group, not connected yet."""
         return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
 
-    def load(self, ranks: Communicator) -> LoadedModel:
+    def load(self, communicator: Communicator) -> LoadedModel:
         """Loads the part of one of ``ranks``. Raises ``ModelError``."""
-        return load_model_and_attention(self.engine, self.config, self.device_for(ranks.rank), ranks)
+        return load_model_and_attention(self.engine, self.config, self.device_for(communicator.rank), communicator)
 
     def to_plain(self) -> dict[str, Any]:
         """As values that JSON has."""
@@ -91,8 +91,8 @@ class RankSettings:
 class _LoadedRank:
     """What this rank has, once it was told what to load."""
 
-    parts: LoadedModel
-    gauge: MemoryProfiler
+    model: LoadedModel
+    profiler: MemoryProfiler
     group: TensorParallelGroup
     store: Path
 
@@ -131,12 +131,16 @@ class RankWorker:
             return None
 
     def _handle(self, message: RpcMessage) -> None:
-        begun = self._num_collectives
+        collectives_before = self._num_collectives
         try:
             value = self._handlers[message.code](message.arrays)
         except Exception as error:
             log.debug("call %d failed", message.call_number, exc_info=True)
-            self._reply(RpcReply.FAILED, message.call_number, _failure_to_plain(error, self._num_collectives - begun))
+            self._reply(
+                RpcReply.FAILED,
+                message.call_number,
+                _failure_to_plain(error, self._num_collectives - collectives_before),
+            )
         else:
             if RpcMethod(message.code).has_reply:
                 self._reply(RpcReply.DONE, message.call_number, value)
@@ -156,50 +160,50 @@ class RankWorker:
         )
         torch.set_num_threads(settings.threads)
         device, group = settings.device_for(self._rank), settings.make_group(self._rank)
-        gauge = MemoryProfiler(device)
+        profiler = MemoryProfiler(device)
         with inference_on(device):
-            parts = settings.load(group)
+            model = settings.load(group)
         if device.type == "cpu":
             tune_malloc()
-        self._loaded_rank = _LoadedRank(parts, gauge, group, settings.store)
+        self._loaded_rank = _LoadedRank(model, profiler, group, settings.store)
 
     def _connect(self, _: Sequence[RpcArray]) -> None:
         loaded = self._loaded_or_fail
-        with inference_on(loaded.parts.device):
+        with inference_on(loaded.model.device):
             loaded.group.connect(loaded.store)
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
         """Measures this rank; the calls up to END_MEASURE are the largest step, if there is to be one."""
         with_step: bool = json_from_array(arrays[0])
         return asdict(
-            self._loaded_or_fail.gauge.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
+            self._loaded_or_fail.profiler.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
         )
 
     def _make_runner(self, arrays: Sequence[RpcArray]) -> None:
-        parts, with_graphs = self._loaded_or_fail.parts, json_from_array(arrays[1])
+        model, with_graphs = self._loaded_or_fail.model, json_from_array(arrays[1])
         if not with_graphs:
-            parts = replace(parts, graph_sizes=())
-        with inference_on(parts.device):
-            self._runner = ModelRunner(parts, CacheSizes(**json_from_array(arrays[0])), alone=False)
+            model = replace(model, graph_sizes=())
+        with inference_on(model.device):
+            self._runner = ModelRunner(model, CacheSizes(**json_from_array(arrays[0])), alone=False)
 
     def _close_runner(self, _: Sequence[RpcArray]) -> None:
         self._runner_or_fail.close()
         self._runner, self._hidden = None, torch.empty(0)
 
     def _copy_blocks(self, arrays: Sequence[RpcArray]) -> None:
-        with inference_on(self._loaded_or_fail.parts.device):
+        with inference_on(self._loaded_or_fail.model.device):
             self._runner_or_fail.copy(*copies_from_arrays(arrays))
 
     def _forward(self, arrays: Sequence[RpcArray]) -> None:
         batch, loaded, pending = batch_from_arrays(arrays), self._loaded_or_fail, None
-        with inference_on(loaded.parts.device):
+        with inference_on(loaded.model.device):
             if len(batch.pending_rows):
-                pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.parts.device)
+                pending = torch.empty(len(batch.pending_rows), dtype=torch.int64, device=loaded.model.device)
                 loaded.group.broadcast(pending)
             self._hidden = self._runner_or_fail.forward(batch, pending)
 
     def _logits(self, arrays: Sequence[RpcArray]) -> None:
-        with inference_on(self._loaded_or_fail.parts.device):
+        with inference_on(self._loaded_or_fail.model.device):
             self._runner_or_fail.logits(self._hidden, rows_from_arrays(arrays))
 
     @property

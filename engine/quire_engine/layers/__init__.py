@@ -1,1 +1,1 @@
-"""The layers that models share: linear, norm, rotary embedding, MLP and mixture of experts."""
+"""The layers that decoders share: linear, norm, feed-forward, rotary embedding; and the loading of their weights."""

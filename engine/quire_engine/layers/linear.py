@@ -1,8 +1,9 @@
-"""A linear layer whose weight is packed once for the processor. It knows nothing of models and of how weights
-are named.
+"""Linear layers: ``make_linear`` chooses how a weight is held and multiplied, and the parallel layers divide one among
+the ranks of a model (Megatron-LM, Shoeybi et al. 2019).
 
-Left alone, torch lets oneDNN or MKL rearrange the weight in every call. Here it is rearranged once, and the plain copy
-is let go. Who multiplies depends on the processor and the dtype:
+``PackedLinear`` packs its weight once for the processor. Left alone, torch lets oneDNN or MKL rearrange the weight in
+every call; here it is rearranged once, and the plain copy is freed. The library that multiplies depends on the
+processor and the dtype:
 
 * ``kernels.linear``, where it uses the best instructions that there are: fp32 with AVX-512, and bf16 with its bf16
   products unless there are matrix registers (AMX). One packing serves any number of rows, and a row's result is the
@@ -11,7 +12,7 @@ is let go. Who multiplies depends on the processor and the dtype:
   other numbers of rows. MKL's own packing was slower.
 * ``F.linear`` for all else: fp16, which few processors multiply well, and other devices.
 
-``deterministic`` asks for the kernel on every processor, and without one multiplies row by row.
+With ``deterministic`` the kernel is used on every processor, and where there is none, rows are multiplied one by one.
 
 Time of oneDNN (packed) and of ``F.linear`` over the kernel's, for M rows on one core with AVX-512 and bf16 products,
 torch 2.13, with weights that no cache holds; ``python -m tests.bench.linear`` measures it again:
@@ -39,69 +40,6 @@ from quire_engine.distributed.communicator import Communicator
 from quire_engine.kernels.batch_invariant import batch_invariant_linear
 from quire_engine.kernels.ops import silu_mul
 from quire_engine.kernels.packed_linear import is_fast, make_product, pack_weight, quantize
-
-# A linear layer whose weight is held in int8 for the processor. It knows nothing of models and of how weights are
-# named.
-
-
-class Int8Linear:
-    """``x @ weight.T + bias`` to about two digits, from half of bf16's memory. A ``Linear``.
-
-    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU. The layer keeps neither.
-    A row of a result depends on its own inputs alone, bit for bit.
-    """
-
-    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._dtype = weight.dtype
-        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return self._matmul.nbytes
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear``."""
-        return self._matmul.product(self._checked(x), gated=False)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.gated``; gate and up are not rounded before they meet."""
-        if self.out_features % 2:
-            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
-        return self._matmul.product(self._checked(x), gated=True)
-
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, as the compiled kernel may read it."""
-        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(
-                f"int8: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
-            )
-        return x if x.stride(1) == 1 else x.contiguous()
-
-
-# A linear layer on a GPU whose every row of results depends on that row of its input alone, bit for bit.
-
-
-class BatchInvariantLinear:
-    """``x @ weight.T + bias``. A ``Linear``. ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16."""
-
-    __slots__ = ("_bias", "_weight", "in_features", "out_features")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._weight, self._bias = weight, bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.__call__``."""
-        return batch_invariant_linear(x, self._weight, self._bias)
-
-    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.gated``."""
-        return silu_mul(self(x))
-
 
 _EXPECTED_ROWS = 32
 # What two orders of summation may differ by, relative to the largest output. The bound for fp32 also refuses
@@ -172,7 +110,7 @@ class PackedLinear:
         return self._matmul(x)
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``Linear.gated``."""
+        """See ``Linear.forward_silu_mul``."""
         return self._matmul_silu_mul(x)
 
 
@@ -181,8 +119,8 @@ def _plain_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> MatMul:
 
 
 def _matmul_row_by_row(product: MatMul) -> MatMul:
-    """The same with each row on its own, as fresh memory: libraries choose an order of summation by the number of rows
-    and by where they lie.
+    """``product`` of one row at a time, each in fresh memory: libraries choose an order of summation by the number of
+    rows and by their alignment.
     """
     return lambda x: torch.cat([product(row.clone()) for row in x.split(1)]) if len(x) else product(x)
 
@@ -217,48 +155,103 @@ def _agrees_with_torch(product: MatMul, weight: torch.Tensor, bias: torch.Tensor
     return bool(error <= _TOLERANCE[weight.dtype] * expected.abs().amax())
 
 
-# Linear layers of which each rank holds a part (Megatron-LM, Shoeybi et al. 2019). Knows no names and no files.
+class Int8Linear:
+    """A ``Linear`` whose weight is held in int8: accurate to about two digits, in half of bf16's memory.
+
+    Args: ``weight`` [out, in] and ``bias`` [out] or None, of one dtype, on the CPU. The layer keeps neither.
+    A row of a result depends on its own inputs alone, bit for bit.
+    """
+
+    __slots__ = ("_dtype", "_matmul", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        self._matmul = make_product(*quantize(weight), bias, weight.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return self._matmul.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear``."""
+        return self._matmul.product(self._checked(x), gated=False)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``; gate and up are not rounded before they are multiplied."""
+        if self.out_features % 2:
+            raise ValueError(f"{self.out_features} outputs are not a gate and as many to multiply with it")
+        return self._matmul.product(self._checked(x), gated=True)
+
+    def _checked(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` with contiguous rows, as the kernel needs. Raises ``ValueError`` for another shape, dtype or device."""
+        if x.dtype is not self._dtype or not x.is_cpu or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(
+                f"int8: {x.dtype} {tuple(x.shape)} on {x.device} is not {self._dtype} [T, {self.in_features}]"
+            )
+        return x if x.stride(1) == 1 else x.contiguous()
+
+
+class BatchInvariantLinear:
+    """A ``Linear`` on a GPU whose every row of results depends on that row of its input alone, bit for bit.
+
+    ``weight`` [out, in] and ``bias`` [out] or None, in bf16 or fp16.
+    """
+
+    __slots__ = ("_bias", "_weight", "in_features", "out_features")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.__call__``."""
+        return batch_invariant_linear(x, self._weight, self._bias)
+
+    def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``Linear.forward_silu_mul``."""
+        return silu_mul(self(x))
 
 
 class RowParallelLinear:
-    """A layer whose inputs are divided: each rank computes what its inputs add, and every rank gets the sum. A
-    ``Linear``.
+    """A ``Linear`` whose inputs are sharded: each rank multiplies its shard, and all ranks get the sum.
 
-    The bias, if there is one, is in the ``part`` of one rank alone.
+    ``local`` is this rank's layer; a bias is in that of one rank alone.
     """
 
-    def __init__(self, part: Linear, ranks: Communicator) -> None:
-        self._shard = part
-        self._communicator = ranks
-        self.in_features = part.in_features
-        self.out_features = part.out_features
+    def __init__(self, local: Linear, communicator: Communicator) -> None:
+        self._local = local
+        self._communicator = communicator
+        self.in_features = local.in_features
+        self.out_features = local.out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, this rank's inputs] -> [T, out]."""
-        return self._communicator.all_reduce(self._shard(x))
+        return self._communicator.all_reduce(self._local(x))
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Nothing that is gated is divided by its inputs."""
+        """Not needed: gate and up projections are column parallel."""
         raise NotImplementedError
 
 
 class GatheredColumnParallelLinear:
-    """A layer whose outputs are divided: rank 0 gets all of them, another rank its own. A ``Linear``.
+    """A ``Linear`` whose outputs are sharded: rank 0 gathers all of them, each other rank gets its own.
 
-    Every rank's ``part`` has the same number of outputs, those of the last ones padded; together they have at least
-    ``out_features``.
+    ``local`` is this rank's layer. All ranks' have the same number of outputs, the last ones' padded; together they
+    have at least ``out_features``.
     """
 
-    def __init__(self, part: Linear, out_features: int, ranks: Communicator) -> None:
-        self._shard = part
-        self._communicator = ranks
-        self.in_features = part.in_features
+    def __init__(self, local: Linear, out_features: int, communicator: Communicator) -> None:
+        self._local = local
+        self._communicator = communicator
+        self.in_features = local.in_features
         self.out_features = out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [T, in] -> [T, out] on rank 0."""
-        return self._communicator.gather(self._shard(x))[..., : self.out_features].contiguous()
+        return self._communicator.gather(self._local(x))[..., : self.out_features].contiguous()
 
     def forward_silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """Nothing that is gated is needed by rank 0 alone."""
+        """Not needed: gate and up projections are not gathered."""
         raise NotImplementedError

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 from quire_engine.attention.base import AttentionBackend
 from quire_engine.checkpoint.config import AttentionLayout, DecoderConfig
 from quire_engine.kernels.ops import HeadNorms, norm_rotate, rotate
-from quire_engine.layers.mlp import GatedMLP, MoE, RMSNorm, Weights
+from quire_engine.layers.mlp import GatedMLP, MoE
+from quire_engine.layers.norm import RMSNorm
 from quire_engine.layers.rotary import RotaryEmbedding
+from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import LayerInputs
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -22,7 +24,7 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class Llama:
     """A decoder with its weights, or a rank's part of it. A ``LayeredModel``."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights) -> None:
+    def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
         # How many tokens each expert gets is known on the host before the experts compute, and on the CPU what ranks
         # exchange is no call of a kernel.
@@ -62,7 +64,7 @@ class Llama:
 class _Attention:
     """Grouped-query attention, with fused projections."""
 
-    def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:
         name, hidden = f"model.layers.{index}.self_attn", config.hidden_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inputs = [f"{name}.{part}_proj" for part in "qkv"]
@@ -91,7 +93,7 @@ class _Attention:
         return self._output_proj(mixed.reshape(tokens, -1))
 
 
-def _load_head_norms(config: DecoderConfig, weights: Weights, name: str, queries: int) -> HeadNorms:
+def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, queries: int) -> HeadNorms:
     query, key = (weights.load_fused([f"{name}.{part}_norm.weight"], [(config.head_dim,)]) for part in "qk")
     return HeadNorms(query, key, queries, config.rms_norm_eps)
 
@@ -103,7 +105,7 @@ class _DecoderLayer:
     takes the update that the layer before it left, and leaves its own.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Weights, index: int) -> None:
+    def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:
         name, hidden = f"model.layers.{index}", config.hidden_size
         self._input_norm = RMSNorm(weights, f"{name}.input_layernorm", hidden, config.rms_norm_eps)
         self._attention = _Attention(config, weights, index)
@@ -122,7 +124,7 @@ class _DecoderLayer:
         return self._mlp(self._post_attention_norm(residual, mixed))
 
 
-def _load_mlp(config: DecoderConfig, weights: Weights, index: int) -> GatedMLP | MoE:
+def _load_mlp(config: DecoderConfig, weights: WeightLoader, index: int) -> GatedMLP | MoE:
     if config.moe is not None and config.moe.is_moe_layer[index]:
         return MoE.load(config, config.moe, weights, index)
     name = f"model.layers.{index}.mlp"

@@ -8,7 +8,7 @@ import torch
 from quire_engine.checkpoint.config import DecoderConfig, ModelConfig, architecture_of, is_supported, read_config_json
 from quire_engine.checkpoint.weights import Checkpoint, LoadOptions, resolve_dtype
 from quire_engine.errors import ModelError
-from quire_engine.layers.mlp import Weights
+from quire_engine.layers.weight_loader import WeightLoader
 from quire_engine.models.base import Model
 from quire_engine.models.llama import Llama
 from quire_engine.models.transformers_backend import TransformersConfig, load_transformers_model
@@ -45,7 +45,7 @@ def load_model(
         return load_transformers_model(config, folder, dtype, options.device)
     assert isinstance(config, DecoderConfig)
     with torch.inference_mode():
-        model = Llama(config, Weights(checkpoint, dtype, options))
+        model = Llama(config, WeightLoader(checkpoint, dtype, options))
     if options.communicator.rank == 0:
         checkpoint.log_unused()
     return model

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 NO_GRAPHS = "no CUDA graphs: %s; short steps take longer to launch"
 # Beyond this the kernels are long enough to hide their launches.
-LARGEST_BATCH = 512
+MAX_GRAPH_BATCH = 512
 
 
 class CapturedGraph(Protocol):
@@ -36,7 +36,7 @@ class CapturedGraph(Protocol):
         ...
 
 
-class RecordingError(RuntimeError):
+class GraphCaptureError(RuntimeError):
     """A model's decode steps cannot be recorded; the text says why."""
 
 
@@ -54,16 +54,16 @@ class CudaGraphCapturer:
         """A ``GraphCapturer``."""
         graph: CapturedGraph = torch.cuda.CUDAGraph()
         # torch leaves the current stream changed where the end of a recording fails.
-        set_back = torch.cuda.stream(torch.cuda.current_stream())
+        restore_stream = torch.cuda.stream(torch.cuda.current_stream())
         # What other threads do meanwhile, such as a watchdog that looks at events, is not this recording's business.
-        with set_back, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with restore_stream, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             work()
         return graph
 
 
 def capture_sizes(largest: int) -> list[int]:
     """Batch sizes that are worth a graph: 1, 2, 4, the multiples of 8, and ``largest`` itself as far as it is one."""
-    top = min(largest, LARGEST_BATCH)
+    top = min(largest, MAX_GRAPH_BATCH)
     return sorted({size for size in (1, 2, 4, *range(8, top, 8), top) if 1 <= size <= top})
 
 
@@ -87,7 +87,7 @@ def capture_graphs(
                 model, kv, cast(GraphAttention, attention), sizes=sizes, max_pages=max_pages, capture=capture
             )
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise RecordingError(first_line(error)) from error
+        raise GraphCaptureError(first_line(error)) from error
     log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
     return graphs
 
@@ -159,8 +159,8 @@ class CudaGraphRunner:
         token_ids, positions = self._inputs_of(size)
         attention.prepare(dummy_decode(size))
         # Once without a graph: libraries make their workspaces and compile their kernels at the first call.
-        made = model.forward(token_ids, positions, kv, attention)
-        hidden = self._hidden = torch.zeros_like(made) if self._hidden is None else self._hidden
+        warm_up = model.forward(token_ids, positions, kv, attention)
+        hidden = self._hidden = torch.zeros_like(warm_up) if self._hidden is None else self._hidden
         return attention, capture(lambda: hidden[:size].copy_(model.forward(token_ids, positions, kv, attention)))
 
     def _inputs_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:

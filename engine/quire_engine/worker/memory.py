@@ -185,19 +185,19 @@ class MemoryProfile:
     host_available: int | None = None
 
     @property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """What the model added."""
         return max(0, self.used_loaded - self.used_before)
 
     @property
-    def activations(self) -> int:
+    def activation_bytes(self) -> int:
         """What the largest step added to that."""
         return max(0, (self.peak or 0) - self.used_loaded)
 
     @property
     def used_without_cache(self) -> int:
         """What the engine uses at most, without its pools."""
-        return self.used_loaded + self.activations + self.growth_reserve
+        return self.used_loaded + self.activation_bytes + self.growth_reserve
 
     @property
     def free(self) -> int:
@@ -213,25 +213,25 @@ class CacheSizes:
     swap_bytes: int
 
 
-def compute_cache_sizes(request: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
+def compute_cache_sizes(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
     """The pools' sizes. A KV pool of a given size is made if the limit can hold it at all. The host pool takes what it
     was given as far as there is room: at most half of it, where both pools share it and the KV pool fills it. Raises
     ``ModelError`` where no KV pool fits.
     """
-    if request.kv_cache_bytes is None:
-        return _fill_memory(request, measured, smallest)
-    if request.kv_cache_bytes > measured.limit - measured.used_loaded:
-        raise ModelError(_too_large(request.kv_cache_bytes, measured))
-    rest = measured.limit - measured.used_without_cache - request.kv_cache_bytes
-    return CacheSizes(request.kv_cache_bytes, _host_pool(request, measured, rest))
+    if budget.kv_cache_bytes is None:
+        return _fill_memory(budget, measured, smallest)
+    if budget.kv_cache_bytes > measured.limit - measured.used_loaded:
+        raise ModelError(_too_large_message(budget.kv_cache_bytes, measured))
+    rest = measured.limit - measured.used_without_cache - budget.kv_cache_bytes
+    return CacheSizes(budget.kv_cache_bytes, _swap_bytes(budget, measured, rest))
 
 
-def _fill_memory(request: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
-    room = _usable_bytes(request.utilization, measured)
-    swap_bytes = _host_pool(request, measured, room // 2)
-    kv_cache_bytes = room - swap_bytes if measured.host_available is None else room
+def _fill_memory(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
+    usable = _usable_bytes(budget.utilization, measured)
+    swap_bytes = _swap_bytes(budget, measured, usable // 2)
+    kv_cache_bytes = usable - swap_bytes if measured.host_available is None else usable
     if kv_cache_bytes < smallest.kv_cache_bytes:
-        raise ModelError(_no_memory_left(measured, room))
+        raise ModelError(_no_memory_message(measured, usable))
     return CacheSizes(kv_cache_bytes, swap_bytes)
 
 
@@ -243,49 +243,49 @@ def _usable_bytes(utilization: float | None, measured: MemoryProfile) -> int:
     return min(usable - measured.used_without_cache, measured.free)
 
 
-def _host_pool(request: CacheBudget, measured: MemoryProfile, shared: int) -> int:
+def _swap_bytes(budget: CacheBudget, measured: MemoryProfile, shared: int) -> int:
     """``shared`` is what there is for it where it shares the device's memory."""
-    return min(request.swap_bytes, max(0, shared if measured.host_available is None else measured.host_available))
+    return min(budget.swap_bytes, max(0, shared if measured.host_available is None else measured.host_available))
 
 
-def format_memory_table(request: CacheBudget, measured: MemoryProfile, capacity: KVCacheConfig, length: int) -> str:
+def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> str:
     """The decision as a table for the log. ``length`` is the longest sequence that the model may have, in tokens."""
-    device, host = (count * capacity.block_bytes for count in (capacity.device_blocks, capacity.host_blocks))
-    host_tokens = capacity.host_blocks * capacity.block_size
+    device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
+    host_tokens = config.host_blocks * config.block_size
     step = "not measured: the KV pool's size was given" if measured.peak is None else "of the largest step"
     rows = [
-        ("limit", _mib(measured.limit), f"{measured.source}; {_rule(request, measured)}"),
+        ("limit", _mib(measured.limit), f"{measured.source}; {_describe_limit(budget, measured)}"),
         ("process", _mib(measured.used_before), "before the model"),
-        ("weights", _mib(measured.weights), "as loaded"),
-        ("activations", _mib(measured.activations), step),
+        ("weights", _mib(measured.weight_bytes), "as loaded"),
+        ("activations", _mib(measured.activation_bytes), step),
         ("kept free", _mib(measured.growth_reserve), "for what grows while it runs"),
-        ("KV pool", _mib(device), f"{capacity.device_blocks} blocks, {capacity.usable_tokens} tokens"),
-        ("host pool", _mib(host), f"{capacity.host_blocks} blocks, {host_tokens} tokens"),
-        ("longest request", f"{min(length, capacity.usable_tokens)} tokens", f"the model's limit is {length}"),
+        ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.usable_tokens} tokens"),
+        ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
+        ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
     ]
     return "\n".join(f"  {name:<16}{size:>16}  {remark}" for name, size, remark in rows)
 
 
-def _rule(request: CacheBudget, measured: MemoryProfile) -> str:
-    if request.kv_cache_bytes is not None:
+def _describe_limit(budget: CacheBudget, measured: MemoryProfile) -> str:
+    if budget.kv_cache_bytes is not None:
         return "the KV pool's size was given"
-    if request.utilization is None and not measured.dedicated:
+    if budget.utilization is None and not measured.dedicated:
         return f"the pools take {SHARED_FRACTION:.0%} of what is left, at most {_mib(SHARED_MAX_BYTES)}"
-    return f"{DEDICATED_FRACTION if request.utilization is None else request.utilization:.0%} of it may be taken"
+    return f"{DEDICATED_FRACTION if budget.utilization is None else budget.utilization:.0%} of it may be taken"
 
 
-def _too_large(size: int, measured: MemoryProfile) -> str:
+def _too_large_message(size: int, measured: MemoryProfile) -> str:
     return (
         f"There is no memory for a KV pool of {size} bytes: {measured.source} is {measured.limit} bytes, and the "
         f"engine takes {measured.used_loaded} without it."
     )
 
 
-def _no_memory_left(measured: MemoryProfile, room: int) -> str:
+def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
     return (
         f"There is no memory for KV blocks: {measured.source} is {_mib(measured.limit)}, the engine with its weights "
-        f"takes {_mib(measured.used_loaded)}, its largest step {_mib(measured.activations)}, what grows later "
-        f"{_mib(measured.growth_reserve)}, and of what it may take {_mib(room)} is left. Give it more memory or a "
+        f"takes {_mib(measured.used_loaded)}, its largest step {_mib(measured.activation_bytes)}, what grows later "
+        f"{_mib(measured.growth_reserve)}, and of what it may take {_mib(usable)} is left. Give it more memory or a "
         "larger part of it, or lower --max-num-batched-tokens or --max-num-seqs."
     )
 
@@ -308,7 +308,7 @@ class MemoryProfiler:
     def __init__(self, device: torch.device) -> None:
         self._memory = device_memory(device)
         self._host = None if isinstance(self._memory, CpuMemory) else CpuMemory()
-        self._before = self._memory.used()
+        self._used_before = self._memory.used()
 
     def profile(self, largest_step: Callable[[], object] | None) -> MemoryProfile:
         """With the model loaded. ``largest_step`` is run, unless its cost is of no interest. Raises ``ModelError``
@@ -319,7 +319,7 @@ class MemoryProfiler:
             limit=self._memory.limit,
             source=self._memory.source,
             dedicated=self._memory.dedicated,
-            used_before=self._before,
+            used_before=self._used_before,
             used_loaded=loaded,
             available=available,
             peak=None if largest_step is None else self._peak(largest_step),
@@ -358,8 +358,8 @@ def largest_step(
     """As many tokens and as many sequences as a step can have, each drawing a token and with log-probabilities of the
     prompt. ``length`` is the longest sequence. All tokens lie in block 1, so that a pool of two blocks is enough.
     """
-    sizes = _sizes(max_num_batched_tokens, max_num_seqs, length)
-    return SchedulerOutput(0, [_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
+    sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
+    return SchedulerOutput(0, [_costliest_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
@@ -368,7 +368,7 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
     """
     size = executor.kv_cache_config.block_size
     tokens = min(TIMED_TOKENS, longest, executor.kv_cache_config.usable_tokens)
-    prompt = ScheduledChunk(0, _tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
+    prompt = ScheduledChunk(0, _sample_tokens(tokens, vocab), 0, list(range(1, -(-tokens // size) + 1)))
     seconds = _min_seconds(lambda: executor.execute_model(SchedulerOutput(0, [prompt])))
     return Rates(tokens / seconds, _bytes_per_second(executor))
 
@@ -400,7 +400,7 @@ def _min_seconds(work: Callable[[], object]) -> float:
     return best
 
 
-def _sizes(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Iterator[int]:
+def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Iterator[int]:
     """Tokens of each sequence: long ones first, and at least one for each of the others."""
     left = max_num_batched_tokens
     for others in reversed(range(min(max_num_seqs, max_num_batched_tokens))):
@@ -408,8 +408,8 @@ def _sizes(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Itera
         left -= size
 
 
-def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
-    tokens = _tokens(size, vocab)
+def _costliest_chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
+    tokens = _sample_tokens(size, vocab)
     draw = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
     return ScheduledChunk(
@@ -423,6 +423,6 @@ def _chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChun
     )
 
 
-def _tokens(count: int, vocab: int) -> list[int]:
+def _sample_tokens(count: int, vocab: int) -> list[int]:
     """Tokens from all over the vocabulary, so that all experts of a model have some."""
     return [place * 7919 % vocab for place in range(count)]

@@ -27,8 +27,8 @@ from quire_engine.worker.cuda_graph import (
     NO_GRAPHS,
     CudaGraphCapturer,
     CudaGraphRunner,
+    GraphCaptureError,
     GraphCapturer,
-    RecordingError,
     capture_graphs,
     capture_sizes,
 )
@@ -189,7 +189,7 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 return capture_graphs(model.model, kv, model.attention, sizes=sizes, max_pages=pages, capture=capture)
-        except RecordingError as error:
+        except GraphCaptureError as error:
             if alone:
                 log.warning(NO_GRAPHS, error)
                 return None

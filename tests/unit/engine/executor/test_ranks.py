@@ -91,7 +91,7 @@ def test_ranks_read_parts_that_make_up_the_tensors(
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     checkpoint = Checkpoint(folder)
     parts = [
-        checkpoint.load_fused(["a", "b"], shapes, torch.float32, CPU, ranks=one, divided=divided)
+        checkpoint.load_fused(["a", "b"], shapes, torch.float32, CPU, communicator=one, dim=divided)
         for one in places(size)
     ]
     if divided == 1:
@@ -107,7 +107,7 @@ def test_only_the_ranks_part_of_a_tensor_is_read(tmp_path: Path, monkeypatch: py
     save_file({"a": torch.arange(24.0).view(6, 4)}, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     monkeypatch.setattr("quire_engine.checkpoint.weights.safe_open", OnlySlices)
-    part = checkpoint.load_fused(["a"], [(6, 4)], torch.float32, CPU, ranks=Place(1, 2), divided=1)
+    part = checkpoint.load_fused(["a"], [(6, 4)], torch.float32, CPU, communicator=Place(1, 2), dim=1)
     assert torch.equal(part, torch.arange(24.0).view(6, 4)[:, 2:])
 
 

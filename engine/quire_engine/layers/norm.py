@@ -1,0 +1,20 @@
+"""Normalisation layers."""
+
+import torch
+
+from quire_engine.kernels.ops import add_rms_norm, rms_norm
+from quire_engine.layers.weight_loader import WeightLoader
+
+
+class RMSNorm:
+    """Root mean square normalisation (Zhang and Sennrich 2019) of the last dimension."""
+
+    def __init__(self, weights: WeightLoader, name: str, size: int, eps: float) -> None:
+        self._weight = weights.load_fused([f"{name}.weight"], [(size,)])
+        self._eps = eps
+
+    def __call__(self, states: torch.Tensor, update: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises ``states`` [T, size], to which ``update`` [T, size] is added in place first."""
+        if update is None:
+            return rms_norm(states, self._weight, self._eps)
+        return add_rms_norm(update, states, self._weight, self._eps)
