@@ -34,11 +34,11 @@ class FirstIdle:
     def __init__(self, table: EngineTable) -> None:
         self._table = table
 
-    def name(self, generation: GenerationRequest, rows: Rows, names: HashesByNamespace) -> Iterator[None]:
+    def compute_hashes(self, generation: GenerationRequest, rows: Rows, hashes: HashesByNamespace) -> Iterator[None]:
         return iter(())
 
     def place(
-        self, generation: GenerationRequest, rows: Rows, names: HashesByNamespace, *, explained: bool = False
+        self, generation: GenerationRequest, rows: Rows, hashes: HashesByNamespace, *, explained: bool = False
     ) -> PlacementDecision | None:
         row = min(rows.tolist(), key=lambda row: self._table.requests[row], default=None)
         return None if row is None else PlacementDecision(str(self._table.ids[row]), row, "first_idle", 0)
