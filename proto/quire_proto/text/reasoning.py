@@ -1,4 +1,4 @@
-"""Thoughts that a model marks with ``<think>`` and ``</think>`` before it answers, told apart from the answer."""
+"""Splits a model's reasoning, between ``<think>`` and ``</think>``, from the answer that follows it."""
 
 from quire_proto.text.stream_scanner import (
     MAX_MARKER_SPACE,
@@ -18,91 +18,91 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 
 
 def opens_reasoning(prompt: str) -> bool:
-    """Whether a prompt ends inside of the model's thoughts, so that its output begins with them."""
+    """Whether a prompt ends in an open ``<think>``, so that the output begins with reasoning."""
     return prompt.rstrip(SPACE).endswith(THINK_BEGIN)
 
 
 class ReasoningParser:
-    """Splits one output that comes in pieces, however it is cut.
+    """Splits one output, with the same result however it is cut into pieces.
 
-    Thoughts stand at the beginning of an output: behind the mark, or at once where the prompt has ``opened`` them. What
-    follows their end is content as it is, so that an answer may speak of these marks. Space around thoughts belongs to
-    the marks, as far as it is no longer than ``MAX_MARKER_SPACE`` characters where it is held back for that. Thoughts
-    that never end are thoughts.
+    Reasoning stands at the beginning of an output: after ``<think>``, or at once if the prompt has ``opened`` it.
+    Everything after ``</think>`` is content unchanged, so that an answer may mention these markers. Space around
+    reasoning belongs to the markers; of space that has to be held back, at most ``MAX_MARKER_SPACE`` characters.
+    Reasoning that never ends is reasoning.
     """
 
     def __init__(self, *, opened: bool) -> None:
         self._source = StreamReader()
-        self._pieces: list[OutputPart] = []
-        self._thought = opened  # so that space before the next thought or the answer belongs to a mark
-        self._thinks = opened  # what comes is a thought, also where the mark is not repeated
+        self._parts: list[OutputPart] = []
+        self._had_reasoning = opened  # then space before more reasoning or the answer belongs to a marker
+        self._in_reasoning = opened  # the next text is reasoning, also if the marker is not repeated
         self._space = TextBuffer()
-        self._begin_mark = MarkerMatch(THINK_BEGIN)
-        self._end_mark = MarkerSearch(THINK_END)
+        self._begin_marker = MarkerMatch(THINK_BEGIN)
+        self._end_marker = MarkerSearch(THINK_END)
         self._gap = TrailingSpace()
-        self._step = self._begin
+        self._state = self._read_start
 
     def push(self, text: str) -> list[OutputPart]:
-        """What is certain now."""
-        if self._step == self._answer:
+        """Returns the parts that are certain now."""
+        if self._state == self._read_content:
             return [Content(text)] if text else []
         self._source.push(text)
-        while self._source.more():
-            self._step()
-        return self._told()
+        while self._source.has_more():
+            self._state()
+        return self._drain()
 
     def finish(self) -> list[OutputPart]:
-        """What was held back."""
-        self._tell(self._space.take() + self._begin_mark.take() + self._gap.take() + self._end_mark.take())
-        return self._told()
+        """Returns what was held back, at the end of the output."""
+        self._emit(self._space.take() + self._begin_marker.take() + self._gap.take() + self._end_marker.take())
+        return self._drain()
 
-    def _begin(self) -> None:
-        """Thoughts or the answer. Some models mark the first thought although the prompt did."""
-        if not self._begin_mark.held:
+    def _read_start(self) -> None:
+        """Reasoning or the answer. Some models write ``<think>`` although the prompt ends with it."""
+        if not self._begin_marker.pending:
             self._take_space()
-        begun = None
+        found = None
         if len(self._space) > MAX_MARKER_SPACE:
-            begun = False
-        elif self._source.more():
-            begun = self._begin_mark.read(self._source)
-        if begun:
+            found = False
+        elif self._source.has_more():
+            found = self._begin_marker.read(self._source)
+        if found:
             self._space.take()
-            self._thought = self._thinks = True
-            self._step = self._settle
-        elif begun is False:
-            self._go_on()
+            self._had_reasoning = self._in_reasoning = True
+            self._state = self._skip_space
+        elif found is False:
+            self._no_marker()
 
     def _take_space(self) -> None:
-        """Space before an answer without thoughts is a part of it."""
-        space = self._source.take(self._source.space())
-        if not self._thought:
+        """Space before an answer without reasoning is a part of the answer."""
+        space = self._source.take(self._source.space_end())
+        if not self._had_reasoning:
             self._space.push(space)
 
-    def _go_on(self) -> None:
-        """No mark is here."""
-        self._step = self._think if self._thinks else self._answer
-        self._tell(self._space.take())
+    def _no_marker(self) -> None:
+        """The text does not begin with ``<think>``."""
+        self._state = self._read_reasoning if self._in_reasoning else self._read_content
+        self._emit(self._space.take())
 
-    def _settle(self) -> None:
-        """Space between the mark and the thought."""
-        self._source.go(self._source.space())
-        if self._source.more():
-            self._step = self._think
+    def _skip_space(self) -> None:
+        """Skips the space between the marker and the reasoning."""
+        self._source.advance(self._source.space_end())
+        if self._source.has_more():
+            self._state = self._read_reasoning
 
-    def _think(self) -> None:
-        thought, ended = self._end_mark.read(self._source)
-        self._tell(self._gap.push(thought))
+    def _read_reasoning(self) -> None:
+        text, ended = self._end_marker.read(self._source)
+        self._emit(self._gap.push(text))
         if ended:
             self._gap.take()
-            self._thinks, self._step = False, self._begin
+            self._in_reasoning, self._state = False, self._read_start
 
-    def _answer(self) -> None:
-        self._tell(self._source.take(len(self._source.text)))
+    def _read_content(self) -> None:
+        self._emit(self._source.take(len(self._source.text)))
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
-            self._pieces.append(Reasoning(text) if self._thinks else Content(text))
+            self._parts.append(Reasoning(text) if self._in_reasoning else Content(text))
 
-    def _told(self) -> list[OutputPart]:
-        pieces, self._pieces = self._pieces, []
-        return merge_adjacent(pieces) if len(pieces) > 1 else pieces
+    def _drain(self) -> list[OutputPart]:
+        parts, self._parts = self._parts, []
+        return merge_adjacent(parts) if len(parts) > 1 else parts

@@ -1,5 +1,8 @@
-"""Text that comes in pieces and is held back until it is known what it is, at the cost of what is looked at: nothing is
-copied or searched again because more has come.
+"""The parts of a model's output (content, reasoning, tool calls), and the scanner that parsers find their markers with.
+
+Output arrives in pieces, and a marker such as ``</think>`` may be cut anywhere. Text that may still belong to a marker
+is held back until that is decided. The cost is linear in the text: nothing is copied or searched again because more
+arrives.
 """
 
 import re
@@ -7,14 +10,210 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-SPACE = " \t\r\n"  # what JSON calls white space, and all that formats put around their marks
-MAX_MARKER_SPACE = 4096  # characters of white space that may belong to a mark behind them
 
+@dataclass(slots=True)
+class Content:
+    """Text of the answer. Never empty."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Reasoning:
+    """Text of the model's reasoning, which comes before the answer. Never empty."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class ToolCallStart:
+    """The beginning of a call of tool ``name``. All ``ToolCallArguments`` up to the next one belong to it."""
+
+    name: str
+
+
+@dataclass(slots=True)
+class ToolCallArguments:
+    """The next part of a call's arguments, JSON as the model wrote it. Never empty."""
+
+    text: str
+
+
+OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
+
+
+def merge_adjacent(parts: Iterable[OutputPart]) -> list[OutputPart]:
+    """The same parts with neighbours of one kind joined."""
+    result: list[OutputPart] = []
+    for kind, group in groupby(parts, type):
+        if kind is ToolCallStart:
+            result += group
+        else:
+            result.append(kind("".join(part.text for part in group if not isinstance(part, ToolCallStart))))
+    return result
+
+
+SPACE = " \t\r\n"  # JSON's white space; the formats put no other around their markers
+MAX_MARKER_SPACE = 4096  # characters of white space that may belong to the marker behind them
 _SPACES = re.compile(f"[{SPACE}]*")
 
 
+class StreamReader:
+    """A cursor over text that arrives in pieces: next is ``text[at:]``, then whatever ``put_back`` interrupted.
+    ``position`` is the offset of ``at`` from the beginning of the output, in characters.
+    """
+
+    __slots__ = ("_interrupted", "at", "position", "text")
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.at = 0
+        self.position = 0
+        self._interrupted: list[tuple[str, int]] = []
+
+    def push(self, text: str) -> None:
+        """Adds the next piece. Everything before it must have been read."""
+        self.text, self.at = text, 0
+
+    def has_more(self) -> bool:
+        """Whether there is text left. Moves on to the text that ``put_back`` interrupted, if ``text`` is read up."""
+        while self.at == len(self.text) and self._interrupted:
+            self.text, self.at = self._interrupted.pop()
+        return self.at < len(self.text)
+
+    def advance(self, at: int) -> None:
+        """Moves the cursor forward to index ``at`` of ``text``."""
+        self.position += at - self.at
+        self.at = at
+
+    def take(self, at: int) -> str:
+        """The text up to index ``at``, to which the cursor moves."""
+        text = self.text[self.at : at]
+        self.advance(at)
+        return text
+
+    def space_end(self, end: int | None = None) -> int:
+        """The index at which white space that begins at the cursor ends, at most ``end``."""
+        spaces = _SPACES.match(self.text, self.at, len(self.text) if end is None else end)
+        return self.at if spaces is None else spaces.end()
+
+    def put_back(self, text: str) -> None:
+        """Makes ``text``, which was read last, the text to read next."""
+        if text:
+            if self.at < len(self.text):
+                self._interrupted.append((self.text, self.at))
+            self.text, self.at = text, 0
+            self.position -= len(text)
+
+
+class MarkerSearch:
+    """Searches for a marker anywhere. ``pending`` is the end of what was read, if the marker may begin with it."""
+
+    __slots__ = ("_marker", "pending")
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self.pending = ""
+
+    def read(self, source: StreamReader, end: int | None = None) -> tuple[str, bool]:
+        """Returns text that is not part of the marker, and whether the marker follows it. Reads up to ``end`` or to
+        the end of the marker, or only returns what was pending.
+        """
+        end = len(source.text) if end is None else end
+        if self.pending:
+            return self._read_across(source, end)
+        at = source.text.find(self._marker, source.at, end)
+        if at >= 0:
+            before = source.take(at)
+            source.advance(at + len(self._marker))
+            return before, True
+        text = source.take(end)
+        return self._split_pending(text)
+
+    def take(self) -> str:
+        """Returns and clears ``pending``."""
+        pending, self.pending = self.pending, ""
+        return pending
+
+    def _read_across(self, source: StreamReader, end: int) -> tuple[str, bool]:
+        """Searches across the boundary: ``pending`` and as much of the text as can complete a marker begun there."""
+        pending, stop = self.take(), min(end, source.at + len(self._marker) - 1)
+        window = pending + source.text[source.at : stop]
+        at = window.find(self._marker)
+        if at >= 0:
+            source.advance(source.at + at + len(self._marker) - len(pending))
+            return window[:at], True
+        if stop < end:
+            return pending, False
+        source.advance(stop)
+        return self._split_pending(window)
+
+    def _split_pending(self, text: str) -> tuple[str, bool]:
+        kept = partial_marker_length(text, self._marker)
+        self.pending = text[len(text) - kept :]
+        return text[: len(text) - kept], False
+
+
+class MarkerMatch:
+    """Tests whether a marker is at the cursor. ``pending`` is as much of it as was read."""
+
+    __slots__ = ("_marker", "pending")
+
+    def __init__(self, marker: str) -> None:
+        self._marker = marker
+        self.pending = ""
+
+    def read(self, source: StreamReader) -> bool | None:
+        """Returns whether the marker is here, None while undecided. If it is not, puts back what was read."""
+        text = source.take(min(len(source.text), source.at + len(self._marker) - len(self.pending)))
+        self.pending += text
+        if self._marker.startswith(self.pending):
+            if len(self.pending) < len(self._marker):
+                return None
+            self.pending = ""
+            return True
+        source.put_back(self.take())
+        return False
+
+    def take(self) -> str:
+        """Returns and clears ``pending``."""
+        pending, self.pending = self.pending, ""
+        return pending
+
+
+class TrailingSpace:
+    """Holds back trailing white space, which is part of a text only if more text follows. More than
+    ``MAX_MARKER_SPACE`` characters of it are text in any case, so that what is held back is bounded.
+    """
+
+    __slots__ = ("_overflowed", "_space")
+
+    def __init__(self) -> None:
+        self._space = TextBuffer()
+        self._overflowed = False
+
+    def push(self, text: str) -> str:
+        """Returns the text that is certain, of ``text`` and of the space held back before it."""
+        certain = text.rstrip(SPACE)
+        if certain:
+            self._overflowed = False
+        elif self._overflowed:
+            return text
+        settled = self._space.take() + certain if certain else ""
+        self._space.push(text[len(certain) :])
+        if len(self._space) > MAX_MARKER_SPACE:
+            self._overflowed = True
+            settled += self._space.take()
+        return settled
+
+    def take(self) -> str:
+        """Returns and clears the space that is held back."""
+        self._overflowed = False
+        return self._space.take()
+
+
 class TextBuffer:
-    """Text that is kept until it is taken."""
+    """Text collected piece by piece, until ``take``. ``len`` is its characters."""
 
     __slots__ = ("_length", "_parts")
 
@@ -26,13 +225,13 @@ class TextBuffer:
         return self._length
 
     def push(self, text: str) -> None:
-        """Keeps ``text`` behind what is kept."""
+        """Appends ``text``."""
         if text:
             self._parts.append(text)
             self._length += len(text)
 
     def take(self) -> str:
-        """All of it, which is then no longer kept."""
+        """Returns and clears the text."""
         if not self._parts:
             return ""
         text = "".join(self._parts)
@@ -40,208 +239,9 @@ class TextBuffer:
         return text
 
 
-class StreamReader:
-    """What is to be read: ``text`` from ``at`` on, and then what was put behind it. ``position`` counts the characters
-    from the output's beginning to there.
-    """
-
-    __slots__ = ("_later", "at", "position", "text")
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.at = 0
-        self.position = 0
-        self._later: list[tuple[str, int]] = []
-
-    def push(self, text: str) -> None:
-        """The next piece; all that came before has been read."""
-        self.text, self.at = text, 0
-
-    def more(self) -> bool:
-        """Whether there is anything to read at ``at``."""
-        while self.at == len(self.text) and self._later:
-            self.text, self.at = self._later.pop()
-        return self.at < len(self.text)
-
-    def go(self, at: int) -> None:
-        """Reads on at ``at``."""
-        self.position += at - self.at
-        self.at = at
-
-    def take(self, at: int) -> str:
-        """The text up to ``at``, where reading goes on."""
-        text = self.text[self.at : at]
-        self.go(at)
-        return text
-
-    def space(self, end: int | None = None) -> int:
-        """Where white space that begins here ends, ``end`` at the latest."""
-        spaces = _SPACES.match(self.text, self.at, len(self.text) if end is None else end)
-        return self.at if spaces is None else spaces.end()
-
-    def put_back(self, text: str) -> None:
-        """What was read last is to be read again."""
-        if text:
-            if self.at < len(self.text):
-                self._later.append((self.text, self.at))
-            self.text, self.at = text, 0
-            self.position -= len(text)
-
-
-class MarkerSearch:
-    """Looks for a mark. ``held`` is the end of what was read, as far as it may be the mark's beginning."""
-
-    __slots__ = ("_mark", "held")
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self.held = ""
-
-    def read(self, source: StreamReader, end: int | None = None) -> tuple[str, bool]:
-        """Text that is not the mark, and whether the mark stands behind it. Reads all up to ``end``, or to the end of
-        the mark, or no more than what it held.
-        """
-        end = len(source.text) if end is None else end
-        if self.held:
-            return self._read_on(source, end)
-        at = source.text.find(self._mark, source.at, end)
-        if at >= 0:
-            before = source.take(at)
-            source.go(at + len(self._mark))
-            return before, True
-        text = source.take(end)
-        return self._hold(text)
-
-    def take(self) -> str:
-        """What is held, which is then no longer held."""
-        held, self.held = self.held, ""
-        return held
-
-    def _read_on(self, source: StreamReader, end: int) -> tuple[str, bool]:
-        """Looks where the mark may have begun before: at what is held and as much of the text as can belong to it."""
-        held, stop = self.take(), min(end, source.at + len(self._mark) - 1)
-        window = held + source.text[source.at : stop]
-        at = window.find(self._mark)
-        if at >= 0:
-            source.go(source.at + at + len(self._mark) - len(held))
-            return window[:at], True
-        if stop < end:
-            return held, False
-        source.go(stop)
-        return self._hold(window)
-
-    def _hold(self, text: str) -> tuple[str, bool]:
-        kept = partial_marker_length(text, self._mark)
-        self.held = text[len(text) - kept :]
-        return text[: len(text) - kept], False
-
-
-class MarkerMatch:
-    """A mark that stands here or does not. ``held`` is as much of it as was read."""
-
-    __slots__ = ("_mark", "held")
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self.held = ""
-
-    def read(self, source: StreamReader) -> bool | None:
-        """Whether the mark is here; None while it may be. Where it is not, what was held is put back."""
-        text = source.take(min(len(source.text), source.at + len(self._mark) - len(self.held)))
-        self.held += text
-        if self._mark.startswith(self.held):
-            if len(self.held) < len(self._mark):
-                return None
-            self.held = ""
-            return True
-        source.put_back(self.take())
-        return False
-
-    def take(self) -> str:
-        """What is held, which is then no longer held."""
-        held, self.held = self.held, ""
-        return held
-
-
-class TrailingSpace:
-    """White space that belongs to a text only where more text follows; but more than ``MAX_MARKER_SPACE`` characters of
-    it are text, so that what is held back is bounded.
-    """
-
-    __slots__ = ("_flows", "_space")
-
-    def __init__(self) -> None:
-        self._space = TextBuffer()
-        self._flows = False
-
-    def push(self, text: str) -> str:
-        """What is certain to be text, of this and what came before."""
-        certain = text.rstrip(SPACE)
-        if certain:
-            self._flows = False
-        elif self._flows:
-            return text
-        told = self._space.take() + certain if certain else ""
-        self._space.push(text[len(certain) :])
-        if len(self._space) > MAX_MARKER_SPACE:
-            self._flows = True
-            told += self._space.take()
-        return told
-
-    def take(self) -> str:
-        """The space at the end, as far as it is not told."""
-        self._flows = False
-        return self._space.take()
-
-
-def partial_marker_length(text: str, mark: str) -> int:
-    """The length of the longest end of ``text``, which does not hold ``mark``, that the mark begins with."""
-    at = text.find(mark[0], max(0, len(text) - len(mark) + 1))
-    while at >= 0 and not mark.startswith(text[at:]):
-        at = text.find(mark[0], at + 1)
+def partial_marker_length(text: str, marker: str) -> int:
+    """The length of the longest end of ``text`` that ``marker`` begins with. ``text`` must not contain ``marker``."""
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
     return 0 if at < 0 else len(text) - at
-
-
-# What an output's text is made of, once its marks are read: thoughts, content, and calls of tools.
-
-
-@dataclass(slots=True)
-class Content:
-    """Text that is meant for the reader. Never empty."""
-
-    text: str
-
-
-@dataclass(slots=True)
-class Reasoning:
-    """Text that the model thinks before it answers. Never empty."""
-
-    text: str
-
-
-@dataclass(slots=True)
-class ToolCallStart:
-    """A call begins. All ``ToolCallArguments`` until the next one are this call's."""
-
-    name: str
-
-
-@dataclass(slots=True)
-class ToolCallArguments:
-    """The next part of a call's arguments, JSON as the model writes it. Never empty."""
-
-    text: str
-
-
-OutputPart = Content | Reasoning | ToolCallStart | ToolCallArguments
-
-
-def merge_adjacent(pieces: Iterable[OutputPart]) -> list[OutputPart]:
-    """The same with neighbours of one kind in one piece."""
-    result: list[OutputPart] = []
-    for kind, group in groupby(pieces, type):
-        if kind is ToolCallStart:
-            result += group
-        else:
-            result.append(kind("".join(piece.text for piece in group if not isinstance(piece, ToolCallStart))))
-    return result

@@ -1,4 +1,4 @@
-"""Reading calls and thoughts costs what comes, whatever comes, and little of it is held back."""
+"""Parsing calls and reasoning takes linear time for any text, and holds little of it back."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from quire_proto.text.stream_scanner import (
     merge_adjacent,
 )
 from quire_proto.text.tool_formats import ToolFormat, new_tool_parser
-from quire_proto.text.tool_parser import MAX_CALL_CHARS, HeaderStatus, ToolCallHeaderParser
+from quire_proto.text.tool_parser import MAX_CALL_CHARS, HeaderStatus, ToolCallHeaderParser, parse_call
 
 NAMES = ("get", "now")
 OPENERS = {
@@ -66,7 +66,7 @@ CUTS = st.lists(st.integers(0, 200), max_size=8)
 
 @contextmanager
 def small_bounds() -> Iterator[None]:
-    """Everything that is held back ends after a few characters, so that short texts come to its end."""
+    """Limits what is held back to a few characters, so that short texts reach the limits."""
     gaps, bodies = (stream_scanner, reasoning, tool_formats), (tool_parser, tool_formats)
     with ExitStack() as patches:
         for module in gaps:
@@ -87,7 +87,7 @@ def read(open_, text, cuts=(), *, ended=True):
 @PARSERS
 @settings(deadline=None)
 @given(TEXTS, CUTS, st.booleans())
-def test_where_bounds_end_what_is_held_back_does_not_depend_on_the_cuts(open_, text, cuts, ended):
+def test_at_the_limits_of_what_is_held_back_the_result_does_not_depend_on_the_cuts(open_, text, cuts, ended):
     with small_bounds():
         whole = read(open_, text, ended=ended)
         assert read(open_, text, cuts, ended=ended) == whole
@@ -97,7 +97,7 @@ def test_where_bounds_end_what_is_held_back_does_not_depend_on_the_cuts(open_, t
 @pytest.mark.parametrize("name", MARKS)
 @settings(deadline=None)
 @given(TEXTS, CUTS)
-def test_where_bounds_end_what_is_held_back_no_text_is_lost(name, text, cuts):
+def test_at_the_limits_of_what_is_held_back_no_text_is_lost(name, text, cuts):
     with small_bounds():
         pieces = read(OPENERS[name], text, cuts)
     if not any(isinstance(piece, ToolCallStart) for piece in pieces):
@@ -114,23 +114,23 @@ ARGUMENTS = re.compile(rf'{GAP},{GAP}"(?:arguments|parameters)"{GAP}:{GAP}(?=\{{
 
 @settings(deadline=None, max_examples=300)
 @given(HEADS, CUTS)
-def test_a_head_is_what_one_expression_finds(text, cuts):
-    reader, verdict = ToolCallHeaderParser(NAMES), HeaderStatus.INCOMPLETE
+def test_a_header_is_what_one_expression_finds(text, cuts):
+    reader, status = ToolCallHeaderParser(NAMES), HeaderStatus.INCOMPLETE
     bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in pairwise(bounds):
         source = StreamReader()
         source.push(text[start:end])
-        if verdict is HeaderStatus.INCOMPLETE:
-            verdict = reader.read(source)
+        if status is HeaderStatus.INCOMPLETE:
+            status = reader.read(source)
     name = NAME.match(text[:512])
     arguments = ARGUMENTS.match(text[:512], name.end()) if name and name[1] in NAMES else None
-    assert (verdict is HeaderStatus.ARGUMENTS) == (arguments is not None)
+    assert (status is HeaderStatus.ARGUMENTS) == (arguments is not None)
     if arguments is not None:
-        assert (reader.name, reader.taken.take()) == (name[1], text[: arguments.end()])
+        assert (reader.name, reader.consumed.take()) == (name[1], text[: arguments.end()])
 
 
 class Work:
-    """How many characters were looked at or copied."""
+    """How many characters were scanned or copied."""
 
     characters = 0
 
@@ -196,7 +196,7 @@ class CountedPattern:
 @contextmanager
 def counting() -> Iterator[None]:
     Work.characters = 0
-    take, parse_call = TextBuffer.take, tool_parser.parse_call
+    take = TextBuffer.take
     with ExitStack() as patches:
         for module, name in ((stream_scanner, "_SPACES"), (tool_parser, "_STRUCTURE"), (tool_parser, "_IN_STRING")):
             patches.enter_context(patch.object(module, name, CountedPattern(getattr(module, name))))
@@ -232,7 +232,7 @@ REPEATED = [
     " <think> </think>",
     "</think> <think>",
     "</thin",
-    '<tool_call>{"' + "y" * 509 + "<",  # a head that ends where another mark may begin
+    '<tool_call>{"' + "y" * 509 + "<",  # a header that ends where another marker may begin
 ]
 
 
@@ -247,8 +247,10 @@ def work_of(open_, pieces: list[str]) -> int:
 
 @PARSERS
 @pytest.mark.parametrize("unit", REPEATED)
-def test_reading_costs_what_comes(open_, unit):
-    """Each character is looked at or copied some times, however many are held back and however they come."""
+def test_parsing_takes_linear_time(open_, unit):
+    """Each character is scanned or copied a bounded number of times, however many are held back and however
+    they arrive.
+    """
     for begin in BEGINNINGS:
         assert work_of(open_, [begin] + [unit] * 500) <= 16 * (len(begin) + 500 * len(unit)) + 64 * 500
         assert work_of(open_, [begin + unit * 2000]) <= 16 * (len(begin) + 2000 * len(unit)), begin
@@ -262,37 +264,37 @@ def test_ten_thousand_pieces_cost_ten_times_what_a_thousand_do(open_, unit):
 
 
 @PARSERS
-def test_what_is_held_back_is_bounded_whatever_comes(open_):
-    """Marks of thoughts and calls, and space beside them, are not told at all: so only units without are counted."""
+def test_what_is_held_back_is_bounded_for_any_text(open_):
+    """Markers, and the space beside them, are never emitted: so only units without them are counted."""
     begins = ("x", '<tool_call>{"type": "', "x<|python_tag|>{", '<tool_call>{"name": "get')
     with small_bounds():
         for begin, unit in product(begins, (" " * 7, "{", '"type":', "y", "[", "\\")):
-            reader, told = open_(), 0
+            reader, emitted = open_(), 0
             for count, piece in enumerate([begin, *[unit] * 200]):
-                told += sum(len(piece.text) for piece in reader.push(piece))
-                assert len(begin) + count * len(unit) - told <= 45 + 5 + 40 + len(begin) + len(unit), (begin, unit)
+                emitted += sum(len(piece.text) for piece in reader.push(piece))
+                assert len(begin) + count * len(unit) - emitted <= 45 + 5 + 40 + len(begin) + len(unit), (begin, unit)
 
 
 def test_much_space_is_a_part_of_what_it_stands_in():
     much, most = " " * (MAX_MARKER_SPACE + 1), " " * MAX_MARKER_SPACE
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [ToolCallStart("now"), ToolCallArguments("{}")]
-    assert read(OPENERS["hermes"], f"a{most}{call}") == [Content("a"), *told]
-    assert read(OPENERS["hermes"], f"a{much}{call}") == [Content(f"a{much}"), *told]
+    call_parts = [ToolCallStart("now"), ToolCallArguments("{}")]
+    assert read(OPENERS["hermes"], f"a{most}{call}") == [Content("a"), *call_parts]
+    assert read(OPENERS["hermes"], f"a{much}{call}") == [Content(f"a{much}"), *call_parts]
     assert read(OPENERS["llama3"], much + LLAMA_CALL) == [Content(much + LLAMA_CALL)]
-    assert read(OPENERS["llama3"], most + '{"name": "now", "parameters": {}}') == told
+    assert read(OPENERS["llama3"], most + '{"name": "now", "parameters": {}}') == call_parts
     assert read(OPENERS["thinking"], f"a{much}</think>{much}b") == [Reasoning(f"a{much}"), Content("b")]
     assert read(OPENERS["answering"], f"{most}<think>a{most}</think>b") == [Reasoning("a"), Content("b")]
     assert read(OPENERS["answering"], f"{much}<think>a") == [Content(f"{much}<think>a")]
 
 
-def test_what_was_no_call_as_a_whole_is_not_looked_at_as_one_again():
+def test_a_rejected_body_is_not_read_as_a_whole_again():
     late = '<tool_call>{"arguments": {}, "name": "now"}</tool_call>'
     early = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
-    told = [ToolCallStart("now"), ToolCallArguments("{}")]
+    call_parts = [ToolCallStart("now"), ToolCallArguments("{}")]
     assert read(OPENERS["hermes"], '<tool_call>{"type": ' + late) == [Content('<tool_call>{"type": ' + late)]
-    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *told]
-    assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == told
+    assert read(OPENERS["hermes"], '<tool_call>{"type": ' + early) == [Content('<tool_call>{"type":'), *call_parts]
+    assert read(OPENERS["hermes"], '<tool_call>{"type": </tool_call>' + late)[1:] == call_parts
 
 
 def test_arguments_that_cannot_be_sent_are_content():
@@ -300,11 +302,11 @@ def test_arguments_that_cannot_be_sent_are_content():
     assert read(OPENERS["hermes"], text) == [Content(text)]
 
 
-def test_a_call_of_what_nobody_offered_is_told_as_soon_as_that_is_certain():
+def test_a_call_of_an_unknown_tool_is_emitted_as_content_as_soon_as_that_is_certain():
     for text in ('<tool_call>{"name": "x', '<tool_call>{"city', "<tool_call>{ -", "<tool_call>x"):
         assert read(OPENERS["hermes"], text, ended=False) == [Content(text)]
 
 
-def test_a_body_that_is_too_long_ends_where_another_mark_may_begin():
+def test_a_body_that_is_too_long_ends_where_another_marker_may_begin():
     text = '<tool_call>{"type": "' + "y" * (MAX_CALL_CHARS - 14) + "</toxy"
     assert read(OPENERS["hermes"], text, ended=False) == [Content(text)]

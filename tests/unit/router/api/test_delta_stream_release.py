@@ -1,4 +1,4 @@
-"""What an answer holds is let go of however its reader treats it, also where it never began to read."""
+"""A delta stream releases its resources once, however it is consumed, also if it is never read."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import ExitStack
@@ -15,81 +15,81 @@ from tests.support.letters import TEXT, tokens
 
 
 class Runner:
-    """Runs nothing, and counts what it holds."""
+    """A runner that counts the streams that are not released."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.active = 0
 
     def run(self, _generation: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        return self._hold()
+        return self._open()
 
     async def run_once(self, _generation: GenerationRequest, _siblings: object = None) -> AsyncGenerator[Delta, None]:
-        return self._hold()
+        return self._open()
 
-    def _hold(self) -> OwnedDeltaStream:
-        self.held += 1
-        return OwnedDeltaStream(_two_pieces(self._let_go), self._let_go)
+    def _open(self) -> OwnedDeltaStream:
+        self.active += 1
+        return OwnedDeltaStream(_two_pieces(self._release), self._release)
 
-    async def _let_go(self) -> None:
-        self.held -= 1
+    async def _release(self) -> None:
+        self.active -= 1
 
 
-async def _two_pieces(let_go: Callable[[], Awaitable[None]]) -> AsyncGenerator[Delta, None]:
+async def _two_pieces(release: Callable[[], Awaitable[None]]) -> AsyncGenerator[Delta, None]:
     try:
         yield Delta("a", [97])
         yield Delta("b", [98])
     finally:
-        await let_go()
+        await release()
 
 
-async def _nothing(_answer: AsyncGenerator[Delta, None]) -> None:
+async def _nothing(_stream: AsyncGenerator[Delta, None]) -> None:
     """Its reader never begins."""
 
 
-async def _first(answer: AsyncGenerator[Delta, None]) -> None:
-    await anext(answer)
+async def _first(stream: AsyncGenerator[Delta, None]) -> None:
+    await anext(stream)
 
 
-async def _all(answer: AsyncGenerator[Delta, None]) -> None:
-    assert [delta async for delta in answer]
+async def _all(stream: AsyncGenerator[Delta, None]) -> None:
+    assert [delta async for delta in stream]
 
 
-async def _throw(answer: AsyncGenerator[Delta, None]) -> None:
+async def _throw(stream: AsyncGenerator[Delta, None]) -> None:
     with pytest.raises(ValueError, match="reader"):
-        await answer.athrow(ValueError("the reader failed"))
+        await stream.athrow(ValueError("the reader failed"))
 
 
 READERS = pytest.mark.parametrize("read", [_nothing, _first, _all, _throw])
 
 
 @READERS
-async def test_an_answer_lets_go_once(read: Callable[[AsyncGenerator[Delta, None]], Awaitable[None]]) -> None:
+async def test_a_stream_is_released_once(read: Callable[[AsyncGenerator[Delta, None]], Awaitable[None]]) -> None:
     runner = Runner()
-    answer = await runner.run_once(_generation())
-    await read(answer)
-    await answer.aclose()
-    await answer.aclose()
-    assert runner.held == 0
+    stream = await runner.run_once(_generation())
+    await read(stream)
+    await stream.aclose()
+    await stream.aclose()
+    assert runner.active == 0
 
 
 @READERS
 @pytest.mark.parametrize("prompts", [1, 3])
 @pytest.mark.parametrize("digest", ["", "d"])
 @pytest.mark.parametrize("echo", [False, True])
-async def test_what_is_made_of_it_lets_go_too(
+async def test_streams_made_of_it_are_released_too(
     read: Callable[[AsyncGenerator[Delta, None]], Awaitable[None]], prompts: int, digest: str, *, echo: bool
 ) -> None:
     runner, running = Runner(), ConcurrencyLimit(10)
-    answers = ResponseOpener(MultiPromptRunner(runner, running), archive=None)
+    streams = ResponseOpener(MultiPromptRunner(runner, running), archive=None)
     generations = tuple(_generation(digest=digest, echo=echo) for _ in range(prompts))
     with ExitStack() as place:
         place.enter_context(running.acquire())
-        answer = await answers.open(PreparedRequest(generations, ResponseOptions(), TEXT), caller=None)
-        assert runner.held == prompts
+        stream = await streams.open(PreparedRequest(generations, ResponseOptions(), TEXT), caller=None)
+        assert runner.active == prompts
         assert len(running) == prompts
-        await read(answer.deltas)
-        await answer.deltas.aclose()
-        assert runner.held == 0
+        await read(stream.deltas)
+        await stream.deltas.aclose()
+        assert runner.active == 0
         assert len(running) == 1
 
 
