@@ -159,15 +159,18 @@ class RateLimiter:
 
     def check_size(self, tenant_id: str, tokens: Sequence[int]) -> None:
         """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
-        self._meter(tenant_id).check_size(len(tokens), sum(tokens))
+        meter = self._meter(tenant_id)
+        if meter.tenant.is_limited:
+            meter.check_size(len(tokens), sum(tokens))
 
     def check_rate(self, tenant_id: str) -> None:
         """Raises ``QuireError`` OVERLOADED where a tenant has no request left this minute, as far as this router knows.
         Nothing is charged.
         """
         meter = self._meter(tenant_id)
-        with counting_refusals():
-            _raise(meter.request_refusal(self._clock()))
+        if meter.tenant.requests_per_minute is not None:
+            with counting_refusals():
+                _raise(meter.request_refusal(self._clock()))
 
     async def consume_request(self, tenant_id: str) -> None:
         """Charges one request that no engine will see, and that has no place among those in progress. Raises
@@ -196,11 +199,12 @@ class RateLimiter:
         with counting_refusals():
             _raise(self._meter(tenant_id).count_poll(self._clock()))
 
-    def status(self, tenant_id: str) -> RateLimitStatus:
+    def status(self, tenant_id: str) -> RateLimitStatus | None:
         """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
-        in more.
+        in more. Returns None if it has no limits.
         """
-        return self._meter(tenant_id).status(self._clock())
+        meter = self._meter(tenant_id)
+        return meter.status(self._clock()) if meter.tenant.is_limited else None
 
     def _meter(self, tenant_id: str) -> TenantUsage:
         meter = self._meters.get(tenant_id)

@@ -27,8 +27,6 @@ class MultiPromptRunner:
 
     async def run(self, generations: Sequence[GenerationRequest]) -> AsyncGenerator[Delta]:
         """The answer as ``Runner.run`` gives it. Raises ``QuireError`` when there is no room for all prompts."""
-        if len(generations) == 1:
-            return self._runner.run(generations[0])
         answer = await self.run_once(generations)
         if answer is None:
             raise internal()  # an id of chance that is taken

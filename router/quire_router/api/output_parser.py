@@ -121,14 +121,12 @@ class OutputParser:
         return "call_" + blake2b(name, digest_size=_ID_BYTES, person=b"quire call").hexdigest()
 
 
-def create_parsers(admitted: PreparedRequest) -> list[OutputParser] | None:
-    """A reader for each choice; None where a choice's text is its content, as it comes."""
+def create_parsers(admitted: PreparedRequest) -> list[OutputParser]:
+    """A parser for each choice of a request that ``is_parsed``."""
     first, shape, text = admitted.first, admitted.response_options, admitted.text
     tool_format = text.tool_format if shape.tools else None
     exact = admitted.first.params.structured is not None  # with tools the grammar is always of calls
-    thinks = first.operation == "chat" and text.has_reasoning and shape.thoughts is not ReasoningPlacement.INSIDE
-    if tool_format is None and not thinks:
-        return None
+    thinks = admitted.has_reasoning
     opened = thinks and text.starts_in_reasoning(first.prompt_token_ids)
     return [
         OutputParser(

@@ -106,6 +106,22 @@ class PreparedRequest:
         """How many choices the answer has: those of all prompts, in order."""
         return len(self.generations) * self.first.params.n
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the answer shows log-probabilities, of its output or of its prompts."""
+        return self.response_options.logprobs is not None or self.response_options.prompt_logprobs is not None
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the text of a choice may have thoughts in it that are to be told apart from its content."""
+        inside = self.response_options.thoughts is ReasoningPlacement.INSIDE
+        return self.first.operation == "chat" and self.text.has_reasoning and not inside
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether a choice's text is more than its content: there may be thoughts or calls of tools in it."""
+        return self.has_reasoning or (bool(self.response_options.tools) and self.text.tool_format is not None)
+
 
 # What the API needs of the rooms behind it, as protocols: the fleet it asks, and the lifecycle that runs requests.
 

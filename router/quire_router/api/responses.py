@@ -13,7 +13,7 @@ from quire_proto.text.tokenizer import ModelTokenizer
 
 from quire_router.api.auth import Identity
 from quire_router.api.multi_prompt import MultiPromptRunner
-from quire_router.api.prepared_request import PreparedRequest
+from quire_router.api.prepared_request import PreparedRequest, Runner
 from quire_router.api.stored_requests import RequestStore, StoredRequest, parse_cursor
 from quire_router.api.validation import naming_schema_at_fault
 from quire_router.core.generation import Delta, GenerationRequest, OwnedDeltaStream, StreamCursor
@@ -84,8 +84,9 @@ class Response:
 class ResponseOpener:
     """Makes answers. Raises ``QuireError`` as ``Runner`` does."""
 
-    def __init__(self, runner: MultiPromptRunner, archive: RequestStore) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, multi_prompt: MultiPromptRunner, archive: RequestStore) -> None:
+        self._single_prompt = runner
+        self._runner = multi_prompt
         self._store = archive
 
     async def open(self, admitted: PreparedRequest, caller: Identity) -> Response:
@@ -93,7 +94,9 @@ class ResponseOpener:
         CONFLICT when another request had the key.
         """
         if not admitted.first.digest:
-            return _response(admitted, await self._runner.run(admitted.generations), StreamCursor(admitted.num_choices))
+            alone = len(admitted.generations) == 1
+            answer = self._single_prompt.run(admitted.first) if alone else await self._runner.run(admitted.generations)
+            return _response(admitted, answer, StreamCursor(admitted.num_choices))
         for _ in range(_ATTEMPTS):
             deltas = await self._runner.run_once(admitted.generations)
             if deltas is not None:

@@ -9,6 +9,7 @@ from time import time
 from typing import Protocol, TypeVar
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 from quire_proto.errors import ErrorCode, QuireError
 from quire_proto.telemetry import Attribute, Span
@@ -89,7 +90,7 @@ class ApiService:
         self._engine_pool = fleet
         self._runner = MultiPromptRunner(runner, concurrency)
         self._store = RequestStore(self._runner, texts)
-        self.responses = ResponseOpener(self._runner, self._store)
+        self.responses = ResponseOpener(runner, self._runner, self._store)
         self._request_timeout = request_timeout
         self._durable = durable
         self._tenant_limits = tenant_limits
@@ -228,8 +229,8 @@ class ApiService:
 
     def rate_limit_headers(self, caller: Identity) -> dict[str, str]:
         """How the caller stands with its limits a minute, by names of headers and of metadata."""
-        limits = self._tenant_limits
-        return {} if limits is None else rate_limit_headers(limits.status(caller.tenant))
+        status = None if self._tenant_limits is None else self._tenant_limits.status(caller.tenant)
+        return {} if status is None else rate_limit_headers(status)
 
     def models(self, caller: Identity = ANONYMOUS) -> list[ModelCard]:
         """The configured models that the caller may use, in order."""
@@ -330,7 +331,7 @@ def _server_span(name: str, request_id: str, headers: Mapping[str, str]) -> Abst
         attributes[Attribute.CLIENT_REQUEST_ID] = label
     return _TRACER.start_as_current_span(
         name,
-        context=extract(headers),
+        context=extract(headers) if "traceparent" in headers else Context(),
         kind=SpanKind.SERVER,
         attributes=attributes,
         record_exception=False,

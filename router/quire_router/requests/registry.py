@@ -122,9 +122,8 @@ class RequestRegistry:
 
     def _start_timers(self, progress: RequestState) -> list[asyncio.TimerHandle]:
         """What ends the request when its time is over, and only its answer when that of its reader is."""
-        error = QuireError(ErrorCode.DEADLINE, "The time for this request was over before its answer had ended.")
         ends: list[tuple[float | None, Callable[[], None]]] = [
-            (self._timeout_for(progress.generation), partial(progress.interrupt, error)),
+            (self._timeout_for(progress.generation), partial(_time_out, progress)),
             (progress.consumer.seconds_left, progress.end_for_consumer),
         ]
         loop = asyncio.get_running_loop()
@@ -136,6 +135,11 @@ class RequestRegistry:
             return self._timeout
         left = max(0.0, generation.deadline - time())
         return left if self._timeout is None else min(left, self._timeout)
+
+
+def _time_out(state: RequestState) -> None:
+    message = "The time for this request was over before its answer had ended."
+    state.interrupt(QuireError(ErrorCode.DEADLINE, message))
 
 
 def unavailable(message: str) -> QuireError:

@@ -1,8 +1,8 @@
 """Runs a request from admission to its end: place, dispatch, stream, recover, finish."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from dataclasses import replace
 
 from opentelemetry import context
@@ -221,47 +221,37 @@ class RequestRunner:
         return OwnedDeltaStream(self._answer(progress, ending), ending.aclose, reader.direct_path)
 
     async def _answer(self, progress: RequestState, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
+        """Places the request and streams its deltas, again for each engine that is lost; closes ``ending``."""
         async with ending:
-            try:
-                async with aclosing(self._attempts(progress)) as deltas:
-                    async for delta in deltas:
+            with self._ending_on_error(progress):
+                await progress.replay_record()
+                for delta in progress.finish_complete_choices():
+                    yield delta
+                if progress.finish_reason is not None:
+                    return
+                decision = await self._dispatcher.first(progress)
+                while decision is not None:
+                    try:
+                        async with aclosing(self._attempt(progress, decision)) as deltas:
+                            async for delta in deltas:
+                                yield delta
+                        return
+                    except (EngineFull, EngineLost) as problem:
+                        self._record_failure(progress, decision.engine_id, problem)
+                    for delta in progress.finish_complete_choices():
                         yield delta
-            except QuireError as error:
-                self._fail(progress, error)
-                raise
-            except Exception:
-                log.exception("request %s failed", progress.id)
-                self._fail(progress, internal())
-                raise internal() from None
-
-    async def _attempts(self, progress: RequestState) -> AsyncGenerator[Delta]:
-        await progress.replay_record()
-        for delta in progress.finish_complete_choices():
-            yield delta
-        if progress.finish_reason is not None:
-            return
-        decision = await self._dispatcher.first(progress)
-        while decision is not None:
-            try:
-                async with aclosing(self._attempt(progress, decision)) as deltas:
-                    async for delta in deltas:
-                        yield delta
-                return
-            except (EngineFull, EngineLost) as problem:
-                self._record_failure(progress, decision.engine_id, problem)
-            for delta in progress.finish_complete_choices():
-                yield delta
-            if progress.ended:
-                return
-            decision = await self._dispatcher.next(progress)
-        for delta in progress.finish_open_choices(FinishReason.ABORT):
-            yield delta
+                    if progress.ended:
+                        return
+                    decision = await self._dispatcher.next(progress)
+                for delta in progress.finish_open_choices(FinishReason.ABORT):
+                    yield delta
 
     async def _attempt(self, progress: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
+        """Streams what one engine makes of the request. Raises ``EngineFull`` and ``EngineLost``."""
         route = route_header(decision) if self._expose_route else ""
         progress.attempt += 1
         with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
-            submission = progress.build_submit(traceparent(span))
+            submission = progress.build_submit(traceparent(span) if span.is_recording() else "")
             pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
             with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
                 self._placer.record_dispatch(decision, progress.generation)
@@ -274,9 +264,22 @@ class RequestRunner:
                         break
                     for delta in deltas:
                         yield delta
-        # By now the engine is free and the record is closed: a client need not come back after its last piece.
+        # By now the engine is free and the record is closed: a client need not come back after its last delta.
         for delta in deltas:
             yield delta
+
+    @contextmanager
+    def _ending_on_error(self, progress: RequestState) -> Iterator[None]:
+        """Ends the request with the error that the block raises; one that is no ``QuireError`` becomes INTERNAL."""
+        try:
+            yield
+        except QuireError as error:
+            self._fail(progress, error)
+            raise
+        except Exception:
+            log.exception("request %s failed", progress.id)
+            self._fail(progress, internal())
+            raise internal() from None
 
     def _record_failure(self, progress: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
         """What became of an attempt. Raises ``QuireError`` after too many that came to nothing."""

@@ -43,7 +43,7 @@ async def stream(
     async with aclosing(answer.deltas) as deltas, opening as events:
         events.headers += x_headers(notes)
         async for delta in deltas:
-            if chunks.shown.anything:
+            if chunks.shown is not None:
                 await chunks.shown.read(delta)
             data = chunks.encode(delta) if exchange.has_output else _begin(exchange, events, chunks, delta)
             if delta.usage is not None:
@@ -51,7 +51,7 @@ async def stream(
                 return
             if data:
                 await events.write(data)
-            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and not chunks.shown.anything:
+            if isinstance(deltas, DeltaStream) and deltas.direct_path.sink is None and chunks.shown is None:
                 deltas.direct_path.sink = SseDeltaSink(events, chunks)
     raise internal()
 
@@ -68,7 +68,7 @@ async def collect_completion(answer: Response, style: OpenAiFormat) -> tuple[byt
     whole, headers = CompletionBuilder(style, answer.prepared), list[Header]()
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
-            if whole.shown.anything:
+            if whole.shown is not None:
                 await whole.shown.read(delta)
             whole.add(delta)
             headers = headers or route_headers(delta)

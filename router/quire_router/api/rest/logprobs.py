@@ -198,8 +198,8 @@ class _Prompt:
 
 
 class LogprobsRenderer:
-    """What one answer shows beside its text. ``shape`` is how the route writes log-probabilities of the output. The
-    reader has ``begun`` some choices before, and has what comes with their beginning.
+    """What an answer shows beside its text, where it shows any log-probabilities; ``shape`` is how the route writes
+    those of the output. The reader has ``begun`` some choices before, and has what comes with their beginning.
     """
 
     def __init__(self, admitted: PreparedRequest, shape: type[LogprobsFormat], begun: Container[int] = ()) -> None:
@@ -211,11 +211,10 @@ class LogprobsRenderer:
         self._prompt_shape = None if asked.prompt_logprobs is None else PromptLogprobsFormat(names)
         self._offsets: dict[int, TextOffsets] = {}
         self._prompts: dict[int, _Prompt] = {}
-        self.anything = self._shape is not None or self._prompt_shape is not None
 
     async def read(self, delta: Delta) -> None:
         """Takes what the first piece of an answer tells of its prompt, and lets other work go on meanwhile. To be
-        called with every piece before the other methods are, unless there is not ``anything`` to show.
+        called with every piece before the other methods are.
         """
         number = self._number(delta.index)
         if number not in self._prompts:

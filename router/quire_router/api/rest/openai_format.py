@@ -241,8 +241,8 @@ class CompletionBuilder:
     """Collects the pieces of all choices."""
 
     def __init__(self, style: OpenAiFormat, admitted: PreparedRequest) -> None:
-        self.shown = LogprobsRenderer(admitted, style.shape)
-        self._readers = create_parsers(admitted)
+        self.shown = LogprobsRenderer(admitted, style.shape) if admitted.has_logprobs else None
+        self._readers = create_parsers(admitted) if admitted.is_parsed else None
         self._style = style
         self._head = head(style, style.whole, admitted.first)
         self._choices = [_ChoiceBuilder() for _ in range(admitted.num_choices)]
@@ -254,7 +254,7 @@ class CompletionBuilder:
             choice.texts.append(delta.text)
         else:
             choice.said.append(self._readers[delta.index].parse(delta))
-        if self.shown.anything:
+        if self.shown is not None:
             choice.logprobs.append(self.shown.logprobs(delta))
         if delta.finish_reason is not None:
             choice.finish_reason, choice.score = delta.finish_reason, delta.score
@@ -282,7 +282,9 @@ class CompletionBuilder:
             text = f"{self._style.before}{_json(''.join(choice.texts))}{self._style.after}"
         else:
             text = f'"message":{_json(message_object(choice.said))}'
-        logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
+        logprobs = "null"
+        if self.shown is not None:
+            logprobs = self.shown.logprobs_object(tuple(map(joined, zip(*choice.logprobs, strict=True))))
         after = self._prompt_logprobs(index) if self._style.prompt_in_choices else ""
         if choice.score is not None:
             after += f',"score":{number(choice.score)}'
@@ -290,7 +292,7 @@ class CompletionBuilder:
         return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":{reason}{after}}}'
 
     def _prompt_logprobs(self, index: int) -> str:
-        listed = self.shown.prompt_logprobs(index)
+        listed = "" if self.shown is None else self.shown.prompt_logprobs(index)
         return f',"prompt_logprobs":{listed}' if listed else ""
 
 

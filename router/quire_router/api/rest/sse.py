@@ -37,7 +37,6 @@ class SseEncoder:
         "_mark",
         "_prompts",
         "_readers",
-        "_shows",
         "_starts",
         "_style",
         "_usage",
@@ -46,9 +45,10 @@ class SseEncoder:
     )
 
     def __init__(self, style: OpenAiFormat, admitted: PreparedRequest, mark: StreamCursor) -> None:
-        self.shown = LogprobsRenderer(admitted, style.shape, begun_choices(mark, admitted.num_choices))
-        self._shows = self.shown.anything
-        self._readers = create_parsers(admitted)
+        self.shown: LogprobsRenderer | None = None
+        if admitted.has_logprobs:
+            self.shown = LogprobsRenderer(admitted, style.shape, begun_choices(mark, admitted.num_choices))
+        self._readers = create_parsers(admitted) if admitted.is_parsed else None
         self._style = style
         self._mark = mark
         self._has_ids = admitted.event_ids
@@ -75,7 +75,7 @@ class SseEncoder:
 
     def encode(self, delta: Delta) -> bytes:
         """What a piece adds to its choice: nothing, some text, its end. The usage ends the stream."""
-        logprobs = self.shown.logprobs(delta) if self._shows else ()
+        logprobs = self.shown.logprobs(delta) if self.shown is not None else ()
         if self._readers is not None:
             data = self._encode_parsed(self._readers[delta.index].parse(delta), delta, logprobs)
         else:
@@ -90,7 +90,7 @@ class SseEncoder:
             return self._encode_last(line, delta, logprobs)
         if any(logprobs):  # also without text: tokens may come before theirs
             text = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
-            text += f',"logprobs":{self.shown.logprobs_object(logprobs)}{self._end}'
+            text += f',"logprobs":{self._logprobs_object(logprobs)}{self._end}'
             return f"{line}{text}".encode("ascii")
         if delta.text:  # once for each token, so it only joins strings
             return f"{line}{self._before[delta.index]}{_quote(delta.text)}{self._after}".encode("ascii")
@@ -106,14 +106,14 @@ class SseEncoder:
         piece = f"{line}{self._starts[delta.index]}{delta_json(said)}"
         if not any(logprobs) and said.finish_reason is None:
             return f'{piece},"logprobs":null{self._end}'.encode("ascii")
-        shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
+        shown = self._logprobs_object(logprobs)
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
         end = f',"logprobs":{shown},"finish_reason":{json.dumps(said.finish_reason)}{score}{self._closed}'
         return f"{piece}{end}".encode("ascii")
 
     def _encode_last(self, line: str, delta: Delta, logprobs: LogprobLists) -> bytes:
         """The last event of a choice, with what text there is left, and the ``line`` with its id."""
-        shown = self.shown.logprobs_object(logprobs) if any(logprobs) else "null"
+        shown = self._logprobs_object(logprobs)
         if delta.text or shown != "null":
             choice = self._before[delta.index] + json.dumps(delta.text) + self._style.piece_after
         else:
@@ -122,6 +122,9 @@ class SseEncoder:
         score = "" if delta.score is None else f',"score":{number(delta.score)}'
         end = f',"logprobs":{shown},"finish_reason":"{delta.finish_reason}"{score}{self._closed}'
         return f"{line}{choice}{end}".encode("ascii")
+
+    def _logprobs_object(self, logprobs: LogprobLists) -> str:
+        return self.shown.logprobs_object(logprobs) if self.shown is not None and any(logprobs) else "null"
 
     def _closing(self, usage: Usage) -> bytes:
         """The usage where it was asked for and not told before, and the end mark."""

@@ -41,7 +41,7 @@ class DeltaMessages:
         self._generation = answer.prepared.first
         self._mark = answer.cursor
         self._respond = respond
-        self._readers = create_parsers(answer.prepared)
+        self._readers = create_parsers(answer.prepared) if answer.prepared.is_parsed else None
 
     def piece(self, delta: Delta) -> Message | None:
         """The message of a piece; None where it says nothing that the reader has not had."""

@@ -105,7 +105,7 @@ def over_rest(told: Told, after: str = "") -> list[tuple[str | None, object]]:
         )
         data = b""
         async for delta in answer.deltas:
-            if chunks.shown.anything:
+            if chunks.shown is not None:
                 await chunks.shown.read(delta)
             data = data or chunks.opening()
             data += chunks.encode(delta)

@@ -116,7 +116,7 @@ async def over_rest(answer: Response) -> AsyncGenerator[Event]:
     opened = False
     async with aclosing(answer.deltas) as deltas:
         async for delta in deltas:
-            if chunks.shown.anything:
+            if chunks.shown is not None:
                 await chunks.shown.read(delta)
             data = (b"" if opened else chunks.opening()) + chunks.encode(delta)
             opened = True
@@ -268,7 +268,7 @@ class Router:
         self.place.link.engine.late_ends = self.late_ends
         together = MultiPromptRunner(self.place.lifecycle, ConcurrencyLimit(64))
         self.archive = RequestStore(together, {"m": TEXT})
-        self.answers = ResponseOpener(together, self.archive)
+        self.answers = ResponseOpener(self.place.lifecycle, together, self.archive)
 
     async def first(self, read: Reader) -> list[Event]:
         admitted = PreparedRequest(self.kind.generations, self.kind.shape, TEXT, event_ids=True)
