@@ -1,5 +1,6 @@
-"""``MultiprocLeader``: rank 0's side of a tensor-parallel model, from starting the other processes to ending them; and
-``SingleProcess``, the same interface for a model in one process.
+"""A tensor-parallel model as rank 0 leads it: ``MultiprocLeader`` starts and ends the processes of the other ranks, and
+``MultiprocRunner`` has all ranks run each step together. ``SingleProcess`` is the same interface for a model in one
+process. At the end, the ranks' KV caches: one decision from what all of them measured.
 """
 
 import logging
@@ -23,139 +24,43 @@ from quire_engine.worker.memory import CacheBudget, CacheSizes, MemoryProfile, M
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner, Runner
 
 log = logging.getLogger(__name__)
-
-# ``MultiprocRunner``: rank 0's runner, which has all ranks make each call together. Knows batches and block copies.
-
-
 T = TypeVar("T")
 
 
-class MultiprocRunner:
-    """The ``Runner`` of a model that ``workers`` share with this process: each rank has a runner of its own, with its
-    ``parts`` and KV memory of ``pools``. Decode steps are recorded as graphs on all ranks or on none.
-
-    A call that fails on all ranks in the same way raises what it raises here. Where ranks part, it raises
-    ``RankError``.
-    """
-
-    def __init__(
-        self, workers: RankWorkers, group: TensorParallelGroup, model: LoadedModel, cache_sizes: CacheSizes
-    ) -> None:
-        self._workers = workers
-        self._group = group
-        try:
-            self._own_runner = self._make_runners(model, cache_sizes)
-        except GraphCaptureError as error:
-            log.warning(NO_GRAPHS, error)
-            self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
-
-    def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        arrays = [json_to_array(asdict(cache_sizes)), json_to_array(bool(model.graph_sizes))]
-        number, own = call_all_ranks(
-            self._workers,
-            self._group,
-            RpcMethod.MAKE_RUNNER,
-            arrays,
-            lambda: ModelRunner(model, cache_sizes, alone=False),
-        )
-        self._workers.wait_for_replies(number)
-        return own
-
-    @property
-    def kv_cache_config(self) -> KVCacheConfig:
-        """See ``Runner.kv_cache_config``. Blocks are everyone's; the bytes of one are a rank's."""
-        return self._own_runner.kv_cache_config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """See ``Runner.dtype``."""
-        return self._own_runner.dtype
-
-    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
-        """See ``Runner.copy``."""
-        if out or within or into:
-            arrays = copies_to_arrays((out, within, into))
-            self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
-
-    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
-        """See ``Runner.forward``. Tokens that are pending go from device to device."""
-
-        def compute() -> torch.Tensor:
-            if pending is not None:
-                self._group.broadcast(pending)
-            return self._own_runner.forward(batch, pending)
-
-        return self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """See ``Runner.logits``."""
-        return self._call_all_ranks(RpcMethod.LOGITS, [rows.numpy()], lambda: self._own_runner.logits(hidden, rows))
-
-    def close(self) -> None:
-        """See ``Runner.close``. Does nothing for ranks that are gone."""
-        if self._workers.is_usable:
-            self._workers.request(RpcMethod.CLOSE_RUNNER)
-        self._own_runner.close()
-
-    def _call_all_ranks(self, method: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
-        return call_all_ranks(self._workers, self._group, method, arrays, work)[1]
-
-
-def call_all_ranks(
-    workers: RankWorkers,
-    group: TensorParallelGroup,
-    method: RpcMethod,
-    arrays: Sequence[RpcArray],
-    work: Callable[[], T],
-) -> tuple[int, T]:
-    """Has the other ranks make ``call`` while this one does ``work``: the call's number, and what ``work`` returns.
-    Raises what it raises where all ranks fail alike, else ``RankError``.
-    """
-    number = workers.begin_call(method, arrays)
-    before = group.num_collectives
-    try:
-        result = work()
-    except Exception as error:
-        workers.call_failed(group.num_collectives - before, error)
-        raise
-    workers.call_succeeded()
-    return number, result
-
-
 class RankGroup(Protocol):
-    """What an executor needs of the ranks of its model, however many there are."""
+    """The ranks of a model as its executor uses them, one or several."""
 
     @property
     def communicator(self) -> Communicator:
-        """Them, as the model sees them."""
+        """The collectives of the ranks, for the model."""
         ...
 
     def connect(self) -> None:
-        """Waits until all have loaded their parts, and connects them. Raises ``ModelError`` and ``RankError``."""
+        """Waits until all ranks have loaded their weights, and connects them. Raises ``ModelError``, ``RankError``."""
         ...
 
     def profile_memory(
         self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
     ) -> list[MemoryProfile]:
-        """What each has measured, in their order. ``largest_step`` has all of them compute."""
+        """The memory profile of each rank, by rank. ``largest_step`` runs on all of them; None profiles without it."""
         ...
 
     def make_runner(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
-        """A runner with pools of this size on each rank."""
+        """A runner with KV memory of ``cache_sizes`` bytes on each rank."""
         ...
 
     def close(self) -> None:
-        """Ends the others. Nothing can be run any more."""
+        """Ends the other ranks. Nothing can be run afterwards."""
         ...
 
 
 class SingleProcess:
-    """One rank. A ``RankGroup``."""
+    """The ``RankGroup`` of a model in one process."""
 
     communicator: Communicator = SINGLE_RANK
 
     def connect(self) -> None:
-        """There is nobody else."""
+        """Does nothing: there is one rank."""
 
     def profile_memory(
         self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
@@ -168,14 +73,15 @@ class SingleProcess:
         return ModelRunner(model, cache_sizes)
 
     def close(self) -> None:
-        """There is nobody else."""
+        """Does nothing: there is one rank."""
 
 
 class MultiprocLeader:
-    """Starts the other ranks, which begin to load their parts. A ``RankGroup``.
+    """The ``RankGroup`` of a model in several processes. Starts the other ranks, which begin to load their weights.
 
-    ``on_lost`` is told, on another thread, why the model cannot be run any more: a rank has died or has failed alone;
-    without it, the log is. The other processes exist until then or until ``close``.
+    ``on_lost`` is called, on another thread, with the reason why the model cannot be run any more: a rank has died or
+    has failed alone. Without ``on_lost`` the reason is logged. The other processes exist until then or until
+    ``close``.
     """
 
     def __init__(self, settings: RankSettings, on_lost: Callable[[str], None] | None) -> None:
@@ -185,7 +91,7 @@ class MultiprocLeader:
         self._on_lost = on_lost
         self._workers = RankWorkers(settings.size, self._on_rank_lost)
         try:
-            # Rank 0 speaks for all of what all of them find.
+            # What all ranks would log, rank 0 logs alone.
             level = logging.DEBUG if log.isEnabledFor(logging.DEBUG) else logging.ERROR
             settings = replace(settings, store=self._store_path, log_level=level)
             self._load_call = self._workers.request(RpcMethod.LOAD, [json_to_array(settings.to_plain())])
@@ -208,12 +114,13 @@ class MultiprocLeader:
             )
         self._workers.wait_for_replies(number)
         if self._device.type == "cpu":
-            self._rendezvous_folder.cleanup()  # NCCL goes on to look into it
+            self._rendezvous_folder.cleanup()  # NCCL still reads it later
 
     def profile_memory(
         self, profiler: MemoryProfiler, largest_step: Callable[[], object] | None
     ) -> list[MemoryProfile]:
-        """See ``RankGroup.profile_memory``. The calls of the step are made by the others within theirs."""
+        """See ``RankGroup.profile_memory``. The other ranks handle the calls of the step within PROFILE_MEMORY, until
+        END_PROFILE."""
         number = self._workers.request(RpcMethod.PROFILE_MEMORY, [json_to_array(largest_step is not None)])
         own = profiler.profile(largest_step)
         if largest_step is not None:
@@ -244,21 +151,111 @@ class MultiprocLeader:
 
 
 def start_ranks(settings: RankSettings, on_lost: Callable[[str], None] | None = None) -> RankGroup:
-    """The ranks of a model with these settings, started where there are others. See ``MultiprocLeader``."""
+    """The ranks of a model with these settings; starts the processes of other ranks. See ``MultiprocLeader``."""
     return SingleProcess() if settings.size == 1 else MultiprocLeader(settings, on_lost)
 
 
-# The KV pools of several ranks: one decision from what all of them measured. Pure arithmetic; knows no device.
+class MultiprocRunner:
+    """The ``Runner`` of rank 0, which has all ranks make each call together: each rank has a runner of its own, with
+    its shard of the model and KV memory of ``cache_sizes``. Decode steps are captured as graphs on all ranks or on
+    none.
+
+    A call that fails on all ranks in the same way raises rank 0's error. One that fails on some ranks only raises
+    ``RankError``.
+    """
+
+    def __init__(
+        self, workers: RankWorkers, group: TensorParallelGroup, model: LoadedModel, cache_sizes: CacheSizes
+    ) -> None:
+        self._workers = workers
+        self._group = group
+        try:
+            self._own_runner = self._make_runners(model, cache_sizes)
+        except GraphCaptureError as error:
+            log.warning(NO_GRAPHS, error)
+            self._own_runner = self._make_runners(replace(model, graph_sizes=()), cache_sizes)
+
+    def _make_runners(self, model: LoadedModel, cache_sizes: CacheSizes) -> Runner:
+        arrays = [json_to_array(asdict(cache_sizes)), json_to_array(bool(model.graph_sizes))]
+        number, runner = call_all_ranks(
+            self._workers,
+            self._group,
+            RpcMethod.MAKE_RUNNER,
+            arrays,
+            lambda: ModelRunner(model, cache_sizes, alone=False),
+        )
+        self._workers.wait_for_replies(number)
+        return runner
+
+    @property
+    def kv_cache_config(self) -> KVCacheConfig:
+        """See ``Runner.kv_cache_config``. All ranks have the same blocks; the bytes of a block are one rank's."""
+        return self._own_runner.kv_cache_config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See ``Runner.dtype``."""
+        return self._own_runner.dtype
+
+    def copy(self, out: Sequence[BlockCopy], within: Sequence[BlockCopy], into: Sequence[BlockCopy]) -> None:
+        """See ``Runner.copy``."""
+        if out or within or into:
+            arrays = copies_to_arrays((out, within, into))
+            self._call_all_ranks(RpcMethod.COPY_BLOCKS, arrays, lambda: self._own_runner.copy(out, within, into))
+
+    def forward(self, batch: ModelInput, pending: torch.Tensor | None = None) -> torch.Tensor:
+        """See ``Runner.forward``. ``pending`` is broadcast from device to device."""
+
+        def compute() -> torch.Tensor:
+            if pending is not None:
+                self._group.broadcast(pending)
+            return self._own_runner.forward(batch, pending)
+
+        return self._call_all_ranks(RpcMethod.FORWARD, batch_to_arrays(batch), compute)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See ``Runner.logits``."""
+        return self._call_all_ranks(RpcMethod.LOGITS, [rows.numpy()], lambda: self._own_runner.logits(hidden, rows))
+
+    def close(self) -> None:
+        """See ``Runner.close``. Ranks that are lost already are left out."""
+        if self._workers.is_usable:
+            self._workers.request(RpcMethod.CLOSE_RUNNER)
+        self._own_runner.close()
+
+    def _call_all_ranks(self, method: RpcMethod, arrays: Sequence[RpcArray], work: Callable[[], T]) -> T:
+        return call_all_ranks(self._workers, self._group, method, arrays, work)[1]
+
+
+def call_all_ranks(
+    workers: RankWorkers,
+    group: TensorParallelGroup,
+    method: RpcMethod,
+    arrays: Sequence[RpcArray],
+    work: Callable[[], T],
+) -> tuple[int, T]:
+    """Has the other ranks call ``method`` while this one does ``work``. Returns the call's number and the result of
+    ``work``. Raises the error of ``work`` where all ranks fail alike, else ``RankError``.
+    """
+    number = workers.begin_call(method, arrays)
+    before = group.num_collectives
+    try:
+        result = work()
+    except Exception as error:
+        workers.call_failed(group.num_collectives - before, error)
+        raise
+    workers.call_succeeded()
+    return number, result
 
 
 def compute_rank_cache_sizes(
     budget: CacheBudget, profiles: Sequence[MemoryProfile], smallest: CacheSizes
 ) -> tuple[CacheSizes, MemoryProfile]:
-    """The pools of each rank, equal on all, and what decided them. ``measures`` are the ranks', ``smallest`` is the
-    least for one rank.
+    """The cache sizes of each rank, equal on all, and the profile that decided them. ``profiles`` are the ranks',
+    ``smallest`` is the least that one rank needs.
 
-    On the CPU the ranks share one memory, and what was asked for is for all of them. On CUDA each has a GPU of its own,
-    of which the fullest decides, and they share the memory of the host pools. Raises ``ModelError`` as
+    On the CPU the ranks share one memory, and ``budget`` is for all of them. On CUDA each has a GPU of its own, of
+    which the fullest decides, and they share the host memory of the swap pools. Raises ``ModelError`` as
     ``compute_cache_sizes`` does.
     """
     size = len(profiles)
@@ -266,25 +263,25 @@ def compute_rank_cache_sizes(
         return compute_cache_sizes(budget, profiles[0], smallest), profiles[0]
     if profiles[0].host_available is None:
         whole = sum_profiles(profiles)
-        pools = compute_cache_sizes(
+        sizes = compute_cache_sizes(
             budget, whole, CacheSizes(smallest.kv_cache_bytes * size, smallest.swap_bytes * size)
         )
-        return CacheSizes(pools.kv_cache_bytes // size, pools.swap_bytes // size), whole
-    each = replace(budget, swap_bytes=budget.swap_bytes // size)
+        return CacheSizes(sizes.kv_cache_bytes // size, sizes.swap_bytes // size), whole
+    per_rank = replace(budget, swap_bytes=budget.swap_bytes // size)
     own = [replace(one, host_available=(one.host_available or 0) // size) for one in profiles]
-    decided = [(compute_cache_sizes(each, one, smallest), one) for one in own]
+    decided = [(compute_cache_sizes(per_rank, one, smallest), one) for one in own]
     least, fullest = min(decided, key=lambda pair: pair[0].kv_cache_bytes)
-    return CacheSizes(least.kv_cache_bytes, min(pools.swap_bytes for pools, _ in decided)), fullest
+    return CacheSizes(least.kv_cache_bytes, min(sizes.swap_bytes for sizes, _ in decided)), fullest
 
 
 def with_all_ranks_bytes(config: KVCacheConfig, profiles: Sequence[MemoryProfile]) -> KVCacheConfig:
-    """``capacity`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
+    """``config`` with ``block_bytes`` of all ranks where they share one memory (CPU), unchanged on CUDA."""
     num_sharing = len(profiles) if profiles[0].host_available is None else 1
     return replace(config, block_bytes=config.block_bytes * num_sharing)
 
 
 def sum_profiles(profiles: Sequence[MemoryProfile]) -> MemoryProfile:
-    """The ranks of one memory as one: what they hold adds up. What they share, as code, counts for each."""
+    """One profile for ranks of one memory: bytes in use are added up. What they share, as code, counts for each."""
     first, loaded = profiles[0], sum(one.used_loaded for one in profiles)
     peaks = [one.peak for one in profiles if one.peak is not None]
     return replace(

@@ -1,7 +1,7 @@
-"""The process of a rank other than 0: makes the calls that rank 0 makes, and ends when rank 0 does.
+"""The process of a rank other than 0: runs a ``RankWorker``, and ends when rank 0 does.
 
-It is started as ``python -m quire_engine.executor.rank_main RANK LINK PARENT``, with the number of an open
-socket and that of rank 0's process.
+It is started as ``python -m quire_engine.executor.rank_main RANK LINK PARENT``, with the descriptor of an open socket
+and the process id of rank 0.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ EXIT_GRACE_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serves calls until rank 0 ends the link."""
+    """Handles calls until rank 0 closes the link."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank, link, parent = map(int, sys.argv[1:])
     _kill_with_parent(parent)
@@ -32,8 +32,8 @@ def main() -> None:
 
 
 def _kill_with_parent(parent: int) -> None:
-    """Has the system kill this process when the thread that started it ends, however it ends and whatever this process
-    is doing then, even if it is stopped.
+    """Has the kernel kill this process when the thread that started it ends, however it ends, and even if this process
+    is stopped then.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -41,7 +41,7 @@ def _kill_with_parent(parent: int) -> None:
 
 
 def _exit_with_link(link: int) -> None:
-    """Ends this process soon after the link, also when a collective waits for ranks that are gone."""
+    """Ends this process soon after the link is closed, also when a collective waits for ranks that have ended."""
     poll = select.poll()
     poll.register(link, select.POLLRDHUP)
     poll.poll()

@@ -31,164 +31,23 @@ from quire_engine.executor.rpc import (
     send,
 )
 
-# One other rank's process, as rank 0 sees it: started, spoken to, and ended. Knows no calls.
-
-
 EXIT_TIMEOUT_SECONDS = 2.0
-# What runs a rank's process; its number, that of its end of the link, and that of rank 0's process follow.
-COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.rank_main")
-
-
-class RankProcess:
-    """The process of ``rank``. Start it on a thread that lives as long as it should: the system ends it with that."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.link, theirs = socket.socketpair()
-        with theirs:
-            # A group of its own: Ctrl-C is for rank 0, which ends the others when it has finished its work.
-            self._popen = subprocess.Popen(  # noqa: S603 - our own module
-                [*COMMAND, str(rank), str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Its number in the system."""
-        return self._popen.pid
-
-    def exit_reason(self) -> str:
-        """How it ended, as a sentence; to be asked for once its link was closed."""
-        return f"Rank {self.rank} (process {self.pid}) {self._exit_status()}, and the engine cannot go on without it."
-
-    def kill(self) -> None:
-        """Ends it at once, even where it is stopped."""
-        with suppress(ProcessLookupError):
-            self._popen.kill()
-
-    def close_link(self) -> None:
-        """Ends the link, at which the process ends."""
-        with suppress(OSError):
-            self.link.shutdown(socket.SHUT_RDWR)
-
-    def wait_or_kill(self, deadline: float) -> None:
-        """Waits for its end, which is forced at ``deadline``, by the monotonic clock. It is gone afterwards."""
-        try:
-            self._popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self._popen.wait()
-        self.link.close()
-
-    def _exit_status(self) -> str:
-        try:
-            code = self._popen.wait(EXIT_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "does not answer any more"
-        if code == -signal.SIGKILL:
-            return "was killed by SIGKILL, as the system does when memory runs out"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-# Whether all ranks come to the same end of a call. Knows neither what a call is nor how it is made.
-#
-# All ranks make the same calls, each of which fails on all of them in the same place or on none: a batch that is wrong
-# is refused by every rank before anything is exchanged, and the next call finds all of them ready. Whatever else
-# happens, one rank waits for what another will never send, and the engine has to end.
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """A rank's failure in the call ``number``, after it had begun so many ``collectives``; ``text`` says why. It is
-    ``user_error`` where the text is a whole sentence for whoever chose the settings.
-    """
-
-    call_number: int
-    collectives: int
-    reason: str
-    user_error: bool = False
-
-
-class RankFailureTracker:
-    """Rank 0's latest call, and what the ``others`` (their number) reported. Not thread-safe."""
-
-    def __init__(self, others: int) -> None:
-        self._num_other_ranks = others
-        self._call_number = 0
-        self._own_failure: RankFailure | None = None
-        self._succeeded = True
-        self._reported_failures: dict[int, RankFailure] = {}
-
-    def begin_call(self) -> int:
-        """Begins the next call; its number."""
-        self._call_number += 1
-        self._own_failure, self._succeeded = None, False
-        self._reported_failures.clear()
-        return self._call_number
-
-    def record_success(self) -> None:
-        """The call has succeeded on rank 0."""
-        self._succeeded = True
-
-    def record_failure(self, collectives: int, text: str) -> None:
-        """The call has failed on rank 0."""
-        self._own_failure = RankFailure(self._call_number, collectives, text)
-
-    def record_remote_failure(self, rank: int, failure: RankFailure) -> None:
-        """The call has failed on another rank."""
-        self._reported_failures[rank] = failure
-
-    @property
-    def all_failed_alike(self) -> bool:
-        """Whether all ranks have failed in the same place."""
-        return (
-            self._own_failure is not None
-            and len(self._reported_failures) == self._num_other_ranks
-            and self.divergence is None
-        )
-
-    @property
-    def divergence(self) -> str | None:
-        """What is certain to leave the ranks in different places, as a sentence."""
-        for rank, failure in sorted(self._reported_failures.items()):
-            if failure.user_error and self._own_failure is None:
-                return failure.reason
-            if self._succeeded or failure.call_number < self._call_number:
-                return f"Rank {rank} failed in a step that rank 0 computed: {failure.reason}."
-            if self._own_failure is not None and failure.collectives != self._own_failure.collectives:
-                return f"Rank {rank} failed in another place than rank 0: {failure.reason}."
-        return None
-
-    @property
-    def suspected_failure(self) -> str | None:
-        """What is wrong, as a sentence, unless the ranks that have not failed yet are about to."""
-        if self.all_failed_alike:
-            return None
-        failed = {rank: each.reason for rank, each in self._reported_failures.items()}
-        if self._own_failure is not None:
-            failed[0] = self._own_failure.reason
-        if not failed:
-            return None
-        rank = min(failed)
-        return f"Rank {rank} failed in a step in which other ranks did not: {failed[rank]}."
-
-
-# How far ranks may be apart in noticing the same failure. They compute the same at the same time.
+# How far apart ranks may be in noticing the same failure. They compute the same at the same time.
 DIVERGENCE_GRACE_SECONDS = 3.0
 FAILURE_TIMEOUT_SECONDS = 10.0
 RANKS_CLOSED = "The ranks of this model have ended."
+# The command of a rank's process. Its arguments follow: the rank, the descriptor of its socket, rank 0's pid.
+COMMAND = (sys.executable, "-P", "-m", "quire_engine.executor.rank_main")
 
 
 class RankError(ExecutorError):
-    """A rank is lost, or has failed alone."""
+    """A rank is lost, or has failed where the others have not."""
 
 
 class RankWorkers:
-    """The ranks 1 to ``size`` - 1. Calls are made by one thread, one after the other; a loss may be told on another.
+    """The processes of the ranks 1 to ``size`` - 1. One thread makes calls, one after the other.
 
-    ``on_lost`` is called once with the sentence, on the listening thread, and never after ``close``.
+    ``on_lost`` is called once with the reason of a loss, on the watcher thread, and never after ``close``.
     """
 
     def __init__(self, size: int, on_lost: Callable[[str], None]) -> None:
@@ -211,7 +70,7 @@ class RankWorkers:
 
     @property
     def pids(self) -> list[int]:
-        """The processes' numbers, in the order of the ranks."""
+        """The process ids, in the order of the ranks."""
         return [process.pid for process in self._processes]
 
     @property
@@ -220,8 +79,8 @@ class RankWorkers:
         return not self._is_over
 
     def begin_call(self, method: RpcMethod, arrays: Sequence[RpcArray] = ()) -> int:
-        """Tells all ranks to make a call that rank 0 makes at the same time; its number. Rank 0 says afterwards whether
-        it has ``succeeded`` or ``failed``. Raises ``RankError``.
+        """Sends a call that rank 0 makes at the same time; returns its number. Rank 0 reports its own outcome with
+        ``call_succeeded`` or ``call_failed``. Raises ``RankError``.
         """
         with self._changed:
             self._check_usable()
@@ -249,13 +108,13 @@ class RankWorkers:
             self._wait_for_loss()
 
     def call_succeeded(self) -> None:
-        """The call has succeeded here."""
+        """The latest call has succeeded on rank 0."""
         with self._changed:
             self._failures.record_success()
 
     def call_failed(self, collectives: int, error: Exception) -> None:
-        """The call has failed here, after so many collectives. Returns where it has failed on all ranks alike, and
-        raises ``RankError`` where not.
+        """The latest call has failed on rank 0, after it had begun ``collectives`` collectives. Returns when it has
+        failed on all ranks alike. Raises ``RankError`` when it has not.
         """
         with self._changed:
             self._failures.record_failure(collectives, describe_error(error))
@@ -268,8 +127,8 @@ class RankWorkers:
             raise RankError("Not all ranks have failed in the same step.")
 
     def wait_for_replies(self, number: int) -> list[Any]:
-        """What the ranks answered to that call, in their order. Raises ``ModelError`` with the sentence of one that
-        could not do it or is lost.
+        """Waits for the replies to call ``number``, and returns them by rank. Raises ``ModelError`` with the reason of
+        a rank that failed or is lost.
         """
         wanted = [(number, process.rank) for process in self._processes]
         with self._changed:
@@ -283,7 +142,7 @@ class RankWorkers:
         return answers
 
     def close(self) -> None:
-        """Ends all processes. Nothing can be called any more."""
+        """Ends all processes. Nothing can be called afterwards."""
         with self._changed:
             if self._closing:
                 return
@@ -306,7 +165,7 @@ class RankWorkers:
             raise RankError(self._lost_reason or RANKS_CLOSED)
 
     def _wait_for_loss(self) -> None:
-        """Raises what the listening thread finds out about a rank that cannot be spoken to."""
+        """A link is broken: raises ``RankError`` with the reason, once the watcher thread has found it."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, FAILURE_TIMEOUT_SECONDS)
             self._check_usable()
@@ -316,13 +175,13 @@ class RankWorkers:
         with suppress(OSError):  # it is closed already
             self._wake_writer.send(b"\0")
 
-    # On the listening thread
+    # On the watcher thread
 
     def _run_watcher(self, size: int) -> None:
         try:
             self._start_processes(size)
             self._watch()
-        except Exception as error:  # noqa: BLE001 - whoever cannot listen does not notice a loss
+        except Exception as error:  # noqa: BLE001 - without the watcher a loss goes unnoticed
             self._mark_lost(f"Rank 0 cannot listen to the others any more: {describe_error(error)}.")
         finally:
             self._end_processes()
@@ -358,12 +217,12 @@ class RankWorkers:
                     self._wake_reader.recv(4096)
                 else:
                     self._on_readable(by_descriptor[descriptor])
-            if self._lost_reason is not None:  # there is nothing more to hear
+            if self._lost_reason is not None:  # the ranks are killed: their links stay readable
                 poll = select.poll()
                 poll.register(wake, select.POLLIN)
             suspected_since = self._check_divergence(suspected_since)
 
-    def _on_readable(self, process: RankProcess) -> None:
+    def _on_readable(self, process: "RankProcess") -> None:
         try:
             message = receive(process.link)
             if message is None:
@@ -385,14 +244,16 @@ class RankWorkers:
             self._changed.notify_all()
 
     def _check_divergence(self, suspected_since: float | None) -> float | None:
-        """Ends everything where the ranks have parted; since when it is in doubt whether they have."""
+        """Marks the ranks lost when their outcomes differ: at once when that is certain, after a grace period when it
+        is only suspected. Returns since when it has been suspected, or None.
+        """
         with self._changed:
-            certain, doubt = self._failures.divergence, self._failures.suspected_failure
-        if self._is_over or not (certain or doubt):
+            certain, suspected = self._failures.divergence, self._failures.suspected_failure
+        if self._is_over or not (certain or suspected):
             return None
         suspected_since = suspected_since or time.monotonic()
         if certain or time.monotonic() - suspected_since > DIVERGENCE_GRACE_SECONDS:
-            self._mark_lost(certain or doubt or "")
+            self._mark_lost(certain or suspected or "")
         return suspected_since
 
     def _mark_lost(self, sentence: str) -> None:
@@ -405,6 +266,143 @@ class RankWorkers:
         with self._changed:
             self._changed.notify_all()
         self._on_lost(sentence)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFailure:
+    """A rank's failure in the call ``call_number``, after it had begun ``collectives`` collectives. With
+    ``user_error``, ``reason`` is a whole sentence for the user who chose the settings.
+    """
+
+    call_number: int
+    collectives: int
+    reason: str
+    user_error: bool = False
+
+
+class RankFailureTracker:
+    """Decides whether all ranks have come to the same end of the latest call. ``num_other_ranks`` report to rank 0. Not
+    thread-safe.
+
+    All ranks make the same calls, each of which fails on all of them in the same place or on none: a wrong batch is
+    rejected by every rank before anything is exchanged, and the next call finds all of them ready. After anything
+    else one rank waits for what another will never send, and the engine has to end.
+    """
+
+    def __init__(self, num_other_ranks: int) -> None:
+        self._num_other_ranks = num_other_ranks
+        self._call_number = 0
+        self._own_failure: RankFailure | None = None
+        self._succeeded = True
+        self._reported_failures: dict[int, RankFailure] = {}
+
+    def begin_call(self) -> int:
+        """Begins the next call; returns its number."""
+        self._call_number += 1
+        self._own_failure, self._succeeded = None, False
+        self._reported_failures.clear()
+        return self._call_number
+
+    def record_success(self) -> None:
+        """The latest call has succeeded on rank 0."""
+        self._succeeded = True
+
+    def record_failure(self, collectives: int, reason: str) -> None:
+        """The latest call has failed on rank 0."""
+        self._own_failure = RankFailure(self._call_number, collectives, reason)
+
+    def record_remote_failure(self, rank: int, failure: RankFailure) -> None:
+        """A call has failed on another rank."""
+        self._reported_failures[rank] = failure
+
+    @property
+    def all_failed_alike(self) -> bool:
+        """Whether all ranks have failed in the same place."""
+        return (
+            self._own_failure is not None
+            and len(self._reported_failures) == self._num_other_ranks
+            and self.divergence is None
+        )
+
+    @property
+    def divergence(self) -> str | None:
+        """The failure that certainly leaves the ranks in different places, as a sentence; None if there is none."""
+        for rank, failure in sorted(self._reported_failures.items()):
+            if failure.user_error and self._own_failure is None:
+                return failure.reason
+            if self._succeeded or failure.call_number < self._call_number:
+                return f"Rank {rank} failed in a step that rank 0 computed: {failure.reason}."
+            if self._own_failure is not None and failure.collectives != self._own_failure.collectives:
+                return f"Rank {rank} failed in another place than rank 0: {failure.reason}."
+        return None
+
+    @property
+    def suspected_failure(self) -> str | None:
+        """The failure that leaves the ranks in different places unless the others report it too, as a sentence; None if
+        no rank has failed, or all have failed alike.
+        """
+        if self.all_failed_alike:
+            return None
+        failed = {rank: each.reason for rank, each in self._reported_failures.items()}
+        if self._own_failure is not None:
+            failed[0] = self._own_failure.reason
+        if not failed:
+            return None
+        rank = min(failed)
+        return f"Rank {rank} failed in a step in which other ranks did not: {failed[rank]}."
+
+
+class RankProcess:
+    """The process of ``rank``. Make it on a thread that outlives it: the kernel kills it when that thread ends."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.link, child_end = socket.socketpair()
+        with child_end:
+            # A process group of its own: Ctrl-C is for rank 0, which ends the others when it has finished its work.
+            self._popen = subprocess.Popen(  # noqa: S603 - our own module
+                [*COMMAND, str(rank), str(child_end.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(child_end.fileno(),),
+                process_group=0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._popen.pid
+
+    def exit_reason(self) -> str:
+        """How the process ended, as a sentence. Call it once the link is closed."""
+        return f"Rank {self.rank} (process {self.pid}) {self._exit_status()}, and the engine cannot go on without it."
+
+    def kill(self) -> None:
+        """Kills the process, even where it is stopped."""
+        with suppress(ProcessLookupError):
+            self._popen.kill()
+
+    def close_link(self) -> None:
+        """Shuts the link down, at which the process ends."""
+        with suppress(OSError):
+            self.link.shutdown(socket.SHUT_RDWR)
+
+    def wait_or_kill(self, deadline: float) -> None:
+        """Waits for the process to end, and kills it at ``deadline`` (monotonic clock). It has ended afterwards."""
+        try:
+            self._popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self._popen.wait()
+        self.link.close()
+
+    def _exit_status(self) -> str:
+        try:
+            code = self._popen.wait(EXIT_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "does not answer any more"
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL, as the system does when memory runs out"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def _rank_failure_message(rank: int, failure: RankFailure) -> str:

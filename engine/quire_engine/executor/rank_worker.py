@@ -1,4 +1,4 @@
-"""``RankWorker``: makes the calls of rank 0 in the process of another rank. Knows no plans and no requests."""
+"""``RankWorker``: the loop of a rank other than 0, which makes the calls of rank 0 in a process of its own."""
 
 import logging
 import socket
@@ -35,13 +35,13 @@ from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_mode
 
 log = logging.getLogger(__name__)
 
-# ``RankSettings``: all that another rank's process has to know, as plain values.
-
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The ``engine``'s settings and its model's ``config``, for ranks with so many ``threads`` each. ``device`` is what
-    rank 0 runs on; another rank's GPU is that of its number. ``store`` is the file through which they find each other.
+    """All settings that another rank's process needs, as values that JSON has (``to_plain``).
+
+    ``threads`` are those of each rank. ``device`` is rank 0's; another rank's GPU is that of its number. ``store`` is
+    the file through which the ranks rendezvous.
     """
 
     engine: EngineArgs
@@ -62,15 +62,15 @@ class RankSettings:
         return device if device.type == "cpu" or self.size == 1 else torch.device(device.type, rank)
 
     def make_group(self, rank: int) -> TensorParallelGroup:
-        """A rank's end of the group, not connected yet."""
+        """The communicator of a rank, not connected yet."""
         return TensorParallelGroup(rank, self.size, self.device_for(rank), ordered=self.engine.deterministic)
 
     def load(self, communicator: Communicator) -> LoadedModel:
-        """Loads the part of one of ``ranks``. Raises ``ModelError``."""
+        """Loads this rank's shard of the model. Raises ``ModelError``."""
         return load_model_and_attention(self.engine, self.config, self.device_for(communicator.rank), communicator)
 
     def to_plain(self) -> dict[str, Any]:
-        """As values that JSON has."""
+        """The settings as values that JSON has."""
         return {
             "engine": self.engine.model_dump(mode="json", include=set(EngineArgs.model_fields)),
             "config": asdict(self.config),
@@ -82,14 +82,14 @@ class RankSettings:
 
     @classmethod
     def from_plain(cls, values: dict[str, Any]) -> "RankSettings":
-        """The inverse of ``to_plain``, for a model with own code."""
+        """The inverse of ``to_plain``, for a model whose configuration is a ``DecoderConfig``."""
         engine, config = EngineArgs.model_validate(values["engine"]), DecoderConfig.from_plain(values["config"])
         return cls(**{**values, "engine": engine, "config": config, "store": Path(values["store"])})
 
 
 @dataclass(slots=True)
 class _LoadedRank:
-    """What this rank has, once it was told what to load."""
+    """The state of a rank after LOAD."""
 
     model: LoadedModel
     profiler: MemoryProfiler
@@ -98,8 +98,8 @@ class _LoadedRank:
 
 
 class RankWorker:
-    """Makes calls until ``link`` ends. Their results stay here: rank 0 is told of failures, and answered where
-    it asks.
+    """Handles calls that come in on ``link`` until it ends. Results stay in this process: failures are reported to
+    rank 0, and methods with ``has_reply`` are answered.
     """
 
     def __init__(self, link: socket.socket, rank: int) -> None:
@@ -120,14 +120,14 @@ class RankWorker:
         }
 
     def run(self, until: RpcMethod | None = None) -> None:
-        """Makes calls until one of the kind ``until``, or to the end of the link."""
+        """Handles calls up to a message of the method ``until``, or to the end of the link."""
         while (message := self._receive()) is not None and message.code != until:
             self._handle(message)
 
     def _receive(self) -> RpcMessage | None:
         try:
             return receive(self._link)
-        except OSError:  # rank 0 ended without reading the last report
+        except OSError:  # rank 0 ended without reading the last reply
             return None
 
     def _handle(self, message: RpcMessage) -> None:
@@ -149,9 +149,9 @@ class RankWorker:
     def _num_collectives(self) -> int:
         return self._loaded_rank.group.num_collectives if self._loaded_rank else 0
 
-    def _reply(self, kind: RpcReply, number: int, value: object) -> None:
+    def _reply(self, code: RpcReply, number: int, value: object) -> None:
         with suppress(OSError):  # rank 0 has ended, and so will the loop
-            send(self._link, RpcMessage(kind, number, [json_to_array(value)]))
+            send(self._link, RpcMessage(code, number, [json_to_array(value)]))
 
     def _load(self, arrays: Sequence[RpcArray]) -> None:
         settings = RankSettings.from_plain(json_from_array(arrays[0]))
@@ -173,7 +173,7 @@ class RankWorker:
             loaded.group.connect(loaded.store)
 
     def _profile_memory(self, arrays: Sequence[RpcArray]) -> dict[str, Any]:
-        """Measures this rank; the calls up to END_MEASURE are the largest step, if there is to be one."""
+        """Profiles this rank. The calls up to END_PROFILE are the largest step, if there is one."""
         with_step: bool = json_from_array(arrays[0])
         return asdict(
             self._loaded_or_fail.profiler.profile((lambda: self.run(RpcMethod.END_PROFILE)) if with_step else None)
@@ -226,12 +226,9 @@ def _failure_to_plain(error: Exception, collectives: int) -> dict[str, Any]:
     }
 
 
-# Whether a model can be shared by so many ranks. Said before anything is started or read.
-
-
 def check_tensor_parallel_size(config: ModelConfig, size: int, device: torch.device) -> None:
-    """Raises ``ModelError`` where ``size`` ranks cannot share the model or the device. Warns where they can, but
-    will be slow.
+    """Raises ``ModelError`` when ``size`` ranks cannot share the model or the device, and logs a warning when they can
+    but will be slow. Called before anything is started or read.
     """
     if size == 1:
         return

@@ -1,6 +1,7 @@
-"""Messages between the ranks' processes: numbers in arrays, framed on a stream socket. Knows no meaning of them.
+"""Messages between the processes of ranks: arrays of numbers, framed on a stream socket. Rank 0 sends ``RpcMethod``
+messages, with batches and block copies as arrays, and the others answer with ``RpcReply``.
 
-Nothing is pickled. What comes in is checked against bounds before memory is taken for it.
+Nothing is pickled, and sizes are checked against bounds before memory is allocated for a message.
 """
 
 import json
@@ -20,22 +21,48 @@ from quire_engine.core.block_pool import BlockCopy
 from quire_engine.worker.input_batch import ModelInput
 
 RpcArray = npt.NDArray[Any]
-
+Copies = tuple[Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy]]
 MAX_ARRAYS = 32
 MAX_BYTES = 1 << 28
 _DTYPES = tuple(map(np.dtype, ("uint8", "int32", "int64")))
-# What kind of message, how many arrays, which number; and of each array its dtype's place and its length.
+# A message's code, number of arrays and call number; each array's index in ``_DTYPES`` and its length.
 _MESSAGE_HEADER, _ARRAY_HEADER = struct.Struct("<IIQ"), struct.Struct("<IQ")
 
 
+class RpcMethod(IntEnum):
+    """The calls that rank 0 sends. Those up to ``MAKE_RUNNER`` are answered; of the others only a failure is."""
+
+    LOAD = 1
+    CONNECT = 2
+    PROFILE_MEMORY = 3
+    MAKE_RUNNER = 4
+    END_PROFILE = 5
+    CLOSE_RUNNER = 6
+    COPY_BLOCKS = 7
+    FORWARD = 8
+    LOGITS = 9
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether success is answered too: rank 0 waits for it."""
+        return self <= RpcMethod.MAKE_RUNNER
+
+
+class RpcReply(IntEnum):
+    """The messages of the other ranks; their call numbers are those of the calls that they answer."""
+
+    DONE = 1
+    FAILED = 2
+
+
 class MessageError(Exception):
-    """What came in is no message."""
+    """The bytes that came in are not a valid message."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcMessage:
-    """``arrays`` are of one dimension, and of uint8, int32 or int64. What ``kind`` and ``number`` mean is agreed
-    elsewhere.
+    """``code`` is an ``RpcMethod`` or ``RpcReply``, ``call_number`` counts rank 0's calls. ``arrays`` have one
+    dimension, and are uint8, int32 or int64.
     """
 
     code: int
@@ -43,32 +70,19 @@ class RpcMessage:
     arrays: Sequence[RpcArray] = ()
 
 
-def json_to_array(value: object) -> RpcArray:
-    """A plain value as an array of bytes."""
-    return np.frombuffer(json.dumps(value).encode(), np.uint8)
-
-
-def json_from_array(array: RpcArray) -> Any:
-    """The value of ``json_to_array``. Raises ``MessageError``."""
-    try:
-        return json.loads(array.tobytes())
-    except ValueError:
-        raise MessageError("The text of a message is not JSON.") from None
-
-
 def send(link: socket.socket, message: RpcMessage) -> None:
-    """Writes all of ``message``. Raises ``OSError`` where nobody reads any more."""
+    """Writes all of ``message``. Raises ``OSError`` when the other side has closed the link."""
     heads = [_MESSAGE_HEADER.pack(message.code, len(message.arrays), message.call_number)]
     heads += [_ARRAY_HEADER.pack(_DTYPES.index(array.dtype), len(array)) for array in message.arrays]
     link.sendall(b"".join((*heads, *(array.tobytes() for array in message.arrays))))
 
 
 def receive(link: socket.socket) -> RpcMessage | None:
-    """The next message, or None where the other side has ended. Raises ``MessageError``."""
+    """The next message; None when the other side has closed the link. Raises ``MessageError``."""
     head = _read_up_to(link, _MESSAGE_HEADER.size)
     if not head:
         return None
-    kind, count, number = _MESSAGE_HEADER.unpack(head)
+    code, count, number = _MESSAGE_HEADER.unpack(head)
     if count > MAX_ARRAYS:
         raise MessageError(f"A message of {count} arrays has more than {MAX_ARRAYS}.")
     table = _read_exactly(link, count * _ARRAY_HEADER.size)
@@ -77,7 +91,7 @@ def receive(link: socket.socket) -> RpcMessage | None:
     if sum(sizes) > MAX_BYTES:
         raise MessageError(f"A message of {sum(sizes)} bytes has more than {MAX_BYTES}.")
     return RpcMessage(
-        kind,
+        code,
         number,
         [np.frombuffer(_read_exactly(link, size), form[0]) for form, size in zip(forms, sizes, strict=True)],
     )
@@ -97,77 +111,45 @@ def _read_exactly(link: socket.socket, size: int) -> bytearray:
 
 
 def _read_up_to(link: socket.socket, size: int) -> bytearray:
-    """``size`` bytes, or nothing where the stream has ended before the first one. Raises ``MessageError`` where it ends
-    between two.
+    """``size`` bytes, or none when the stream ends before the first one. Raises ``MessageError`` when it ends between
+    two.
     """
-    data, place = bytearray(size), 0
-    while place < size:
-        count = link.recv_into(memoryview(data)[place:])
-        if count == 0 and place == 0:
+    data, read = bytearray(size), 0
+    while read < size:
+        count = link.recv_into(memoryview(data)[read:])
+        if count == 0 and read == 0:
             return bytearray()
         if count == 0:
             raise MessageError("A message ends in the middle.")
-        place += count
+        read += count
     return data
 
 
-# What rank 0 tells the others to do, as messages. Knows batches and copies, not how they are computed.
+def json_to_array(value: object) -> RpcArray:
+    """``value`` as JSON, in an array of bytes."""
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-Copies = tuple[Sequence[BlockCopy], Sequence[BlockCopy], Sequence[BlockCopy]]
-
-
-class RpcMethod(IntEnum):
-    """The messages of rank 0. Those up to ``MAKE_RUNNER`` are answered; of the others only a failure is reported."""
-
-    LOAD = 1
-    CONNECT = 2
-    PROFILE_MEMORY = 3
-    MAKE_RUNNER = 4
-    END_PROFILE = 5
-    CLOSE_RUNNER = 6
-    COPY_BLOCKS = 7
-    FORWARD = 8
-    LOGITS = 9
-
-    @property
-    def has_reply(self) -> bool:
-        """Whether rank 0 waits until it is done."""
-        return self <= RpcMethod.MAKE_RUNNER
-
-
-class RpcReply(IntEnum):
-    """The messages of the other ranks, whose numbers are those of the calls that they answer."""
-
-    DONE = 1
-    FAILED = 2
+def json_from_array(array: RpcArray) -> Any:
+    """The value of ``json_to_array``. Raises ``MessageError``."""
+    try:
+        return json.loads(array.tobytes())
+    except ValueError:
+        raise MessageError("The text of a message is not JSON.") from None
 
 
 _BATCH_FIELDS = [field.name for field in fields(ModelInput) if field.name != "attention"]
 _ATTENTION_FIELDS = [field.name for field in fields(AttentionBatch)]
 
 
-def copies_to_arrays(copies: Copies) -> list[RpcArray]:
-    """Three lists of copies, as pairs of a source and a target."""
-    return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in copies]
-
-
-def copies_from_arrays(arrays: Sequence[RpcArray]) -> Copies:
-    """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
-    if len(arrays) != 3 or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
-        raise MessageError("Copies are not three lists of pairs.")
-    out, within, into = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
-    return out, within, into
-
-
 def batch_to_arrays(batch: ModelInput) -> list[RpcArray]:
-    """All tensors of the batch, which are on the host."""
+    """All tensors of ``batch``, which are on the host."""
     outer = [getattr(batch, name) for name in _BATCH_FIELDS]
     return [tensor.numpy() for tensor in (*outer, *(getattr(batch.attention, name) for name in _ATTENTION_FIELDS))]
 
 
 def batch_from_arrays(arrays: Sequence[RpcArray]) -> ModelInput:
-    """The inverse of ``batch_to_arrays``. Raises ``MessageError`` for what is no batch."""
+    """The inverse of ``batch_to_arrays``. Raises ``MessageError`` when the arrays do not make a batch."""
     if [array.dtype for array in arrays] != [np.int64] * len(_BATCH_FIELDS) + [np.int32] * len(_ATTENTION_FIELDS):
         raise MessageError("A batch has other tensors.")
     tensors = [torch.from_numpy(array) for array in arrays]
@@ -175,13 +157,6 @@ def batch_from_arrays(arrays: Sequence[RpcArray]) -> ModelInput:
     batch = ModelInput(attention=attention, **dict(zip(_BATCH_FIELDS, tensors, strict=False)))
     _check_batch(batch)
     return batch
-
-
-def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
-    """The rows whose logits are asked for. Raises ``MessageError``."""
-    if [array.dtype for array in arrays] != [np.int64]:
-        raise MessageError("Rows are not one list of numbers.")
-    return torch.from_numpy(arrays[0])
 
 
 def _check_batch(batch: ModelInput) -> None:
@@ -195,3 +170,23 @@ def _check_batch(batch: ModelInput) -> None:
         or any(len(each) and not 0 <= int(each.min()) <= int(each.max()) < tokens for each in rows)
     ):
         raise MessageError("The tensors of a batch do not fit each other.")
+
+
+def rows_from_arrays(arrays: Sequence[RpcArray]) -> torch.Tensor:
+    """The rows [R] int64 of a LOGITS call. Raises ``MessageError``."""
+    if [array.dtype for array in arrays] != [np.int64]:
+        raise MessageError("Rows are not one list of numbers.")
+    return torch.from_numpy(arrays[0])
+
+
+def copies_to_arrays(copies: Copies) -> list[RpcArray]:
+    """Three lists of copies, as pairs of a source and a target."""
+    return [np.array([(copy.source, copy.target) for copy in each], np.int64).reshape(-1) for each in copies]
+
+
+def copies_from_arrays(arrays: Sequence[RpcArray]) -> Copies:
+    """The inverse of ``copies_to_arrays``. Raises ``MessageError``."""
+    if len(arrays) != 3 or any(array.dtype != np.int64 or len(array) % 2 for array in arrays):
+        raise MessageError("Copies are not three lists of pairs.")
+    out, within, into = ([BlockCopy(*pair) for pair in array.reshape(-1, 2).tolist()] for array in arrays)
+    return out, within, into
