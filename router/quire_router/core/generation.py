@@ -15,6 +15,8 @@ from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
 
 PROMPT_SEPARATOR = "_"
 _CURSOR = re.compile(r"(?:-|[0-9]{1,9}e?)(?:\.(?:-|[0-9]{1,9}e?))*u?", re.ASCII)
+MAX_SHAPE_CHARACTERS = 65_536
+MAX_PARTS = 1_024
 LOGPROBS_PER_TOKEN = 6
 """Log-probabilities that take a router as long to write as a token of a stream: 6 µs each, against 35 to 40."""
 
@@ -68,6 +70,23 @@ class GenerationRequest:
         once all of them have ended.
         """
         return self.params.beam_width > 0 or self.params.best_of > self.params.n
+
+    @property
+    def is_storable(self) -> bool:
+        """Whether the request is small enough for a journal to keep it."""
+        return len(self.shape) <= MAX_SHAPE_CHARACTERS and len(self.parts) <= MAX_PARTS
+
+    @property
+    def stored_size(self) -> int:
+        """What keeping the request takes, in tokens of 4 bytes, as far as a client can multiply it. A number in a tuple
+        is 14 of them, with its part of the tuple.
+        """
+        params = self.params
+        characters = len(self.shape) + sum(map(len, self.stop)) + sum(map(len, self.parts))
+        if params.structured is not None:
+            characters += len(params.structured.text)
+        numbers = 2 * len(params.logit_bias) + sum(map(len, params.bad_words)) + len(params.stop_token_ids)
+        return len(self.prompt_token_ids) + characters // 4 + 14 * numbers
 
     @property
     def max_cost(self) -> int:

@@ -19,9 +19,7 @@ from quire_router.journal.base import (
     RecordedDelta,
     RecordUpdate,
     RequestRecord,
-    fits_limits,
     partial_update,
-    request_size,
 )
 from quire_router.journal.codec import MIN_RETENTION
 from quire_router.journal.token_log import TokenLog, TokenLogReader, read_chunk, read_log
@@ -45,7 +43,7 @@ class _MemoryRecord:
     @property
     def size(self) -> int:
         """What it takes, in tokens of 4 bytes."""
-        return request_size(self.generation) + len(self.log.values)
+        return self.generation.stored_size + len(self.log.values)
 
     async def to_record(self, *, tokens_only: bool) -> RequestRecord:
         """The record as it is now."""
@@ -132,7 +130,7 @@ class MemoryJournal:
             metrics.STALE_EPOCHS.inc()
             return Lease(generation.request_id, self._owner, REFUSED_EPOCH)
         record = _MemoryRecord(generation, Lease(generation.request_id, self._owner, 1))
-        if fits_limits(generation) and self._evict_to_fit(1, record.size):
+        if generation.is_storable and self._evict_to_fit(1, record.size):
             self._records[generation.request_id] = record
             self._tokens += record.size
         else:
@@ -149,7 +147,8 @@ class MemoryJournal:
         record = self._writable_record(lease)
         if record is not None:
             self._tokens += record.log.append(position, delta)
-            self._evict_to_fit(0, 0)
+            if self._tokens > self._max_tokens:
+                self._evict_to_fit(0, 0)
 
     def finish(self, lease: Lease, reason: FinishReason, error: str = "", usage: Usage = NO_USAGE) -> None:
         """See ``Journal``."""

@@ -9,7 +9,7 @@ from zlib import crc32
 from quire_proto.sampling import FinishReason
 
 from quire_router.core.generation import NO_USAGE, GenerationRequest, Usage
-from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease, fits_limits, request_size
+from quire_router.journal.base import MAX_LOG_VALUES, AnyDelta, Lease
 from quire_router.journal.codec import pack_tokens
 from quire_router.journal.token_log import TokenLog
 
@@ -61,7 +61,7 @@ class BufferedRequest:
     @property
     def num_unwritten(self) -> int:
         """Tokens that wait to be written, the request's with them until the record is opened."""
-        return self.log_length - self.num_stored + (0 if self.opened else request_size(self.generation))
+        return self.log_length - self.num_stored + (0 if self.opened else self.generation.stored_size)
 
 
 @dataclass(slots=True)  # a frozen one takes longer to make, and there is one for each flush and stream
@@ -114,7 +114,7 @@ class WriteBuffer:
     def has_capacity(self, request: BufferedRequest) -> bool:
         """Whether the request is small enough to be kept, also beside what is here."""
         fits = not self.is_full and self._num_unwritten + request.num_unwritten <= self._max_tokens
-        return fits and fits_limits(request.generation)
+        return fits and request.generation.is_storable
 
     def add(self, request: BufferedRequest) -> bool:
         """False when there is no room for it, or there is one of its request."""

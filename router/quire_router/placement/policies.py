@@ -8,17 +8,17 @@ from random import Random
 import numpy as np
 
 from quire_router.placement.engine_speed import SpeedCache
-from quire_router.placement.engine_table import Column, EngineTable, Rows
+from quire_router.placement.engine_table import Column, EngineTable, Rows, column_min
 from quire_router.placement.query import (
-    TIE_TOLERANCE,
     PlacementPolicy,
     PlacementQuery,
     PlacementSettings,
     PolicyName,
-    argmin_breaking_ties,
-    choose_by_water_filling,
 )
 from quire_router.placement.scorers import CandidateView, Scorer, make_scorers
+
+TIE_TOLERANCE = 1e-6
+"""Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
 
 MUTUAL_DELAY = 2.0
 """Of two requests that do not see each other one delays the other: each counts the one before it and the one after."""
@@ -167,3 +167,29 @@ def least_loaded(rows: Rows, tie_break: int, table: EngineTable) -> int:
 def _queue_scores(queue: Column) -> Column:
     span = queue.max() - queue.min()
     return (queue.max() - queue) / span if span > 0 else np.ones(len(queue))
+
+
+def argmin_breaking_ties(costs: Column, tie_break: int) -> int:
+    """Returns the index of the smallest cost. Among equals ``tie_break`` decides: the same every time for one request,
+    and spread over all of them for many.
+    """
+    ties = np.flatnonzero(costs <= column_min(costs) + TIE_TOLERANCE)
+    return int(ties[tie_break % len(ties)])
+
+
+def choose_by_water_filling(costs: Column, width: float, quantile: float) -> int:
+    """Returns the index of one of the small costs, the smaller the likelier: if ``width`` of water were poured over the
+    costs, each would be chosen in proportion to the depth of the water above it. ``quantile`` from 0 to 1 says which
+    part of all the water decides.
+    """
+    near = np.flatnonzero(costs <= column_min(costs) + max(width, TIE_TOLERANCE))
+    if len(near) == 1:
+        return int(near[0])
+    heights = costs[near]
+    order = np.argsort(heights)
+    near, heights = near[order], heights[order]
+    levels = (width + np.cumsum(heights)) / np.arange(1, len(near) + 1)
+    wet = np.count_nonzero(heights < levels)
+    depths = np.cumsum(levels[wet - 1] - heights[:wet])
+    drawn = np.searchsorted(depths, depths[-1] * quantile, side="right")
+    return int(near[min(drawn, wet - 1)])

@@ -6,14 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-import numpy as np
-
-from quire_router.placement.engine_table import Column, EngineTable, Rows, column_min
+from quire_router.placement.engine_table import Column, EngineTable, Rows
 
 PolicyName = Literal["cost", "round_robin", "least_load", "prefix_only", "power_of_two", "llm_d", "sglang"]
-
-TIE_TOLERANCE = 1e-6
-"""Differences below this are none; in seconds, a microsecond. It hides the order in which numbers were added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +81,3 @@ class PlacementPolicy(Protocol):
     def choose(self, query: PlacementQuery, table: EngineTable) -> int:
         """Returns one of ``query.rows``."""
         ...
-
-
-def argmin_breaking_ties(costs: Column, tie_break: int) -> int:
-    """Returns the index of the smallest cost. Among equals ``tie_break`` decides: the same every time for one request,
-    and spread over all of them for many.
-    """
-    ties = np.flatnonzero(costs <= column_min(costs) + TIE_TOLERANCE)
-    return int(ties[tie_break % len(ties)])
-
-
-def choose_by_water_filling(costs: Column, width: float, quantile: float) -> int:
-    """Returns the index of one of the small costs, the smaller the likelier: if ``width`` of water were poured over the
-    costs, each would be chosen in proportion to the depth of the water above it. ``quantile`` from 0 to 1 says which
-    part of all the water decides.
-    """
-    near = np.flatnonzero(costs <= column_min(costs) + max(width, TIE_TOLERANCE))
-    if len(near) == 1:
-        return int(near[0])
-    heights = costs[near]
-    order = np.argsort(heights)
-    near, heights = near[order], heights[order]
-    levels = (width + np.cumsum(heights)) / np.arange(1, len(near) + 1)
-    wet = np.count_nonzero(heights < levels)
-    depths = np.cumsum(levels[wet - 1] - heights[:wet])
-    drawn = np.searchsorted(depths, depths[-1] * quantile, side="right")
-    return int(near[min(drawn, wet - 1)])

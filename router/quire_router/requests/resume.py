@@ -24,7 +24,7 @@ from quire_router.core.generation import (
     deadline_exceeded,
 )
 from quire_router.engines.output_stream import Output
-from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error, request_size
+from quire_router.journal.base import Journal, Lease, RecordedDelta, RequestRecord, decode_error
 from quire_router.requests.choices import chunked, mark_replayed, split_at_cursor, with_usage, yielding_to_loop
 from quire_router.requests.registry import BackgroundRequests, RequestRegistry
 from quire_router.requests.state import create_choices
@@ -126,7 +126,7 @@ class RequestResumer:
         claimed = await self._claim(request_id) if await self._is_claimable(request_id) else None
         if claimed is not None:
             record, lease = claimed
-            tokens = request_size(record.generation) + sum(len(piece.token_ids) for piece in record.deltas)
+            tokens = record.generation.stored_size + sum(len(piece.token_ids) for piece in record.deltas)
             self._background.run(self._resume_claimed(record, lease, ResponseConsumer()), tokens)
         return claimed is not None
 

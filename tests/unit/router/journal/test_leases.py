@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import pytest
 from quire_proto.sampling import FinishReason, SamplingParams, TokenLogprobs
-from quire_router.core.generation import GenerationRequest, Usage
-from quire_router.journal.base import MAX_PARTS, MAX_SHAPE_CHARACTERS, RecordedDelta, RequestRecord
+from quire_router.core.generation import MAX_PARTS, MAX_SHAPE_CHARACTERS, GenerationRequest, Usage
+from quire_router.journal.base import RecordedDelta, RequestRecord
 from quire_router.journal.codec import JournalSettings
 from quire_router.journal.memory import MemoryJournal
 from quire_router.journal.redis.redis_journal import RedisJournal

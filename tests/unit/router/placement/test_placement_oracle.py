@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire_router.placement.engine_speed import OUTLIER_THRESHOLD, SHORT_PROMPT, SPEED_TTL, STEP_TIMES_TTL
 from quire_router.placement.engine_table import EngineTable, StepTimes
-from quire_router.placement.policies import MUTUAL_DELAY, CostPolicy
+from quire_router.placement.policies import MUTUAL_DELAY, TIE_TOLERANCE, CostPolicy, choose_by_water_filling
 from quire_router.placement.query import (
-    TIE_TOLERANCE,
     PlacementQuery,
     PlacementSettings,
     PrefixMatches,
-    choose_by_water_filling,
 )
 from quire_router.placement.scorers import (
     DECODE_WEIGHT,

@@ -9,14 +9,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from quire_router.placement.engine_table import EngineTable
-from quire_router.placement.policies import CostPolicy, make_policy
-from quire_router.placement.query import (
+from quire_router.placement.policies import (
     TIE_TOLERANCE,
+    CostPolicy,
+    argmin_breaking_ties,
+    choose_by_water_filling,
+    make_policy,
+)
+from quire_router.placement.query import (
     PlacementQuery,
     PlacementSettings,
     PolicyName,
-    argmin_breaking_ties,
-    choose_by_water_filling,
 )
 from quire_router.placement.scorers import make_scorers
 

@@ -36,7 +36,6 @@ from quire_router.journal.base import (
     RecordedDelta,
     RecordUpdate,
     RequestRecord,
-    request_size,
 )
 from quire_router.journal.memory import MemoryJournal
 from quire_router.requests import registry as background
@@ -546,7 +545,7 @@ async def test_only_so_many_requests_run_without_a_listener() -> None:
 
 
 async def test_only_so_much_is_taken_up_at_once_of_what_others_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * request_size(streamed()))
+    monkeypatch.setattr(background, "MAX_ORPHAN_TOKENS", 2 * streamed().stored_size)
     async with house() as place:
         for name in "abc":
             place.journal.release(place.journal.open(streamed(request_id=name, background=True, stream=False)))
