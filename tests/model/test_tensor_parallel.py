@@ -173,18 +173,18 @@ def test_deterministic_logits_do_not_depend_on_the_batch(threads: None, small_mo
 
 
 @pytest.fixture
-def recording(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Sets what this process records decode steps with."""
     for module in (multiproc, rank_worker):
         monkeypatch.setattr(module, "ModelRunner", module.ModelRunner)
     monkeypatch.setattr(model_runner, "make_attention", model_runner.make_attention)
-    return fake_graphs.record_on_the_cpu
+    return fake_graphs.capture_on_the_cpu
 
 
-def test_ranks_none_of_which_can_record_do_without_graphs(
-    threads: None, recording: Callable[[Any], None], small_models: SmallModels, caplog: pytest.LogCaptureFixture
+def test_ranks_none_of_which_can_capture_do_without_graphs(
+    threads: None, capturing: Callable[[Any], None], small_models: SmallModels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recording(fake_graphs.refuse)
+    capturing(fake_graphs.refuse)
     with closing(load(small_models.folder("llama3"), 2)) as shared:
         warnings = [record.getMessage() for record in caplog.records]
         assert generate(shared, small_models).outputs == expected(small_models, "llama3")
@@ -192,23 +192,23 @@ def test_ranks_none_of_which_can_record_do_without_graphs(
 
 
 # The process of rank 1, which records with what is named.
-RECORDING_RANK = """
+CAPTURING_RANK = """
 from quire_engine.executor.rank_main import main
 from tests.support import fake_graphs
-fake_graphs.record_on_the_cpu({recorder})
+fake_graphs.capture_on_the_cpu({capturer})
 main()
 """
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_record_alone_ends_the_start_instead_of_leaving_the_others_waiting(
-    recording: Callable[[Any], None], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, failing: int
+def test_a_rank_that_alone_cannot_capture_ends_the_start_instead_of_leaving_the_others_waiting(
+    capturing: Callable[[Any], None], small_models: SmallModels, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    own, other = ("refuse", "FakeRecorder()") if failing == 0 else ("FakeRecorder()", "refuse")
-    script = RECORDING_RANK.format(recorder=f"fake_graphs.{other}")
+    own, other = ("refuse", "FakeCapturer()") if failing == 0 else ("FakeCapturer()", "refuse")
+    script = CAPTURING_RANK.format(capturer=f"fake_graphs.{other}")
     monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", script))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    recording(fake_graphs.refuse if own == "refuse" else fake_graphs.FakeRecorder())
+    capturing(fake_graphs.refuse if own == "refuse" else fake_graphs.FakeCapturer())
     thread, raised = in_background(lambda: load(small_models.folder("llama3"), 2).close())
     thread.join(60)
     assert not thread.is_alive(), "the ranks wait for each other"

@@ -1,5 +1,5 @@
-"""CUDA graphs on the CPU: the operations of a recording are done again on the very memory that they were recorded on,
-and no code of the model runs. With a decode attention that can be recorded, and checks what it is prepared with.
+"""CUDA graphs on the CPU: the operations of a capture are replayed on the very memory that they were captured on, and
+no code of the model runs. With a decode attention that can be captured, and checks what it is prepared with.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from quire_engine.attention.base import AttentionBackend, AttentionBatch, AttentionShape
 from quire_engine.attention.reference import ReferenceAttention
-from quire_engine.executor import multiproc as leading_runner
-from quire_engine.executor import rank_worker as serving
-from quire_engine.worker import model_runner as parts
+from quire_engine.executor import multiproc, rank_worker
+from quire_engine.worker import model_runner
 from quire_engine.worker.memory import CacheSizes
 from quire_engine.worker.model_runner import LoadedModel, ModelRunner
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.item.default}
 
 
-class RecordedOperations(TorchDispatchMode):
+class CapturedOperations(TorchDispatchMode):
     """A ``CapturedGraph``. What makes the host wait for the device cannot be recorded, as on CUDA."""
 
     def __init__(self) -> None:
@@ -42,27 +41,27 @@ class RecordedOperations(TorchDispatchMode):
                     old.copy_(new)
 
 
-class FakeRecorder:
+class FakeCapturer:
     """A ``GraphCapturer`` that also counts."""
 
     def __init__(self) -> None:
-        self.recordings: list[RecordedOperations] = []
+        self.captures: list[CapturedOperations] = []
         self.replays = 0
 
-    def __call__(self, work: Callable[[], object]) -> "FakeRecorder.Counted":
-        recording = RecordedOperations()
-        with recording:
+    def __call__(self, work: Callable[[], object]) -> "FakeCapturer.Counted":
+        capture = CapturedOperations()
+        with capture:
             work()
-        self.recordings.append(recording)
-        return FakeRecorder.Counted(self, recording)
+        self.captures.append(capture)
+        return FakeCapturer.Counted(self, capture)
 
     class Counted:
-        def __init__(self, recorder: "FakeRecorder", recording: RecordedOperations) -> None:
-            self._recorder, self._recording = recorder, recording
+        def __init__(self, capturer: "FakeCapturer", capture: CapturedOperations) -> None:
+            self._capturer, self._capture = capturer, capture
 
         def replay(self) -> None:
-            self._recorder.replays += 1
-            self._recording.replay()
+            self._capturer.replays += 1
+            self._capture.replay()
 
 
 def refuse(work: Callable[[], object]) -> Any:
@@ -70,16 +69,16 @@ def refuse(work: Callable[[], object]) -> Any:
     raise RuntimeError("out of memory")
 
 
-def record_on_the_cpu(record: Any) -> None:
-    """Has the runners of ranks in this process record their decode steps with ``record``, as they do on CUDA."""
+def capture_on_the_cpu(capturer: Any) -> None:
+    """Has the runners of ranks in this process capture their decode steps with ``capturer``, as they do on CUDA."""
 
-    def make(parts: LoadedModel, pools: CacheSizes, **how: Any) -> ModelRunner:
-        parts.model.capturable = True
-        return ModelRunner(parts, pools, record, **how)
+    def make(model: LoadedModel, cache_sizes: CacheSizes, **how: Any) -> ModelRunner:
+        model.model.capturable = True
+        return ModelRunner(model, cache_sizes, capturer, **how)
 
-    for module in (leading_runner, serving):
+    for module in (multiproc, rank_worker):
         module.ModelRunner = make
-    parts.make_attention = lambda name, shape, *_, **__: GraphReference(shape)
+    model_runner.make_attention = lambda name, shape, *_, **__: GraphReference(shape)
 
 
 class GraphReference(ReferenceAttention):

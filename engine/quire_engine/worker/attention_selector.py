@@ -1,4 +1,4 @@
-"""Chooses the attention backend of an executor. Knows which ones there are, not how they work."""
+"""Chooses the attention backend of an executor: cpu, flashinfer or reference."""
 
 import logging
 from importlib import import_module
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def check_attention(name: str, device: torch.device, dtype: torch.dtype, *, deterministic: bool = False) -> None:
-    """Raises ``ModelError`` where ``make_attention`` would for a model of any shape: it can be asked before there is
-    one.
+    """Raises ``ModelError`` when ``make_attention`` would for a model of any shape. It can be called before a model is
+    loaded.
     """
     on_gpu = device.type == "cuda"
     match name:
@@ -42,8 +42,8 @@ def make_attention(
     """The backend called ``name``: cpu, flashinfer, reference or auto.
 
     On the CPU, auto is cpu, in torch where its kernel cannot be compiled. On a GPU it is flashinfer, and where that
-    cannot be had reference, with a warning. ``deterministic`` asks that what is computed for a token depends on its
-    sequence alone. Raises ``ModelError``.
+    is not usable reference, with a warning. With ``deterministic``, the result for a token depends on its sequence
+    alone. Raises ``ModelError``.
     """
     check_attention(name, device, dtype, deterministic=deterministic)
     match name:
@@ -84,7 +84,7 @@ def _check_flashinfer(device: torch.device, dtype: torch.dtype, *, deterministic
         import_module("flashinfer")
     except ModuleNotFoundError:
         raise ModelError("FlashInfer is not installed; it comes with quire-engine[cuda].") from None
-    except (ImportError, OSError, RuntimeError) as error:  # parts of unlike versions, or no CUDA libraries
+    except (ImportError, OSError, RuntimeError) as error:  # packages of different versions, or no CUDA libraries
         raise ModelError(f"FlashInfer cannot be loaded: {str(error).partition('. ')[0]}.") from error
     capability = torch.cuda.get_device_capability(device)
     if reason := unsupported_reason(dtype, capability):

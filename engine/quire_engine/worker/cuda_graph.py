@@ -1,9 +1,8 @@
-"""CUDA graphs of decode steps: recorded once for a ladder of batch sizes, replayed for every batch that fits on it.
+"""CUDA graphs of decode steps: captured once for a list of batch sizes, replayed for every batch that fits one of them.
 
 A decode step of a small batch is hundreds of short kernels, and launching them takes the host longer than the device
 needs to run them; a graph is launched as one. It runs on memory that never moves, so a step's tokens and positions are
-copied to where the graph reads them, and the batch is padded to the next size on the ladder. Knows batches and models,
-neither plans nor draws. What records and replays is given: see ``GraphCapturer``.
+copied to where the graph reads them, and the batch is padded to the next captured size.
 """
 
 import gc
@@ -22,93 +21,37 @@ from quire_engine.models.base import Model
 from quire_engine.worker.input_batch import ModelInput, dummy_decode, pad_decode, scatter_pending
 
 log = logging.getLogger(__name__)
-
 NO_GRAPHS = "no CUDA graphs: %s; short steps take longer to launch"
 # Beyond this the kernels are long enough to hide their launches.
 MAX_GRAPH_BATCH = 512
 
 
 class CapturedGraph(Protocol):
-    """Work on the device that can be repeated."""
+    """Work on the device that can be replayed, such as a ``torch.cuda.CUDAGraph``."""
 
     def replay(self) -> None:
-        """Does the work once more, on the same memory, with what that holds now."""
+        """Does the work once more, on the same memory and its present contents."""
         ...
 
 
-class GraphCaptureError(RuntimeError):
-    """A model's decode steps cannot be recorded; the text says why."""
-
-
-# Records the work of a function, which is called once. On CUDA that call computes nothing.
+# Captures the work of a function, which is called once. On CUDA that call computes nothing.
 GraphCapturer = Callable[[Callable[[], object]], CapturedGraph]
 
 
-class CudaGraphCapturer:
-    """Records CUDA graphs that share one pool of memory, as no two of them run at the same time."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], object]) -> CapturedGraph:
-        """A ``GraphCapturer``."""
-        graph: CapturedGraph = torch.cuda.CUDAGraph()
-        # torch leaves the current stream changed where the end of a recording fails.
-        restore_stream = torch.cuda.stream(torch.cuda.current_stream())
-        # What other threads do meanwhile, such as a watchdog that looks at events, is not this recording's business.
-        with restore_stream, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        return graph
+class GraphCaptureError(RuntimeError):
+    """A model's decode steps cannot be captured; the text says why."""
 
 
 def capture_sizes(largest: int) -> list[int]:
-    """Batch sizes that are worth a graph: 1, 2, 4, the multiples of 8, and ``largest`` itself as far as it is one."""
+    """Batch sizes to capture: 1, 2, 4, the multiples of 8, and ``largest``, none above ``MAX_GRAPH_BATCH``."""
     top = min(largest, MAX_GRAPH_BATCH)
     return sorted({size for size in (1, 2, 4, *range(8, top, 8), top) if 1 <= size <= top})
 
 
-def capture_graphs(
-    model: Model,
-    kv: torch.Tensor,
-    attention: AttentionBackend,
-    *,
-    sizes: Sequence[int],
-    max_pages: int,
-    capture: GraphCapturer,
-) -> "CudaGraphRunner | None":
-    """The graphs of ``model`` as in ``CudaGraphRunner``; None where there is nothing to do: no sizes, a model or an
-    attention that decides on the host while it computes. Raises ``RecordingError``.
-    """
-    if not (sizes and model.capturable and hasattr(attention, "for_graph")):
-        return None
-    try:
-        with _gc_disabled():
-            graphs = CudaGraphRunner(
-                model, kv, cast(GraphAttention, attention), sizes=sizes, max_pages=max_pages, capture=capture
-            )
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        raise GraphCaptureError(first_line(error)) from error
-    log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
-    return graphs
-
-
-@contextmanager
-def _gc_disabled() -> Iterator[None]:
-    """Collects garbage before, and none inside: what it finds may have memory on the device to give back, which spoils
-    a recording.
-    """
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class CudaGraphRunner:
-    """The graphs of one model over one KV memory. Used by one thread, on one stream, in inference mode."""
+    """Captures and replays the graphs of one model over one KV memory. Used by one thread, on one stream, in inference
+    mode.
+    """
 
     def __init__(
         self,
@@ -120,8 +63,8 @@ class CudaGraphRunner:
         max_pages: int,
         capture: GraphCapturer,
     ) -> None:
-        """Records a graph for each of ``sizes``; no sequence has more than ``pages`` pages. Raises ``RuntimeError`` and
-        the like for what cannot be recorded.
+        """Captures a graph for each of ``sizes``; no sequence has more than ``max_pages`` pages. Raises
+        ``RuntimeError``, ``ValueError`` or ``NotImplementedError`` for work that cannot be captured.
         """
         self._sizes = sorted(sizes)
         self._inputs = torch.zeros(2 * self._sizes[-1], dtype=torch.int64, device=kv.device)
@@ -136,12 +79,12 @@ class CudaGraphRunner:
         return batch.is_decode and len(batch.token_ids) <= self._sizes[-1]
 
     def forward(self, batch: ModelInput, pending: torch.Tensor | None) -> torch.Tensor:
-        """As ``ModelRunner.forward``, for a batch that fits. The hidden states hold until the next call."""
+        """``ModelRunner.forward`` for a batch that ``can_run``. The hidden states are overwritten by the next call."""
         count = len(batch.token_ids)
         size = self._sizes[bisect_left(self._sizes, count)]
         attention, graph = self._graphs[size]
         padded = pad_decode(batch.attention, size)
-        # Planned outside of the graph, before each replay: it holds where the backend looks, not what stands there.
+        # Planned outside of the graph, before each replay: the graph has captured addresses, not their contents.
         attention.prepare(padded)
         inputs = torch.zeros((2, size), dtype=torch.int64)
         inputs[0, :count], inputs[1] = batch.token_ids, padded.positions
@@ -158,11 +101,66 @@ class CudaGraphRunner:
     ) -> tuple[AttentionBackend, CapturedGraph]:
         token_ids, positions = self._inputs_of(size)
         attention.prepare(dummy_decode(size))
-        # Once without a graph: libraries make their workspaces and compile their kernels at the first call.
+        # A warm-up without a graph: libraries make their workspaces and compile their kernels at the first call.
         warm_up = model.forward(token_ids, positions, kv, attention)
         hidden = self._hidden = torch.zeros_like(warm_up) if self._hidden is None else self._hidden
         return attention, capture(lambda: hidden[:size].copy_(model.forward(token_ids, positions, kv, attention)))
 
     def _inputs_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the graph of ``size`` reads token ids and positions, beside each other so that one copy fills both."""
+        """The token ids and positions [size] that the graph of ``size`` reads, adjacent so that one copy fills both."""
         return self._inputs[:size], self._inputs[size : 2 * size]
+
+
+def capture_graphs(
+    model: Model,
+    kv: torch.Tensor,
+    attention: AttentionBackend,
+    *,
+    sizes: Sequence[int],
+    max_pages: int,
+    capture: GraphCapturer,
+) -> "CudaGraphRunner | None":
+    """A ``CudaGraphRunner`` of ``model``; None if there are no sizes, or the model or the attention decides on the host
+    while it computes. Raises ``GraphCaptureError``.
+    """
+    if not (sizes and model.capturable and hasattr(attention, "for_graph")):
+        return None
+    try:
+        with _gc_disabled():
+            graphs = CudaGraphRunner(
+                model, kv, cast(GraphAttention, attention), sizes=sizes, max_pages=max_pages, capture=capture
+            )
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise GraphCaptureError(first_line(error)) from error
+    log.info("decode steps of up to %d sequences run as CUDA graphs", max(sizes))
+    return graphs
+
+
+@contextmanager
+def _gc_disabled() -> Iterator[None]:
+    """Collects garbage before, and none inside: freeing a tensor on the device would invalidate a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class CudaGraphCapturer:
+    """Captures CUDA graphs that share one memory pool, as no two of them run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], object]) -> CapturedGraph:
+        """A ``GraphCapturer``."""
+        graph: CapturedGraph = torch.cuda.CUDAGraph()
+        # torch leaves the current stream changed when the end of a capture fails.
+        restore_stream = torch.cuda.stream(torch.cuda.current_stream())
+        # Calls of other threads, such as a watchdog that queries events, do not belong to this capture.
+        with restore_stream, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph

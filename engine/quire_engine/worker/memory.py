@@ -1,4 +1,11 @@
-"""The memory of a device: how much there is for this process, and how much the process holds. Knows no models."""
+"""Memory: what an engine takes while it is loaded, and how much of a device's memory its KV cache and swap pool may
+have.
+
+``MemoryProfiler`` measures a process before the model is loaded, with it, and during the largest step.
+``compute_cache_sizes`` decides from that profile and from the settings, and ``format_memory_table`` explains the
+decision in the log. ``DeviceMemory`` is what there is, of a host or of a GPU. The steps that an executor is measured
+with stand at the end. All sizes are in bytes unless a name says otherwise.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,160 +25,25 @@ from quire_engine.device.host import ROOT, read_cgroup, read_text
 from quire_engine.errors import ModelError, first_line
 
 KIB = 1024
-PROC_SELF = Path("/proc/self")
-
-
-class DeviceMemory(Protocol):
-    """``limit`` is all that this process can have, in bytes, and ``source`` says where that is known from. It is
-    ``dedicated`` where the whole limit is meant for this process, as a container's or a GPU's is.
-    """
-
-    limit: int
-    source: str
-    dedicated: bool
-
-    def used(self) -> int:
-        """Bytes in use now, that do not go away by themselves."""
-        ...
-
-    def available(self) -> int:
-        """Bytes that can still be had now."""
-        ...
-
-    def peak_during(self, work: Callable[[], object]) -> int:
-        """The most bytes in use at once while ``work`` runs."""
-        ...
-
-
-class CpuMemory:
-    """The host's memory, as far as this process may have it: within its cgroups' limits, else the machine's."""
-
-    def __init__(self, root: Path = ROOT) -> None:
-        self._meminfo = root / "proc/meminfo"
-        total = self._machine_field("MemTotal")
-        limit = min(_cgroup_limits(root), default=total)
-        self.dedicated = limit < total
-        self.limit = min(limit, total)
-        self.source = "the container's limit" if self.dedicated else "the machine's memory"
-
-    def used(self) -> int:
-        """What of this process is in memory."""
-        return self._process_field("VmRSS")
-
-    def available(self) -> int:
-        """The rest of the limit, or what the machine can still give where that is less."""
-        return max(0, min(self.limit - self.used(), self._machine_field("MemAvailable")))
-
-    def peak_during(self, work: Callable[[], object]) -> int:
-        """The largest resident set while ``work`` runs; where it cannot be reset, the largest ever."""
-        self._reset_peak()
-        work()
-        return self._process_field("VmHWM")
-
-    def _reset_peak(self) -> None:
-        with suppress(OSError):
-            (PROC_SELF / "clear_refs").write_text("5")
-
-    def _process_field(self, name: str) -> int:
-        return _field(PROC_SELF / "status", name)
-
-    def _machine_field(self, name: str) -> int:
-        return _field(self._meminfo, name)
-
-
-class CudaMemory:
-    """The memory of one GPU. What other processes hold there counts as used."""
-
-    dedicated = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.limit: int = torch.cuda.mem_get_info(device)[1]
-        self.source = "the GPU's memory"
-
-    def used(self) -> int:
-        """All but what is free, without what torch only keeps for later."""
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        free: int = torch.cuda.mem_get_info(self._device)[0]
-        return self.limit - free
-
-    def available(self) -> int:
-        """What is free."""
-        return self.limit - self.used()
-
-    def peak_during(self, work: Callable[[], object]) -> int:
-        """What was in use before, the most that torch reserved more while ``work`` ran, and what others took meanwhile:
-        the driver for kernels and graphs, libraries for their workspaces.
-        """
-        before, reserved, others = self.used(), self._reserved(), self._used_outside_torch()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        work()
-        torch.cuda.synchronize(self._device)
-        most: int = torch.cuda.max_memory_reserved(self._device)
-        return before + most - reserved + max(0, self._used_outside_torch() - others)
-
-    def _reserved(self) -> int:
-        """What torch holds."""
-        reserved: int = torch.cuda.memory_reserved(self._device)
-        return reserved
-
-    def _used_outside_torch(self) -> int:
-        """What is in use and not torch's."""
-        free: int = torch.cuda.mem_get_info(self._device)[0]
-        return self.limit - free - self._reserved()
-
-
-def device_memory(device: torch.device) -> DeviceMemory:
-    """The memory that tensors on ``device`` take."""
-    return CpuMemory() if device.type == "cpu" else CudaMemory(device)
-
-
-def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Memory limits in bytes of the process's cgroup and of all above it; version 2 says ``max`` for none."""
-    for (text,) in read_cgroup(root, "memory", "memory.max", "memory.limit_in_bytes"):
-        if text.isdecimal() and int(text) > 0:
-            yield int(text)
-
-
-def _field(path: Path, name: str) -> int:
-    """A line of ``meminfo`` or ``status`` in bytes; 0 where there is none."""
-    for line in read_text(path).splitlines():
-        key, _, value = line.partition(":")
-        if key == name:
-            return int(value.split()[0]) * KIB
-    return 0
-
-
-# The sizes of the KV cache and of the host pool, computed from what was asked for and what was measured.
-
-
 MIB = 1 << 20
+PROC_SELF = Path("/proc/self")
 # The fraction of a container's or a GPU's memory that an engine uses.
 DEDICATED_FRACTION = 0.9
-# Of a machine that others use too, the pools take a fraction of what is left, up to a limit.
+# Of a machine that others use too, both pools take this fraction of what is left, up to this limit.
 SHARED_FRACTION, SHARED_MAX_BYTES = 0.25, 4 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class CacheBudget:
-    """What was asked for. ``kv_cache_bytes`` None means all there is. ``utilization`` is the fraction of the limit
-    that the engine may use in all; None means the default. ``swap_bytes`` is the most that the host pool may take.
-    """
-
-    kv_cache_bytes: int | None
-    swap_bytes: int
-    utilization: float | None = None
+# How much a process grows after its largest step: compiled products for other shapes, fragments of the heap, buffers of
+# connections. Measured on a CPU: 80 MiB with the demo model, 30 MiB with one of 135 M parameters.
+GROWTH_RESERVE = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """What was found out before the pools are made, in bytes.
+    """Memory in bytes, as measured before the pools are made.
 
     ``limit``, ``source`` and ``dedicated`` are as in ``DeviceMemory``. ``used_before`` was in use without the model,
-    ``used_loaded`` with it, ``peak`` during the largest step (None if not run); ``available`` can still be had with
-    the model, and ``growth_reserve`` of it is kept for what comes later. ``host_available`` is what the host pool can
-    have where it is in other memory; None where both pools share this one.
+    ``used_loaded`` with it, ``peak`` during the largest step (None if not run). ``available`` can still be allocated
+    with the model loaded, and ``growth_reserve`` of it is kept free for later. ``host_available`` is what the swap pool
+    can have where it is in other memory (CUDA); None where both pools share this one.
     """
 
     limit: int
@@ -186,17 +58,17 @@ class MemoryProfile:
 
     @property
     def weight_bytes(self) -> int:
-        """What the model added."""
+        """What loading the model added."""
         return max(0, self.used_loaded - self.used_before)
 
     @property
     def activation_bytes(self) -> int:
-        """What the largest step added to that."""
+        """What the largest step added to that; 0 if it was not run."""
         return max(0, (self.peak or 0) - self.used_loaded)
 
     @property
     def used_without_cache(self) -> int:
-        """What the engine uses at most, without its pools."""
+        """The most that the engine uses without its pools."""
         return self.used_loaded + self.activation_bytes + self.growth_reserve
 
     @property
@@ -205,105 +77,8 @@ class MemoryProfile:
         return max(0, min(self.limit, self.used_loaded + self.available) - self.used_without_cache)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSizes:
-    """Bytes of the device's and of the host's pool."""
-
-    kv_cache_bytes: int
-    swap_bytes: int
-
-
-def compute_cache_sizes(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
-    """The pools' sizes. A KV pool of a given size is made if the limit can hold it at all. The host pool takes what it
-    was given as far as there is room: at most half of it, where both pools share it and the KV pool fills it. Raises
-    ``ModelError`` where no KV pool fits.
-    """
-    if budget.kv_cache_bytes is None:
-        return _fill_memory(budget, measured, smallest)
-    if budget.kv_cache_bytes > measured.limit - measured.used_loaded:
-        raise ModelError(_too_large_message(budget.kv_cache_bytes, measured))
-    rest = measured.limit - measured.used_without_cache - budget.kv_cache_bytes
-    return CacheSizes(budget.kv_cache_bytes, _swap_bytes(budget, measured, rest))
-
-
-def _fill_memory(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
-    usable = _usable_bytes(budget.utilization, measured)
-    swap_bytes = _swap_bytes(budget, measured, usable // 2)
-    kv_cache_bytes = usable - swap_bytes if measured.host_available is None else usable
-    if kv_cache_bytes < smallest.kv_cache_bytes:
-        raise ModelError(_no_memory_message(measured, usable))
-    return CacheSizes(kv_cache_bytes, swap_bytes)
-
-
-def _usable_bytes(utilization: float | None, measured: MemoryProfile) -> int:
-    """What both pools may take; below 0 where there is less than nothing."""
-    if utilization is None and not measured.dedicated:
-        return min(int(measured.free * SHARED_FRACTION), SHARED_MAX_BYTES)
-    usable = int(measured.limit * (DEDICATED_FRACTION if utilization is None else utilization))
-    return min(usable - measured.used_without_cache, measured.free)
-
-
-def _swap_bytes(budget: CacheBudget, measured: MemoryProfile, shared: int) -> int:
-    """``shared`` is what there is for it where it shares the device's memory."""
-    return min(budget.swap_bytes, max(0, shared if measured.host_available is None else measured.host_available))
-
-
-def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> str:
-    """The decision as a table for the log. ``length`` is the longest sequence that the model may have, in tokens."""
-    device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
-    host_tokens = config.host_blocks * config.block_size
-    step = "not measured: the KV pool's size was given" if measured.peak is None else "of the largest step"
-    rows = [
-        ("limit", _mib(measured.limit), f"{measured.source}; {_describe_limit(budget, measured)}"),
-        ("process", _mib(measured.used_before), "before the model"),
-        ("weights", _mib(measured.weight_bytes), "as loaded"),
-        ("activations", _mib(measured.activation_bytes), step),
-        ("kept free", _mib(measured.growth_reserve), "for what grows while it runs"),
-        ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.usable_tokens} tokens"),
-        ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
-        ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
-    ]
-    return "\n".join(f"  {name:<16}{size:>16}  {remark}" for name, size, remark in rows)
-
-
-def _describe_limit(budget: CacheBudget, measured: MemoryProfile) -> str:
-    if budget.kv_cache_bytes is not None:
-        return "the KV pool's size was given"
-    if budget.utilization is None and not measured.dedicated:
-        return f"the pools take {SHARED_FRACTION:.0%} of what is left, at most {_mib(SHARED_MAX_BYTES)}"
-    return f"{DEDICATED_FRACTION if budget.utilization is None else budget.utilization:.0%} of it may be taken"
-
-
-def _too_large_message(size: int, measured: MemoryProfile) -> str:
-    return (
-        f"There is no memory for a KV pool of {size} bytes: {measured.source} is {measured.limit} bytes, and the "
-        f"engine takes {measured.used_loaded} without it."
-    )
-
-
-def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
-    return (
-        f"There is no memory for KV blocks: {measured.source} is {_mib(measured.limit)}, the engine with its weights "
-        f"takes {_mib(measured.used_loaded)}, its largest step {_mib(measured.activation_bytes)}, what grows later "
-        f"{_mib(measured.growth_reserve)}, and of what it may take {_mib(usable)} is left. Give it more memory or a "
-        "larger part of it, or lower --max-num-batched-tokens or --max-num-seqs."
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f} MiB"
-
-
-# Measures what an engine takes while it is being loaded: before the model, with it, and in its largest step.
-
-
-# What a process grows by after its largest step: compiled products for other shapes, fragments of the heap, buffers of
-# connections. Seen on a CPU: 80 MiB with the demo model, 30 MiB with one of 135 M parameters.
-GROWTH_RESERVE = 128 << 20
-
-
 class MemoryProfiler:
-    """Made before the model is loaded, and read once it is."""
+    """Measures this process. Make it before the model is loaded, and call ``profile`` once it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = device_memory(device)
@@ -311,8 +86,8 @@ class MemoryProfiler:
         self._used_before = self._memory.used()
 
     def profile(self, largest_step: Callable[[], object] | None) -> MemoryProfile:
-        """With the model loaded. ``largest_step`` is run, unless its cost is of no interest. Raises ``ModelError``
-        where it fails.
+        """Measures with the model loaded, and during ``largest_step`` unless that is None. Raises ``ModelError`` when
+        the step fails.
         """
         loaded, available = self._memory.used(), self._memory.available()
         return MemoryProfile(
@@ -337,15 +112,234 @@ class MemoryProfiler:
             ) from None
 
 
-# Steps that an executor is measured with: the largest that it will have to run, and short ones that are timed. Knows
-# executors as a scheduler does, through plans.
+@dataclass(frozen=True, slots=True)
+class CacheBudget:
+    """The sizes that the settings ask for. ``kv_cache_bytes`` None means all there is. ``utilization`` is the fraction
+    of the limit that the engine may use in all; None means the default. ``swap_bytes`` is the most that the swap pool
+    may take.
+    """
+
+    kv_cache_bytes: int | None
+    swap_bytes: int
+    utilization: float | None = None
 
 
-# What costs most to draw: everything that needs more than the logits.
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """Bytes of the KV cache on the device and of the swap pool on the host."""
+
+    kv_cache_bytes: int
+    swap_bytes: int
+
+
+def compute_cache_sizes(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
+    """The sizes of both pools. A KV cache of a given size is made if the limit can hold it at all. The swap pool gets
+    ``budget.swap_bytes`` as far as memory is left: at most half of it where both pools share it and the KV cache takes
+    the rest. Raises ``ModelError`` when no KV cache of ``smallest`` fits.
+    """
+    if budget.kv_cache_bytes is None:
+        return _fill_memory(budget, measured, smallest)
+    if budget.kv_cache_bytes > measured.limit - measured.used_loaded:
+        raise ModelError(_too_large_message(budget.kv_cache_bytes, measured))
+    rest = measured.limit - measured.used_without_cache - budget.kv_cache_bytes
+    return CacheSizes(budget.kv_cache_bytes, _swap_bytes(budget, measured, rest))
+
+
+def _fill_memory(budget: CacheBudget, measured: MemoryProfile, smallest: CacheSizes) -> CacheSizes:
+    usable = _usable_bytes(budget.utilization, measured)
+    swap_bytes = _swap_bytes(budget, measured, usable // 2)
+    kv_cache_bytes = usable - swap_bytes if measured.host_available is None else usable
+    if kv_cache_bytes < smallest.kv_cache_bytes:
+        raise ModelError(_no_memory_message(measured, usable))
+    return CacheSizes(kv_cache_bytes, swap_bytes)
+
+
+def _usable_bytes(utilization: float | None, measured: MemoryProfile) -> int:
+    """Bytes that both pools may take; negative when the engine already uses more than it may."""
+    if utilization is None and not measured.dedicated:
+        return min(int(measured.free * SHARED_FRACTION), SHARED_MAX_BYTES)
+    usable = int(measured.limit * (DEDICATED_FRACTION if utilization is None else utilization))
+    return min(usable - measured.used_without_cache, measured.free)
+
+
+def _swap_bytes(budget: CacheBudget, measured: MemoryProfile, shared: int) -> int:
+    """Bytes of the swap pool; ``shared`` is the most where it shares the device's memory."""
+    return min(budget.swap_bytes, max(0, shared if measured.host_available is None else measured.host_available))
+
+
+def _too_large_message(size: int, measured: MemoryProfile) -> str:
+    return (
+        f"There is no memory for a KV pool of {size} bytes: {measured.source} is {measured.limit} bytes, and the "
+        f"engine takes {measured.used_loaded} without it."
+    )
+
+
+def _no_memory_message(measured: MemoryProfile, usable: int) -> str:
+    return (
+        f"There is no memory for KV blocks: {measured.source} is {_mib(measured.limit)}, the engine with its weights "
+        f"takes {_mib(measured.used_loaded)}, its largest step {_mib(measured.activation_bytes)}, what grows later "
+        f"{_mib(measured.growth_reserve)}, and of what it may take {_mib(usable)} is left. Give it more memory or a "
+        "larger part of it, or lower --max-num-batched-tokens or --max-num-seqs."
+    )
+
+
+def format_memory_table(budget: CacheBudget, measured: MemoryProfile, config: KVCacheConfig, max_length: int) -> str:
+    """The decision as a table for the log. ``max_length`` is the model's longest sequence in tokens."""
+    device, host = (count * config.block_bytes for count in (config.device_blocks, config.host_blocks))
+    host_tokens = config.host_blocks * config.block_size
+    step = "not measured: the KV pool's size was given" if measured.peak is None else "of the largest step"
+    rows = [
+        ("limit", _mib(measured.limit), f"{measured.source}; {_describe_limit(budget, measured)}"),
+        ("process", _mib(measured.used_before), "before the model"),
+        ("weights", _mib(measured.weight_bytes), "as loaded"),
+        ("activations", _mib(measured.activation_bytes), step),
+        ("kept free", _mib(measured.growth_reserve), "for what grows while it runs"),
+        ("KV pool", _mib(device), f"{config.device_blocks} blocks, {config.usable_tokens} tokens"),
+        ("host pool", _mib(host), f"{config.host_blocks} blocks, {host_tokens} tokens"),
+        ("longest request", f"{min(max_length, config.usable_tokens)} tokens", f"the model's limit is {max_length}"),
+    ]
+    return "\n".join(f"  {name:<16}{size:>16}  {remark}" for name, size, remark in rows)
+
+
+def _describe_limit(budget: CacheBudget, measured: MemoryProfile) -> str:
+    if budget.kv_cache_bytes is not None:
+        return "the KV pool's size was given"
+    if budget.utilization is None and not measured.dedicated:
+        return f"the pools take {SHARED_FRACTION:.0%} of what is left, at most {_mib(SHARED_MAX_BYTES)}"
+    return f"{DEDICATED_FRACTION if budget.utilization is None else budget.utilization:.0%} of it may be taken"
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:,.1f} MiB"
+
+
+class DeviceMemory(Protocol):
+    """``limit`` is all that this process can have, in bytes, and ``source`` names where that limit comes from. It is
+    ``dedicated`` where the whole limit is meant for this process, as a container's or a GPU's is.
+    """
+
+    limit: int
+    source: str
+    dedicated: bool
+
+    def used(self) -> int:
+        """Bytes in use now, without caches that are freed on demand."""
+        ...
+
+    def available(self) -> int:
+        """Bytes that can still be allocated now."""
+        ...
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The most bytes in use at once while ``work`` runs."""
+        ...
+
+
+class CpuMemory:
+    """The host's memory within the limits of this process's cgroups, else the whole machine's."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._meminfo = root / "proc/meminfo"
+        total = self._machine_field("MemTotal")
+        limit = min(_cgroup_limits(root), default=total)
+        self.dedicated = limit < total
+        self.limit = min(limit, total)
+        self.source = "the container's limit" if self.dedicated else "the machine's memory"
+
+    def used(self) -> int:
+        """The resident set of this process."""
+        return self._process_field("VmRSS")
+
+    def available(self) -> int:
+        """The rest of the limit, or the machine's available memory where that is less."""
+        return max(0, min(self.limit - self.used(), self._machine_field("MemAvailable")))
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """The largest resident set while ``work`` runs; where it cannot be reset, the largest ever."""
+        self._reset_peak()
+        work()
+        return self._process_field("VmHWM")
+
+    def _reset_peak(self) -> None:
+        with suppress(OSError):
+            (PROC_SELF / "clear_refs").write_text("5")
+
+    def _process_field(self, name: str) -> int:
+        return _field(PROC_SELF / "status", name)
+
+    def _machine_field(self, name: str) -> int:
+        return _field(self._meminfo, name)
+
+
+class CudaMemory:
+    """The memory of one GPU. Memory of other processes there counts as used."""
+
+    dedicated = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.limit: int = torch.cuda.mem_get_info(device)[1]
+        self.source = "the GPU's memory"
+
+    def used(self) -> int:
+        """All but the free memory, after torch's cache is emptied."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return self.limit - free
+
+    def available(self) -> int:
+        """The free memory."""
+        return self.limit - self.used()
+
+    def peak_during(self, work: Callable[[], object]) -> int:
+        """Memory in use before, plus the peak of what torch reserved in addition while ``work`` ran, plus what others
+        took meanwhile: the driver for kernels and graphs, libraries for their workspaces.
+        """
+        before, reserved, others = self.used(), self._reserved(), self._used_outside_torch()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        most: int = torch.cuda.max_memory_reserved(self._device)
+        return before + most - reserved + max(0, self._used_outside_torch() - others)
+
+    def _reserved(self) -> int:
+        """Bytes that torch has reserved."""
+        reserved: int = torch.cuda.memory_reserved(self._device)
+        return reserved
+
+    def _used_outside_torch(self) -> int:
+        """Bytes in use that torch has not reserved."""
+        free: int = torch.cuda.mem_get_info(self._device)[0]
+        return self.limit - free - self._reserved()
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """The memory that tensors on ``device`` lie in."""
+    return CpuMemory() if device.type == "cpu" else CudaMemory(device)
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """Memory limits in bytes of the process's cgroup and of all above it; version 2 writes ``max`` for no limit."""
+    for (text,) in read_cgroup(root, "memory", "memory.max", "memory.limit_in_bytes"):
+        if text.isdecimal() and int(text) > 0:
+            yield int(text)
+
+
+def _field(path: Path, name: str) -> int:
+    """The field ``name`` of ``meminfo`` or ``status``, in bytes; 0 if there is none."""
+    for line in read_text(path).splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            return int(value.split()[0]) * KIB
+    return 0
+
+
+# The costliest way to sample: with everything that needs more than the logits.
 COSTLIEST_PARAMS = SamplingParams(
     top_p=0.9, top_k=1 << 20, min_p=0.01, frequency_penalty=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS
 )
-# Log-probabilities of prompts are made in pieces, of which none has more tokens.
+# Prompt log-probabilities are computed in pieces of at most so many tokens.
 PROMPT_LOGPROB_TOKENS = 256
 TIMED_TOKENS = 256
 TIMED_COPY_BYTES = 8 << 20
@@ -355,16 +349,17 @@ TRIES, MAX_SECONDS = 5, 0.2
 def largest_step(
     max_num_batched_tokens: int, max_num_seqs: int, length: int, block_size: int, vocab: int
 ) -> SchedulerOutput:
-    """As many tokens and as many sequences as a step can have, each drawing a token and with log-probabilities of the
-    prompt. ``length`` is the longest sequence. All tokens lie in block 1, so that a pool of two blocks is enough.
+    """A step of as many tokens and sequences as can be, each of which samples a token and returns prompt
+    log-probabilities. ``length`` is the longest sequence in tokens. All tokens lie in block 1, so that a pool of two
+    blocks is enough.
     """
     sizes = _chunk_lengths(max_num_batched_tokens, max_num_seqs, length)
     return SchedulerOutput(0, [_costliest_chunk(number, size, block_size, vocab) for number, size in enumerate(sizes)])
 
 
 def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
-    """How fast ``executor`` computes a prompt, of at most ``longest`` tokens, and copies blocks. Takes a fraction of a
-    second unless one step takes longer. What is in the blocks afterwards means nothing.
+    """Measures how fast ``executor`` computes a prompt of at most ``longest`` tokens, and copies blocks. Takes a
+    fraction of a second unless one step takes longer. Overwrites the contents of blocks.
     """
     size = executor.kv_cache_config.block_size
     tokens = min(TIMED_TOKENS, longest, executor.kv_cache_config.usable_tokens)
@@ -374,7 +369,7 @@ def measure_rates(executor: Executor, longest: int, vocab: int) -> Rates:
 
 
 def _bytes_per_second(executor: Executor) -> float:
-    """Infinite where there is no host pool, and nothing to copy."""
+    """Bytes copied per second between the pools; infinite if there is no swap pool."""
     capacity = executor.kv_cache_config
     wanted = max(1, TIMED_COPY_BYTES // capacity.block_bytes)
     blocks = min(wanted, capacity.host_blocks, capacity.device_blocks - 1)
@@ -389,7 +384,7 @@ def _bytes_per_second(executor: Executor) -> float:
 
 
 def _min_seconds(work: Callable[[], object]) -> float:
-    """The least time of a few tries: whatever disturbs a try only makes it longer."""
+    """The shortest time of a few tries, in seconds: a disturbance can only make a try longer."""
     begin, best = perf_counter(), math.inf
     for _ in range(TRIES):
         start = perf_counter()
@@ -401,7 +396,7 @@ def _min_seconds(work: Callable[[], object]) -> float:
 
 
 def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) -> Iterator[int]:
-    """Tokens of each sequence: long ones first, and at least one for each of the others."""
+    """The number of tokens of each sequence: as long as can be, leaving at least one for each of the others."""
     left = max_num_batched_tokens
     for others in reversed(range(min(max_num_seqs, max_num_batched_tokens))):
         yield (size := min(length, left - others))
@@ -410,19 +405,19 @@ def _chunk_lengths(max_num_batched_tokens: int, max_num_seqs: int, length: int) 
 
 def _costliest_chunk(number: int, size: int, block_size: int, vocab: int) -> ScheduledChunk:
     tokens = _sample_tokens(size, vocab)
-    draw = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
+    sample = SampleRequest(number, COSTLIEST_PARAMS, number, tokens, len(tokens))
     blocks = [1] * -(-size // block_size)
     return ScheduledChunk(
         number,
         tokens,
         0,
         blocks,
-        (draw,),
+        (sample,),
         prompt_logprob_targets=tokens[1 : PROMPT_LOGPROB_TOKENS + 1],
         num_prompt_logprobs=MAX_LOGPROBS,
     )
 
 
 def _sample_tokens(count: int, vocab: int) -> list[int]:
-    """Tokens from all over the vocabulary, so that all experts of a model have some."""
-    return [place * 7919 % vocab for place in range(count)]
+    """Token ids from all over the vocabulary, so that all experts of a model get some."""
+    return [index * 7919 % vocab for index in range(count)]

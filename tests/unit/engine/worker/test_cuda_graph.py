@@ -1,5 +1,5 @@
 """Decode steps that are recorded once and replayed: padding, the ladder of sizes, and the memory that never moves, with
-a recording that runs no code of the model.
+a capture that runs no code of the model.
 """
 
 import gc
@@ -30,7 +30,7 @@ from quire_engine.worker.model_runner import LoadedModel, ModelRunner, load_mode
 from tests.model.driver import Driver, Sequence
 from tests.model.models import small_model, small_prompts
 from tests.model.overlapping import Loop, came_of, some_sequences
-from tests.support.fake_graphs import FakeRecorder, GraphReference, check_decode, parts_of
+from tests.support.fake_graphs import FakeCapturer, GraphReference, check_decode, parts_of
 from tests.support.flashinfer_emulation import installed
 
 BLOCK_SIZE = 16
@@ -52,7 +52,7 @@ def _in_torch_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels.library.cache_clear()
 
 
-def parts_of_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> LoadedModel:
+def loaded_model(name: str, folders: Path, sizes: tuple[int, ...] = SIZES) -> LoadedModel:
     folder = small_model(name, folders)
     config = EngineArgs(model=folder, dtype="float32", block_size=BLOCK_SIZE, attention="reference")
     parts = load_model_and_attention(config, read_model_config(folder), torch.device("cpu"))
@@ -113,21 +113,21 @@ def test_a_batch_of_nothing_but_pads_is_one_that_can_be_prepared() -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-yarn", "qwen3", "mistral"])
 def test_replayed_steps_make_the_same_tokens(name: str, folders: Path) -> None:
-    parts, recorder = parts_of_model(name, folders), FakeRecorder()
-    executor = TorchExecutor(parts, POOLS, make_runner=partial(ModelRunner, capture=recorder))
+    parts, capturer = loaded_model(name, folders), FakeCapturer()
+    executor = TorchExecutor(parts, POOLS, make_runner=partial(ModelRunner, capture=capturer))
 
     def sequences() -> list[Sequence]:
         return [Sequence(id, prompt, 12) for id, prompt in enumerate(small_prompts()[:9])]
 
     eager = Driver(TorchExecutor(replace(parts, graph_sizes=()), POOLS), seed=1, max_chunk=40).run(sequences())
-    assert recorder.replays == 0
+    assert capturer.replays == 0
     assert Driver(executor, seed=1, max_chunk=40).run(sequences()) == eager
     mixed = Driver(executor, seed=2, max_chunk=3).run(sequences())
     assert mixed == eager
     made = parts.attention.made
     assert [one.size for one in made] == sorted(SIZES, reverse=True)
     assert all(len(one.prepared) > 1 for one in made), "not every size was replayed"
-    assert sum(len(one.prepared) - 1 for one in made) == recorder.replays
+    assert sum(len(one.prepared) - 1 for one in made) == capturer.replays
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -142,7 +142,7 @@ def test_graphs_work_with_the_attention_of_gpus(folders: Path, deterministic: bo
     def sequences() -> list[Sequence]:
         return [Sequence(id, prompt, 12) for id, prompt in enumerate(small_prompts()[:6])]
 
-    parts = parts_of_model("mistral", folders)
+    parts = loaded_model("mistral", folders)
     expected = Driver(TorchExecutor(replace(parts, graph_sizes=()), POOLS), seed=1, max_chunk=40).run(sequences())
     with installed():
         attention = FlashInferAttention(
@@ -155,8 +155,8 @@ def test_graphs_work_with_the_attention_of_gpus(folders: Path, deterministic: bo
 
 
 def test_pending_tokens_are_put_where_the_graph_reads_them(folders: Path) -> None:
-    parts = parts_of_model("llama3", folders)
-    runner = ModelRunner(parts, POOLS, FakeRecorder())
+    parts = loaded_model("llama3", folders)
+    runner = ModelRunner(parts, POOLS, FakeCapturer())
     chunks = decode_chunks([1, 20, 33])
     with torch.inference_mode():
         known = runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input).clone()
@@ -174,31 +174,31 @@ def replace_last(chunk: ScheduledChunk) -> ScheduledChunk:
 
 def test_replayed_steps_overlap_as_others_do(folders: Path) -> None:
     """The memory that a graph reads and writes is used again by the next step, while this one is drawn from."""
-    parts, recorder = parts_of_model("llama3", folders), FakeRecorder()
+    parts, capturer = loaded_model("llama3", folders), FakeCapturer()
     prompts = [prompt[:60] for prompt in small_prompts()]
     pools = CacheSizes(4 << 20, 0)
     apart, overlapped = some_sequences(prompts), some_sequences(prompts)
     Loop(TorchExecutor(replace(parts, graph_sizes=()), pools), apart, seed=5).run()
-    executor = TorchExecutor(parts, pools, depth=2, make_runner=partial(ModelRunner, capture=recorder))
+    executor = TorchExecutor(parts, pools, depth=2, make_runner=partial(ModelRunner, capture=capturer))
     loop = Loop(executor, overlapped, seed=6)
     loop.run_overlapped()
     assert came_of(overlapped) == came_of(apart)
     assert loop.num_pending > 20
-    assert recorder.replays > 10
+    assert capturer.replays > 10
 
 
 @pytest.mark.parametrize("lengths", [[1] * 7, [4, 4]], ids=["too many", "longer chunks"])
 def test_what_has_no_graph_is_computed_without(lengths: list[int], folders: Path) -> None:
-    recorder = FakeRecorder()
-    runner = ModelRunner(parts_of_model("llama3", folders), POOLS, recorder)
+    capturer = FakeCapturer()
+    runner = ModelRunner(loaded_model("llama3", folders), POOLS, capturer)
     chunks = [ScheduledChunk(id, [5] * length, 0, [id + 1]) for id, length in enumerate(lengths)]
     with torch.inference_mode():
         assert len(runner.forward(prepare_inputs(chunks, BLOCK_SIZE).model_input)) == sum(lengths)
-    assert recorder.replays == 0
+    assert capturer.replays == 0
 
 
 def test_pads_touch_the_null_page_alone(folders: Path) -> None:
-    runner = ModelRunner(parts_of_model("llama3", folders), POOLS, FakeRecorder())
+    runner = ModelRunner(loaded_model("llama3", folders), POOLS, FakeCapturer())
     kv = runner._kv_cache.blocks
     with torch.inference_mode():
         kv[1:].fill_(7.0)
@@ -211,9 +211,9 @@ def test_pads_touch_the_null_page_alone(folders: Path) -> None:
 
 
 def test_a_model_that_decides_on_the_host_is_not_recorded(folders: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = FakeRecorder()
-    ModelRunner(parts_of_model("mixtral", folders), POOLS, recorder)
-    assert not recorder.recordings
+    capturer = FakeCapturer()
+    ModelRunner(loaded_model("mixtral", folders), POOLS, capturer)
+    assert not capturer.captures
     assert not caplog.records
 
 
@@ -224,7 +224,7 @@ def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
         work()
         raise RuntimeError("operation not permitted when stream is capturing.\nand more about it")
 
-    parts = parts_of_model("llama3", folders)
+    parts = loaded_model("llama3", folders)
     runner = ModelRunner(parts, POOLS, refuse)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "no CUDA graphs: operation not permitted when stream is capturing; short steps" in caplog.text
@@ -237,20 +237,20 @@ def test_a_recording_that_fails_is_one_warning_and_steps_without_graphs(
 def test_what_waits_for_the_device_cannot_be_recorded() -> None:
     """The stand-in refuses what CUDA refuses."""
     with pytest.raises(RuntimeError, match="capturing"):
-        FakeRecorder()(lambda: torch.ones(1).item())
+        FakeCapturer()(lambda: torch.ones(1).item())
 
 
 @pytest.mark.parametrize("sizes", [(), SIZES], ids=["eager", "attention without graphs"])
 def test_without_sizes_or_an_attention_for_it_nothing_is_recorded(sizes: tuple[int, ...], folders: Path) -> None:
-    recorder, parts = FakeRecorder(), parts_of_model("llama3", folders, sizes)
+    capturer, parts = FakeCapturer(), loaded_model("llama3", folders, sizes)
     if sizes:
         parts = replace(parts, attention=ReferenceAttention(parts.attention._shape))
-    ModelRunner(parts, POOLS, recorder)
-    assert not recorder.recordings
+    ModelRunner(parts, POOLS, capturer)
+    assert not capturer.captures
 
 
 def test_the_current_stream_is_set_back_where_the_end_of_a_recording_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch ends the recording before it sets the stream back, and does not where that raises."""
+    """torch ends the capture before it sets the stream back, and does not where that raises."""
     current = ["compute"]
 
     class Capture:
@@ -289,9 +289,9 @@ def test_no_garbage_is_collected_while_graphs_are_recorded(folders: Path) -> Non
 
     def record(work: Callable[[], object]) -> CapturedGraph:
         enabled.append(gc.isenabled())
-        return FakeRecorder()(work)
+        return FakeCapturer()(work)
 
-    ModelRunner(parts_of_model("llama3", folders), POOLS, record)
+    ModelRunner(loaded_model("llama3", folders), POOLS, record)
     assert enabled
     assert not any(enabled)
     assert gc.isenabled()
