@@ -1,4 +1,6 @@
-"""The limits of all tenants: what they may use, counted for the whole fleet where routers share a meter."""
+"""Rate limits: each request reserves what it may use before it is queued, and settles what it used when it ends. Usage
+is counted for all routers together if they have a shared rate limiter, and else by each for itself.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,24 +15,11 @@ from quire_router.admission.rate_limit import RateLimitStatus, TenantUsage
 from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
 
-# Counting what admission refuses.
-
-
-@contextmanager
-def counting_refusals() -> Iterator[None]:
-    """Counts an error that leaves the block by its reason."""
-    try:
-        yield
-    except QuireError as error:
-        if error.reason is not None:
-            metrics.ADMISSION_REFUSALS.labels(error.reason).inc()
-        raise
-
 
 @dataclass(frozen=True, slots=True)
 class ReserveRequest:
-    """One request on its way in: ``request_cost`` and ``token_cost`` in microseconds of refilling, 0 without such a
-    limit, and how many may be in progress at ``most``.
+    """One request to admit: ``request_cost`` and ``token_cost`` are in microseconds of refilling, 0 without such a
+    limit, and ``max_concurrent`` is how many may be in progress, None for any number.
     """
 
     tenant: str
@@ -42,8 +31,9 @@ class ReserveRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReserveResult:
-    """How a tenant stands after a charge, or where it ``admitted`` nothing, as before: microseconds until its buckets
-    are full, and its requests in progress. ``placed`` is whether the request was not among these before.
+    """The state of a tenant after a reservation, unchanged if that was not ``admitted``: ``request_debt`` and
+    ``token_debt`` are the microseconds until its buckets are full, ``running`` are its requests in progress.
+    ``newly_running`` is whether the request was not among these before.
     """
 
     admitted: bool
@@ -54,68 +44,33 @@ class ReserveResult:
 
 
 class SharedRateLimiter(Protocol):
-    """What tenants have used and have in progress, as all routers count it together. A request has one place among
-    those in progress, whoever counts it.
+    """What tenants have used and have in progress, as all routers count it together. A request counts once among those
+    in progress, whichever routers count it.
     """
 
-    async def reserve(self, charge: ReserveRequest) -> ReserveResult | None:
-        """Takes a request in if all limits allow it, in one step; None when it cannot be asked in time."""
+    async def reserve(self, request: ReserveRequest) -> ReserveResult | None:
+        """Admits a request if all limits allow it, atomically. Returns None if there is no answer in time."""
         ...
 
     def adopt(self, tenant: str, request_id: str) -> None:
-        """Counts a request among those in progress, without a charge. Never waits."""
+        """Counts a request among those in progress without charging it. Never waits."""
         ...
 
     def release(
-        self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
+        self, tenant: str, request_id: str, *, newly_running: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
-        """Ends what was charged or held, once for each time; with ``placed`` the request has no place any more. So many
-        microseconds of refilling are given back. Never waits.
+        """Ends what was reserved or adopted, once for each time; with ``newly_running`` the request is not in progress
+        any more. Refunds are in microseconds of refilling. Never waits.
         """
         ...
 
 
-class Reservation:
-    """What one request was charged, until it is closed; a context that does that. ``used`` is what it has used, which
-    whoever runs it keeps up to date: the rest of its tokens is given back.
-    """
-
-    def __init__(self, charged: int, end: Callable[[int, int], None]) -> None:
-        self.used = 0
-        self._charged = charged
-        self._end: Callable[[int, int], None] | None = end
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.settle()
-
-    def commit_all(self) -> None:
-        """What is left of the request is paid for, whoever goes on with it and when: nothing is given back."""
-        self.used = self._charged
-        self.settle()
-
-    def cancel(self) -> None:
-        """The request never ran: all of it is given back, and it does not count as one."""
-        self._close(1, self._charged)
-
-    def settle(self) -> None:
-        """The request has ended. Never waits; a second time does nothing."""
-        self._close(0, max(0, self._charged - self.used))
-
-    def _close(self, requests: int, tokens: int) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end(requests, tokens)
-
-
 class RateLimiter:
-    """Takes requests in. Without a ``shared`` meter, and while it cannot be asked, this router counts by itself,
-    beginning with how each tenant stood last.
+    """Reserves what requests may use. Without a ``shared`` rate limiter, and while that is unavailable, this router
+    counts by itself, beginning with the last known state of each tenant.
 
-    A request has one place among those in progress: what is charged again while it has one, such as a request that is
-    repeated under its idempotency key, takes no other, and leaves it that place when it ends.
+    A request counts once among those in progress: what is reserved again meanwhile, such as a request that is repeated
+    under its idempotency key, does not count as another, and its end does not end the first.
     """
 
     def __init__(
@@ -128,127 +83,178 @@ class RateLimiter:
         self._tenants = tenants
         self._shared = shared
         self._clock = clock
-        self._meters: dict[str, TenantUsage] = {}
+        self._usages: dict[str, TenantUsage] = {}
 
-    async def reserve(self, tenant_id: str, request_id: str, tokens: int) -> Reservation:
-        """Takes in a request of a tenant that may use ``tokens`` at most, until its bill is closed. Raises
-        ``QuireError``: OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.
+    async def reserve(self, tenant_id: str, request_id: str, tokens: int) -> "Reservation":
+        """Admits a request that may use ``tokens`` at most, until its reservation is settled. Raises ``QuireError``:
+        OVERLOADED with a reason, INVALID when it is more than the tenant may ever use at once.
         """
-        meter = self._meter(tenant_id)
-        if not meter.tenant.is_limited:
-            return Reservation(tokens, _nothing)
-        meter.check_size(1, tokens)
+        usage = self._usage(tenant_id)
+        if not usage.tenant.is_limited:
+            return Reservation(tokens, _release_nothing)
+        usage.check_size(1, tokens)
         with counting_refusals():
-            charged = await self._take(meter, request_id, tokens)
-        if charged is None:
-            return Reservation(tokens, partial(meter.release, request_id))
-        return Reservation(tokens, partial(self._end, meter, request_id, charged.newly_running))
+            result = await self._reserve(usage, request_id, tokens)
+        if result is None:
+            return Reservation(tokens, partial(usage.release, request_id))
+        return Reservation(tokens, partial(self._release, usage, request_id, result.newly_running))
 
-    def adopt(self, tenant_id: str, request_id: str) -> Reservation:
-        """Counts a request that was charged before and goes on here among those in progress, until its bill is closed.
-        It is charged nothing and never refused. Never waits.
+    def adopt(self, tenant_id: str, request_id: str) -> "Reservation":
+        """Counts a request that was charged before and goes on here among those in progress, until its reservation is
+        settled. It is charged nothing and never refused. Never waits.
         """
-        meter = self._meter(tenant_id)
-        if meter.tenant.max_concurrent is None:
-            return Reservation(0, _nothing)
-        meter.add_running(request_id)
+        usage = self._usage(tenant_id)
+        if usage.tenant.max_concurrent is None:
+            return Reservation(0, _release_nothing)
+        usage.add_running(request_id)
         if self._shared is None:
-            return Reservation(0, partial(meter.release, request_id))
+            return Reservation(0, partial(usage.release, request_id))
         self._shared.adopt(tenant_id, request_id)
-        return Reservation(0, partial(self._end, meter, request_id, True))
+        return Reservation(0, partial(self._release, usage, request_id, True))
 
     def check_size(self, tenant_id: str, tokens: Sequence[int]) -> None:
         """Raises ``QuireError`` INVALID for requests with so many tokens each that may never run together."""
-        meter = self._meter(tenant_id)
-        if meter.tenant.is_limited:
-            meter.check_size(len(tokens), sum(tokens))
+        usage = self._usage(tenant_id)
+        if usage.tenant.is_limited:
+            usage.check_size(len(tokens), sum(tokens))
 
     def check_rate(self, tenant_id: str) -> None:
-        """Raises ``QuireError`` OVERLOADED where a tenant has no request left this minute, as far as this router knows.
-        Nothing is charged.
+        """Raises ``QuireError`` OVERLOADED when a tenant has no request left this minute, as far as this router knows.
+        Charges nothing.
         """
-        meter = self._meter(tenant_id)
-        if meter.tenant.requests_per_minute is not None:
+        usage = self._usage(tenant_id)
+        if usage.tenant.requests_per_minute is not None:
             with counting_refusals():
-                _raise(meter.request_refusal(self._clock()))
+                _raise_if_any(usage.request_refusal(self._clock()))
 
     async def consume_request(self, tenant_id: str) -> None:
-        """Charges one request that no engine will see, and that has no place among those in progress. Raises
-        ``QuireError`` OVERLOADED where there is none left this minute.
+        """Charges one request that no engine will get, and that does not count as in progress. Raises ``QuireError``
+        OVERLOADED when there is none left this minute.
         """
-        meter = self._meter(tenant_id)
-        if meter.tenant.requests_per_minute is None:
+        usage = self._usage(tenant_id)
+        if usage.tenant.requests_per_minute is None:
             return
-        cost, charged = meter.costs(0)[0], None
+        cost, result = usage.costs(0)[0], None
         if self._shared is not None:
-            charged = await self._shared.reserve(ReserveRequest(tenant_id, "", cost, 0, None))
+            result = await self._shared.reserve(ReserveRequest(tenant_id, "", cost, 0, None))
         now = self._clock()
-        if charged is not None:
-            meter.sync(charged.request_debt, charged.token_debt, now)
+        if result is not None:
+            usage.sync(result.request_debt, result.token_debt, now)
         with counting_refusals():
-            if charged is None:
-                _raise(meter.request_refusal(now))
-                meter.consume_request(now)
-            elif not charged.admitted:
-                raise meter.request_refusal(now) or internal()
+            if result is None:
+                _raise_if_any(usage.request_refusal(now))
+                usage.consume_request(now)
+            elif not result.admitted:
+                raise usage.request_refusal(now) or internal()
 
     def count_poll(self, tenant_id: str) -> None:
         """Counts a read of an earlier request (status, events, cancel, delete), at this router alone. Raises
         ``QuireError`` OVERLOADED after too many within a minute.
         """
         with counting_refusals():
-            _raise(self._meter(tenant_id).count_poll(self._clock()))
+            _raise_if_any(self._usage(tenant_id).count_poll(self._clock()))
 
     def status(self, tenant_id: str) -> RateLimitStatus | None:
-        """How a tenant stands, as far as this router knows: since its last request here, other routers may have taken
-        in more. Returns None if it has no limits.
+        """Returns the state of a tenant's limits as far as this router knows: since its last request here, other
+        routers may have admitted more. Returns None if it has no limits.
         """
-        meter = self._meter(tenant_id)
-        return meter.status(self._clock()) if meter.tenant.is_limited else None
+        usage = self._usage(tenant_id)
+        return usage.status(self._clock()) if usage.tenant.is_limited else None
 
-    def _meter(self, tenant_id: str) -> TenantUsage:
-        meter = self._meters.get(tenant_id)
-        if meter is None:
-            meter = self._meters[tenant_id] = TenantUsage(self._tenants.get(tenant_id))
-        return meter
+    def _usage(self, tenant_id: str) -> TenantUsage:
+        usage = self._usages.get(tenant_id)
+        if usage is None:
+            usage = self._usages[tenant_id] = TenantUsage(self._tenants.get(tenant_id))
+        return usage
 
-    async def _take(self, meter: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
-        """Takes a request in, or raises why not; None when only this router knows."""
-        charged = await self._ask(meter, request_id, tokens)
+    async def _reserve(self, usage: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
+        """Admits a request. Returns None if only this router counted it. Raises ``QuireError`` when it is refused."""
+        result = await self._reserve_shared(usage, request_id, tokens)
         now = self._clock()
-        if charged is None:
-            error = meter.refusal(tokens, now, meter.num_running_before(request_id))
+        if result is None:
+            error = usage.refusal(tokens, now, usage.num_running_before(request_id))
             if error is not None:
                 raise error
-            meter.consume(request_id, tokens, now)
+            usage.consume(request_id, tokens, now)
             return None
-        meter.sync(charged.request_debt, charged.token_debt, now)
-        if not charged.admitted:
-            raise meter.refusal(tokens, now, charged.running) or internal()
-        meter.add_running(request_id)
-        return charged
+        usage.sync(result.request_debt, result.token_debt, now)
+        if not result.admitted:
+            raise usage.refusal(tokens, now, result.running) or internal()
+        usage.add_running(request_id)
+        return result
 
-    async def _ask(self, meter: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
+    async def _reserve_shared(self, usage: TenantUsage, request_id: str, tokens: int) -> ReserveResult | None:
         if self._shared is None:
             return None
-        tenant = meter.tenant
+        tenant = usage.tenant
         return await self._shared.reserve(
-            ReserveRequest(tenant.id, request_id, *meter.costs(tokens), tenant.max_concurrent)
+            ReserveRequest(tenant.id, request_id, *usage.costs(tokens), tenant.max_concurrent)
         )
 
-    def _end(self, meter: TenantUsage, request_id: str, placed: bool, requests: int, tokens: int) -> None:
-        meter.release(request_id, requests, tokens)
+    def _release(self, usage: TenantUsage, request_id: str, newly_running: bool, requests: int, tokens: int) -> None:
+        usage.release(request_id, requests, tokens)
         if self._shared is not None:
-            request_refund, token_refund = meter.refunds(requests, tokens)
+            request_refund, token_refund = usage.refunds(requests, tokens)
             self._shared.release(
-                meter.tenant.id, request_id, placed=placed, request_refund=request_refund, token_refund=token_refund
+                usage.tenant.id,
+                request_id,
+                newly_running=newly_running,
+                request_refund=request_refund,
+                token_refund=token_refund,
             )
 
 
-def _raise(error: QuireError | None) -> None:
+class Reservation:
+    """The tokens that one request was charged. As a context manager, it settles on exit. ``used`` is how many of them
+    it has used, which the request's runner keeps up to date: the rest is refunded.
+    """
+
+    def __init__(self, tokens: int, release: Callable[[int, int], None]) -> None:
+        """``release`` is called once, with the requests and tokens to refund."""
+        self.used = 0
+        self._charged = tokens
+        self._release: Callable[[int, int], None] | None = release
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.settle()
+
+    def commit_all(self) -> None:
+        """Charges all tokens and refunds none, as another router may go on with the request."""
+        self.used = self._charged
+        self.settle()
+
+    def cancel(self) -> None:
+        """Refunds all tokens and the request itself, as it never ran."""
+        self._close(1, self._charged)
+
+    def settle(self) -> None:
+        """Refunds the tokens that the request did not use. Never waits; only the first call has an effect."""
+        self._close(0, max(0, self._charged - self.used))
+
+    def _close(self, requests: int, tokens: int) -> None:
+        release, self._release = self._release, None
+        if release is not None:
+            release(requests, tokens)
+
+
+@contextmanager
+def counting_refusals() -> Iterator[None]:
+    """Counts an error that leaves the block in ``ADMISSION_REFUSALS``, by its reason."""
+    try:
+        yield
+    except QuireError as error:
+        if error.reason is not None:
+            metrics.ADMISSION_REFUSALS.labels(error.reason).inc()
+        raise
+
+
+def _raise_if_any(error: QuireError | None) -> None:
     if error is not None:
         raise error
 
 
-def _nothing(_requests: int, _tokens: int) -> None:
-    """The end of a request that was not counted."""
+def _release_nothing(_requests: int, _tokens: int) -> None:
+    """Releases a request that was not counted."""

@@ -15,8 +15,8 @@ from quire_router.admission.tenants import Tenants
 from quire_router.core import metrics
 from quire_router.core.errors import RefusalReason, shutting_down_error
 
-RETRY_READY = 2.0  # seconds
-RETRY_CAPACITY = 5.0
+RETRY_READY = 2.0  # seconds after which a client should retry when no engine is ready
+RETRY_CAPACITY = 5.0  # and when none has capacity
 
 
 class Capacity(Protocol):
@@ -83,8 +83,9 @@ class AdmissionQueue:
 
         The caller must dispatch before it waits for anything else, because the capacity is not kept. Await this in the
         task that dispatches: an admission that is handed from task to task comes too late to be counted before the
-        next one is given. May be cancelled. Raises ``QuireError``: OVERLOADED when the queue is full, UNAVAILABLE when
-        no engine became ready in time, DEADLINE.
+        next one is given. May be cancelled. Raises ``QuireError``: OVERLOADED when the queue is full or no engine
+        had capacity in time, UNAVAILABLE when no engine became ready in time or the router shuts down, DEADLINE when
+        the request's deadline has passed.
         """
         with counting_refusals():
             if self._closed:
@@ -203,8 +204,6 @@ class _ModelQueue:
         if self._admitting is waiter:
             self._admitting = None
         self.admit_next()
-
-    # How long they wait
 
     def _update_readiness(self) -> None:
         if self._capacity.ready(self._model):

@@ -1,6 +1,7 @@
-"""One limit a minute, as the generic cell rate algorithm (ITU-T I.371) keeps it: a single number. Has no clock.
+"""What one tenant has used of its limits a minute: its buckets, the requests it has in progress, and the errors and
+headers that follow. Each limit is kept by the generic cell rate algorithm (ITU-T I.371), as a single number.
 
-Times are whole microseconds, so that every answer is exact.
+The caller passes the time. Times are whole microseconds of any clock, so that every result is exact.
 """
 
 from collections import Counter
@@ -12,13 +13,34 @@ from quire_router.admission.tenants import Tenant
 from quire_router.core.errors import RefusalReason
 
 MICROSECONDS = 1_000_000
+
 WINDOW = 60 * MICROSECONDS
 """A full bucket is a minute's worth, so that in any ``w`` seconds at most ``limit * (1 + w / 60)`` are taken."""
+
+POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
+RETRY_CONCURRENT = 1.0  # seconds; it is not known when a request ends
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStatus:
+    """The state of one limit a minute: the limit, what remains at once, and the seconds until all of it does."""
+
+    limit: int
+    remaining: int
+    reset: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimitStatus:
+    """The state of each limit a minute of a tenant; None if it has no such limit."""
+
+    requests: WindowStatus | None = None
+    tokens: WindowStatus | None = None
 
 
 @dataclass(slots=True)
 class GcraBucket:
-    """At most ``limit`` a minute, all of them at once if they were saved up.
+    """A GCRA bucket: at most ``limit`` a minute, all of them at once if they were saved up.
 
     ``full_at`` is when the bucket will be full again if nothing more is taken: the algorithm's theoretical arrival
     time.
@@ -28,74 +50,39 @@ class GcraBucket:
     full_at: int = field(default=0)
 
     def cost(self, amount: int) -> int:
-        """The time it takes to refill ``amount``, rounded up: what is taken may never be too little."""
+        """Returns the time it takes to refill ``amount``, rounded up: never too little may be charged."""
         return -(-amount * WINDOW // self.limit)
 
     def debt(self, now: int) -> int:
-        """Time until the bucket is full."""
+        """Returns the time until the bucket is full."""
         return max(0, self.full_at - now)
 
     def wait(self, amount: int, now: int) -> int | None:
-        """Time after which ``amount`` can be taken if nobody takes anything before, 0 for at once; None when it is more
-        than a full bucket.
+        """Returns the time after which ``amount`` can be consumed if nothing else is consumed before, 0 for at once;
+        None if it is more than a full bucket.
         """
         cost = self.cost(amount)
         return None if cost > WINDOW else max(0, self.debt(now) + cost - WINDOW)
 
     def consume(self, amount: int, now: int) -> None:
-        """Takes ``amount``, which needed no wait."""
+        """Consumes ``amount``, for which ``wait`` is 0."""
         self.full_at = max(self.full_at, now) + self.cost(amount)
 
     def refund(self, amount: int) -> None:
-        """Puts back what was taken and not used; what a full bucket cannot hold is lost."""
+        """Gives back what was consumed and not used; what a full bucket cannot hold is lost."""
         self.full_at -= self.refund_time(amount)
 
     def refund_time(self, amount: int) -> int:
-        """The time that is given back for ``amount``, rounded down."""
+        """Returns the time that is given back for ``amount``, rounded down."""
         return amount * WINDOW // self.limit
 
     def sync(self, debt: int, now: int) -> None:
-        """Takes over how another bucket of the same limit stands."""
+        """Sets the state to that of another bucket of the same limit."""
         self.full_at = now + debt
 
     def remaining(self, now: int) -> int:
-        """What can be taken at once."""
+        """Returns what can be consumed at once."""
         return max(0, (WINDOW - self.debt(now)) * self.limit // WINDOW)
-
-
-# What one tenant has used of its limits. Pure: has no clock; times are microseconds of any clock.
-
-
-POLLS_A_REQUEST = 10  # reads of earlier requests a minute, for each request a minute
-RETRY_CONCURRENT = 1.0  # seconds; nobody knows when a request ends
-
-
-@dataclass(frozen=True, slots=True)
-class WindowStatus:
-    """How one limit a minute stands: the limit, what is left at once, and the seconds until all of it is."""
-
-    limit: int
-    remaining: int
-    reset: float
-
-
-@dataclass(frozen=True, slots=True)
-class RateLimitStatus:
-    """How a tenant stands with each of its limits a minute; None where it has no such limit."""
-
-    requests: WindowStatus | None = None
-    tokens: WindowStatus | None = None
-
-
-def rate_limit_headers(standing: RateLimitStatus) -> dict[str, str]:
-    """A standing in the words that the OpenAI API has for it in its headers, without their ``x-``."""
-    words = {}
-    for name, allowance in (("requests", standing.requests), ("tokens", standing.tokens)):
-        if allowance is not None:
-            words[f"ratelimit-limit-{name}"] = str(allowance.limit)
-            words[f"ratelimit-remaining-{name}"] = str(allowance.remaining)
-            words[f"ratelimit-reset-{name}"] = f"{allowance.reset:.3f}s"
-    return words
 
 
 class TenantUsage:
@@ -111,11 +98,11 @@ class TenantUsage:
 
     @property
     def running(self) -> int:
-        """Requests that were taken in and have not ended; one that was taken in twice has one place."""
+        """Requests that were admitted and have not ended; one that was admitted twice counts once."""
         return len(self._running)
 
     def num_running_before(self, request_id: str) -> int:
-        """How many of them were there before this one: none if it is one of them, and has its place."""
+        """Returns how many requests are in progress that this one comes after: none if it is in progress itself."""
         return 0 if request_id in self._running else len(self._running)
 
     def check_size(self, requests: int, tokens: int) -> None:
@@ -136,35 +123,35 @@ class TenantUsage:
             )
 
     def costs(self, tokens: int) -> tuple[int, int]:
-        """What one request takes from both buckets, in microseconds of refilling; 0 where there is no limit."""
+        """Returns what one request costs in both buckets, in microseconds of refilling; 0 if there is no such limit."""
         return _cost(self._requests, 1), _cost(self._tokens, tokens)
 
-    def refusal(self, tokens: int, now: int, ahead: int) -> QuireError | None:
-        """Why a request cannot be taken in now, with so many in progress ``ahead`` of it; None when it can. Waiting as
-        long as ``retry_after`` says is enough, if nothing else is taken in before.
+    def refusal(self, tokens: int, now: int, running: int) -> QuireError | None:
+        """Returns why a request cannot be admitted now, with ``running`` others in progress; None if it can. Waiting as
+        long as ``retry_after`` says is enough, if nothing else is admitted before.
         """
         waits = [(_wait(self._requests, 1, now), RefusalReason.REQUESTS_PER_MINUTE)]
         waits.append((_wait(self._tokens, tokens, now), RefusalReason.TOKENS_PER_MINUTE))
         wait, reason = max(waits, key=lambda entry: entry[0])
         if wait > 0:
-            return self._too_often(reason, wait / MICROSECONDS)
+            return self._rate_limit_error(reason, wait / MICROSECONDS)
         most = self.tenant.max_concurrent
-        if most is not None and ahead >= most:
-            return _too_many(most)
+        if most is not None and running >= most:
+            return _max_concurrent_error(most)
         return None
 
     def request_refusal(self, now: int) -> QuireError | None:
-        """Why not even a request without any tokens can be taken in now; None when it can."""
+        """Returns why not even a request without any tokens can be admitted now; None if it can."""
         wait = _wait(self._requests, 1, now)
-        return self._too_often(RefusalReason.REQUESTS_PER_MINUTE, wait / MICROSECONDS) if wait > 0 else None
+        return self._rate_limit_error(RefusalReason.REQUESTS_PER_MINUTE, wait / MICROSECONDS) if wait > 0 else None
 
     def consume_request(self, now: int) -> None:
-        """Takes one request that was not refused, without a place among those in progress."""
+        """Consumes one request that was not refused, and does not count it as in progress."""
         if self._requests is not None:
             self._requests.consume(1, now)
 
     def count_poll(self, now: int) -> QuireError | None:
-        """Counts one read of an earlier request; why it is refused where there were too many, else None."""
+        """Counts one read of an earlier request. Returns an error if there were too many."""
         if self._polls is None:
             return None
         wait = self._polls.wait(1, now)
@@ -176,7 +163,7 @@ class TenantUsage:
         return None
 
     def consume(self, request_id: str, tokens: int, now: int) -> None:
-        """Takes in a request that was not refused, until its ``end``."""
+        """Admits a request that was not refused, until its ``release``."""
         if self._requests is not None:
             self._requests.consume(1, now)
         if self._tokens is not None:
@@ -184,7 +171,7 @@ class TenantUsage:
         self.add_running(request_id)
 
     def release(self, request_id: str, requests: int, tokens: int) -> None:
-        """Ends a request once for each time that it was taken in; so much of its charge is given back."""
+        """Ends a request, once for each time that it was admitted, and refunds so many requests and tokens."""
         self._running[request_id] -= 1
         if self._running[request_id] <= 0:
             del self._running[request_id]
@@ -194,32 +181,43 @@ class TenantUsage:
             self._tokens.refund(tokens)
 
     def refunds(self, requests: int, tokens: int) -> tuple[int, int]:
-        """What so many give back to both buckets, in microseconds of refilling."""
+        """Returns the refunds of both buckets, in microseconds of refilling."""
         return _refund(self._requests, requests), _refund(self._tokens, tokens)
 
     def sync(self, request_debt: int, token_debt: int, now: int) -> None:
-        """Takes over how the tenant stands for all routers together."""
+        """Sets both buckets to the state that all routers share."""
         if self._requests is not None:
             self._requests.sync(request_debt, now)
         if self._tokens is not None:
             self._tokens.sync(token_debt, now)
 
     def add_running(self, request_id: str) -> None:
-        """Counts a request among the running ones without a charge, until its ``end``."""
+        """Counts a request among the running ones without a charge, until its ``release``."""
         self._running[request_id] += 1
 
     def status(self, now: int) -> RateLimitStatus:
-        """What a client is told."""
-        return RateLimitStatus(_allowance(self._requests, now), _allowance(self._tokens, now))
+        """Returns the state of both limits, as headers report it."""
+        return RateLimitStatus(_window_status(self._requests, now), _window_status(self._tokens, now))
 
-    def _too_often(self, reason: RefusalReason, wait: float) -> QuireError:
+    def _rate_limit_error(self, reason: RefusalReason, wait: float) -> QuireError:
         requests = reason is RefusalReason.REQUESTS_PER_MINUTE
         limit = self.tenant.requests_per_minute if requests else self.tenant.tokens_per_minute
         message = f"This key may use {limit} {'requests' if requests else 'tokens'} a minute, and they are used up."
         return QuireError(ErrorCode.OVERLOADED, message, retry_after=wait, reason=reason)
 
 
-def _too_many(most: int) -> QuireError:
+def rate_limit_headers(status: RateLimitStatus) -> dict[str, str]:
+    """Returns the headers that the OpenAI API has for rate limits, without their ``x-``."""
+    headers = {}
+    for name, window in (("requests", status.requests), ("tokens", status.tokens)):
+        if window is not None:
+            headers[f"ratelimit-limit-{name}"] = str(window.limit)
+            headers[f"ratelimit-remaining-{name}"] = str(window.remaining)
+            headers[f"ratelimit-reset-{name}"] = f"{window.reset:.3f}s"
+    return headers
+
+
+def _max_concurrent_error(most: int) -> QuireError:
     message = f"{most} requests of yours are in progress, which is the most you may have."
     return QuireError(ErrorCode.OVERLOADED, message, retry_after=RETRY_CONCURRENT, reason=RefusalReason.MAX_CONCURRENT)
 
@@ -237,11 +235,11 @@ def _refund(bucket: GcraBucket | None, amount: int) -> int:
 
 
 def _wait(bucket: GcraBucket | None, amount: int, now: int) -> int:
-    """A larger ``amount`` than fits was refused for its size before."""
+    """An ``amount`` that is more than a full bucket was refused by ``check_size`` before."""
     return 0 if bucket is None else bucket.wait(amount, now) or 0
 
 
-def _allowance(bucket: GcraBucket | None, now: int) -> WindowStatus | None:
+def _window_status(bucket: GcraBucket | None, now: int) -> WindowStatus | None:
     return (
         None if bucket is None else WindowStatus(bucket.limit, bucket.remaining(now), bucket.debt(now) / MICROSECONDS)
     )

@@ -1,5 +1,5 @@
-"""What all routers count together, in Redis: one round trip when a request comes, none that anybody waits for when it
-ends. Redis is the clock.
+"""The rate limiter that all routers share, in Redis: one round trip when a request comes, none that a request waits for
+when it ends. Redis is the clock.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from quire_router.core.retry import supervise
 log = logging.getLogger(__name__)
 _MAX_CONCURRENT_REQUESTS = 16  # requests at a time, each on a connection of its own
 _CONNECTIONS = _MAX_CONCURRENT_REQUESTS + 1  # one for what has ended
-_FAILURES_IN_A_ROW = 3  # until all count by themselves: one that is slow may be this loop's own lag, or one key's
-_HELD_UP = 0.005  # seconds by which a timer is late where the loop was held up
+_FAILURES_IN_A_ROW = 3  # until all requests are counted locally: a slow one may be this loop's own lag, or one key's
+_LATE_TIMER = 0.005  # seconds by which a timer is late if the loop was blocked
 _EXCHANGE_TIMEOUT = 2.0  # seconds of one exchange; a request waits less
 _RETRY_AFTER_FAILURE = 1.0  # seconds in which Redis is not asked again after it failed
-_CLOSE_TIMEOUT = 1.0  # seconds for what is not told yet when closing
+_CLOSE_TIMEOUT = 1.0  # seconds for sending what is pending when closing
 _BATCH_SIZE = 1000
 _MAX_PENDING_RELEASES = 50_000
 _FAILURES = (RedisError, OSError, TimeoutError)
@@ -34,74 +34,74 @@ T = TypeVar("T")
 
 
 class RedisRateLimiter:
-    """Implements ``SharedRateLimiter`` in the Redis at ``place``. A request waits at most ``timeout`` seconds for its
-    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died are forgotten.
-    What ended while Redis was away gives its place back later; its unused tokens stay charged.
+    """Implements ``SharedRateLimiter`` in the Redis at ``access``. A request waits at most ``timeout`` seconds for its
+    answer. One in progress counts for ``lease`` seconds at a time, so that those of a router which died expire. One
+    that ended while Redis was unavailable is removed later; its unused tokens stay charged.
     """
 
-    def __init__(self, place: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
-        # A connection that died with a former Redis is replaced at once.
-        self._client = redis_client(place, timeout=_EXCHANGE_TIMEOUT, repeats=1, connections=_CONNECTIONS)
+    def __init__(self, access: RedisAccess | str, *, timeout: float = 0.05, lease: float = 30.0) -> None:
+        # repeats: a connection that died with a former Redis is replaced at once.
+        self._client = redis_client(access, timeout=_EXCHANGE_TIMEOUT, repeats=1, connections=_CONNECTIONS)
         self._timeout = timeout
         self._lease = lease
         self._reserve_script = self._client.register_script(lua_source(__package__, "reserve"))
         self._running: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._adopted: dict[tuple[str, str], None] = {}
         self._releases: deque[tuple[str, str, int, int]] = deque(maxlen=_MAX_PENDING_RELEASES)
-        self._changed = asyncio.Event()
+        self._pending = asyncio.Event()
         self._publisher: SupervisedTask | None = None
         self._unavailable_until = 0.0
         self._failures = 0  # one after the other
         self._request_slots = asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
-        metrics.LIMITS_SHARED.set(1)  # until it could not be asked
+        metrics.LIMITS_SHARED.set(1)  # until Redis is unavailable
 
-    async def reserve(self, charge: ReserveRequest) -> ReserveResult | None:
+    async def reserve(self, request: ReserveRequest) -> ReserveResult | None:
         """See ``SharedRateLimiter``."""
         self._start()
-        async with self._request_slots:  # before time is counted: others here are no reason to take Redis for slow
-            return None if self._is_unavailable else await self._ask(charge)
+        async with self._request_slots:  # outside the timeout: waiting for other requests here is not Redis being slow
+            return None if self._is_unavailable else await self._run_reserve(request)
 
-    async def _ask(self, charge: ReserveRequest) -> ReserveResult | None:
+    async def _run_reserve(self, request: ReserveRequest) -> ReserveResult | None:
         try:
-            asking = self._reserve_script(keys=_keys(charge.tenant), args=self._arguments(charge))
-            reply = _read(await _with_timeout(asking, self._timeout))
+            call = self._reserve_script(keys=_keys(request.tenant), args=self._arguments(request))
+            reply = _read(await _with_timeout(call, self._timeout))
         except _FAILURES as error:
             self._record_failure(error)
-            self._queue_release(charge.tenant, charge.request_id)  # it may have been taken in, and the answer was lost
+            self._queue_release(request.tenant, request.request_id)  # it may have been admitted, and the reply was lost
             return None
         except asyncio.CancelledError:
-            self._queue_release(charge.tenant, charge.request_id)
+            self._queue_release(request.tenant, request.request_id)
             raise
         self._failures = 0
         metrics.LIMITS_SHARED.set(1)
-        admitted, placed, request_debt, token_debt, running = reply
-        if admitted and charge.max_concurrent is not None:
-            self._running[charge.tenant][charge.request_id] += 1
-        return ReserveResult(bool(admitted), bool(placed), request_debt, token_debt, running)
+        admitted, newly_running, request_debt, token_debt, running = reply
+        if admitted and request.max_concurrent is not None:
+            self._running[request.tenant][request.request_id] += 1
+        return ReserveResult(bool(admitted), bool(newly_running), request_debt, token_debt, running)
 
     def adopt(self, tenant: str, request_id: str) -> None:
         """See ``SharedRateLimiter``."""
         self._start()
         self._running[tenant][request_id] += 1
         self._adopted[tenant, request_id] = None
-        self._changed.set()
+        self._pending.set()
 
     def release(
-        self, tenant: str, request_id: str, *, placed: bool, request_refund: int = 0, token_refund: int = 0
+        self, tenant: str, request_id: str, *, newly_running: bool, request_refund: int = 0, token_refund: int = 0
     ) -> None:
         """See ``SharedRateLimiter``."""
-        held = self._running[tenant]
-        held[request_id] -= 1
-        if held[request_id] <= 0:
-            del held[request_id]
+        running = self._running[tenant]
+        running[request_id] -= 1
+        if running[request_id] <= 0:
+            del running[request_id]
             self._adopted.pop((tenant, request_id), None)
-        if not held:
+        if not running:
             del self._running[tenant]
-        if placed or request_refund or token_refund:
-            self._queue_release(tenant, request_id if placed else "", request_refund, token_refund)
+        if newly_running or request_refund or token_refund:
+            self._queue_release(tenant, request_id if newly_running else "", request_refund, token_refund)
 
     async def close(self) -> None:
-        """Tells what has ended, within a bounded time, and lets go of connections."""
+        """Sends the releases that are pending, within a bounded time, and closes the connections."""
         if self._publisher is not None:
             await self._publisher.stop()
             try:
@@ -113,11 +113,11 @@ class RedisRateLimiter:
 
     def _queue_release(self, tenant: str, request_id: str, request_refund: int = 0, token_refund: int = 0) -> None:
         self._releases.append((tenant, request_id, request_refund, token_refund))
-        self._changed.set()
+        self._pending.set()
 
-    def _arguments(self, charge: ReserveRequest) -> list[Any]:
-        most = -1 if charge.max_concurrent is None else charge.max_concurrent
-        return [charge.request_id, charge.request_cost, charge.token_cost, WINDOW, most, self._lease_time]
+    def _arguments(self, request: ReserveRequest) -> list[Any]:
+        most = -1 if request.max_concurrent is None else request.max_concurrent
+        return [request.request_id, request.request_cost, request.token_cost, WINDOW, most, self._lease_time]
 
     @property
     def _lease_time(self) -> int:
@@ -128,14 +128,14 @@ class RedisRateLimiter:
             self._publisher = supervise("limits", self._publish)
 
     async def _publish(self) -> None:
-        """Tells Redis what has ended and what is held as it comes, and three times a lease all that goes on."""
+        """Sends releases and adopted requests to Redis as they come, and renews all leases three times a lease."""
         loop = asyncio.get_running_loop()
         renewed = loop.time()
         while True:
             due = renewed + self._lease / 3
             await self._wait_for_changes(due - loop.time())
             try:
-                await self._send_releases()  # first: what is held may be what has ended just before
+                await self._send_releases()  # first: what is adopted may have been released just before
                 await self._send_adopted()
                 if loop.time() >= due:
                     renewed = loop.time()
@@ -143,22 +143,22 @@ class RedisRateLimiter:
             except _FAILURES as error:
                 self._record_failure(error)
                 await asyncio.sleep(_RETRY_AFTER_FAILURE)
-            except Exception:  # whatever went wrong with one of them, the others have to be renewed
+            except Exception:  # whatever one of them did wrong, the others have to be renewed
                 log.exception("limits cannot be told to Redis")
                 await asyncio.sleep(_RETRY_AFTER_FAILURE)
 
     async def _wait_for_changes(self, seconds: float) -> None:
         try:
             async with asyncio.timeout(seconds):
-                await self._changed.wait()
+                await self._pending.wait()
         except TimeoutError:
             pass
 
     async def _send_releases(self) -> None:
-        """Of what could not be told, the places are given back the next time. Tokens are not: given back twice, they
-        would be too many.
+        """Sends the pending releases. Of those that failed, the requests are removed the next time; their tokens are
+        not refunded, as they might be refunded twice.
         """
-        self._changed.clear()
+        self._pending.clear()
         while self._releases:
             ends = [self._releases.popleft() for _ in range(min(_BATCH_SIZE, len(self._releases)))]
             pipeline = self._client.pipeline(transaction=False)
@@ -175,23 +175,25 @@ class RedisRateLimiter:
                 raise next(iter(failed.values()))
 
     def _requeue_releases(self, ends: Sequence[tuple[str, str, int, int]]) -> None:
-        """Notes the ends of places once more, but of those that were taken again since."""
-        places = [end for end in ends if end[1] and end[1] not in self._running.get(end[0], ())]
-        for tenant, request_id, *_ in places[: _MAX_PENDING_RELEASES - len(self._releases)]:
+        """Queues the ends of requests once more, without their refunds, but not of those that were reserved again."""
+        ended = [end for end in ends if end[1] and end[1] not in self._running.get(end[0], ())]
+        for tenant, request_id, *_ in ended[: _MAX_PENDING_RELEASES - len(self._releases)]:
             self._queue_release(tenant, request_id)
 
     async def _send_adopted(self) -> None:
-        """What could not be told is renewed with the rest."""
-        begun, self._adopted = self._adopted, {}
-        for tenant, request_id in begun:
+        """Sends adopted requests. Those that fail are renewed with the rest."""
+        adopted, self._adopted = self._adopted, {}
+        for tenant, request_id in adopted:
             await self._renew(tenant, [request_id])
 
     async def _renew_all(self) -> None:
-        """All that is held here, and whether Redis can be asked: perhaps nobody else does."""
+        """Renews all requests in progress here. Pings first, as no request may come that finds out whether Redis is
+        back.
+        """
         await self._client.ping()
         metrics.LIMITS_SHARED.set(1)
         for tenant, request_ids in list(self._running.items()):
-            for part in _parts(list(request_ids)):
+            for part in _batches(list(request_ids)):
                 await self._renew(tenant, part)
 
     async def _renew(self, tenant: str, request_ids: Sequence[str]) -> None:
@@ -202,10 +204,12 @@ class RedisRateLimiter:
         return asyncio.get_running_loop().time() < self._unavailable_until
 
     def _record_failure(self, error: Exception) -> None:
-        """One that failed counts by itself; all do where Redis is certainly not there, or several failed in a row."""
+        """The request that failed is counted locally. All are for a while if Redis is certainly not there, or several
+        failed in a row.
+        """
         self._failures += 1
-        gone = isinstance(error, OSError | RedisConnectionError) and not isinstance(error, TimeoutError)
-        if not gone and self._failures < _FAILURES_IN_A_ROW:
+        disconnected = isinstance(error, OSError | RedisConnectionError) and not isinstance(error, TimeoutError)
+        if not disconnected and self._failures < _FAILURES_IN_A_ROW:
             return
         if not self._is_unavailable:
             log.warning("limits are counted by this router alone: %s", type(error).__name__)
@@ -214,25 +218,25 @@ class RedisRateLimiter:
 
 
 def _read(reply: object) -> list[int]:
-    """What the script returns. Raises ``RedisError`` for anything else, as what answers need not be a Redis."""
+    """Returns the reply of the script. Raises ``RedisError`` for anything else, as the server need not be a Redis."""
     if isinstance(reply, list) and len(reply) == _REPLY and all(isinstance(each, int) for each in reply):
         return reply
     raise RedisError("this is no answer to what was asked")
 
 
-async def _with_timeout(asking: Awaitable[T], seconds: float) -> T:
-    """What Redis answers within so many seconds, not counting those in which this loop was held up: a timer that is
-    late says nothing of Redis, whose answer may be in the socket. Raises ``TimeoutError``, and what ``asking`` raises.
+async def _with_timeout(call: Awaitable[T], seconds: float) -> T:
+    """Returns the result of ``call`` within so many seconds, not counting those in which this loop was blocked: a late
+    timer says nothing of Redis, whose reply may be in the socket. Raises ``TimeoutError``, and what ``call`` raises.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(asking)
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(call)
     due = loop.time() + seconds
     last = due + _EXCHANGE_TIMEOUT
     try:
         while not (await asyncio.wait([task], timeout=max(0.0, due - loop.time())))[0]:
-            held_up = loop.time() - due
-            if held_up < _HELD_UP or loop.time() > last:
+            late = loop.time() - due
+            if late < _LATE_TIMER or loop.time() > last:
                 raise TimeoutError("Redis does not answer in time")
-            due = loop.time() + min(held_up, seconds)
+            due = loop.time() + min(late, seconds)
         return task.result()
     finally:
         if not task.done():
@@ -240,12 +244,12 @@ async def _with_timeout(asking: Awaitable[T], seconds: float) -> T:
             await asyncio.wait([task])
 
 
-def _parts(entries: Sequence[str]) -> list[Sequence[str]]:
+def _batches(entries: Sequence[str]) -> list[Sequence[str]]:
     return [entries[begin : begin + _BATCH_SIZE] for begin in range(0, len(entries), _BATCH_SIZE)]
 
 
 def _keys(tenant: str) -> list[str]:
-    """All of a tenant's are in one slot of a cluster."""
+    """Returns the keys of a tenant, which are in one slot of a cluster."""
     return [f"quire:limits:{{t:{tenant}}}:{name}" for name in ("requests", "tokens", "running")]
 
 

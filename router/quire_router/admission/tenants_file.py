@@ -1,4 +1,4 @@
-"""The file that names the tenants: TOML or JSON, with their keys, or where their keys are mounted."""
+"""The tenants file: TOML or JSON, with the tenants' limits and their keys, or the files in which keys are mounted."""
 
 import json
 import re
@@ -14,32 +14,32 @@ from quire_router.admission.tenants import Tenant, Tenants, check_key
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?")
 _KEY_ID = re.compile(r"[0-9a-f]{12}")
-_MOST_BYTES = 4 * 2**20
+_MAX_BYTES = 4 * 2**20
 _POLICY = {"models", "weight", "priority", "allow_priority", "requests_per_minute", "tokens_per_minute"}
 _POLICY |= {"max_concurrent", "max_queued", "retention"}
 
 
 class TenantsFileError(ValueError):
-    """The file cannot be used; one sentence with the path of the entry at fault, and never a key."""
+    """The file cannot be used. The message is one sentence with the path of the entry at fault, and never has a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantsFile:
-    """What the file says: the tenants, and the ``keys`` of each by its id, the first of which its salt is made from."""
+    """The content of the file: the tenants, and the ``keys`` of each by its id; its salt is made from the first key."""
 
     tenants: Tenants = field(default_factory=Tenants)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
     policies: tuple[Tenant, ...] = ()
 
     def unknown_models(self, served: Collection[str]) -> list[tuple[str, str]]:
-        """The models that tenants may use and nobody can, because they are not ``served``: each with the tenant's name,
-        empty for those without an entry.
+        """Returns the models that tenants may use and that are not ``served``: each with the tenant's name, empty for
+        tenants without an entry.
         """
         policies = (self.tenants.get(""), *self.policies)
         return [(each.id, model) for each in policies for model in sorted(each.models) if model not in served]
 
 
-def _name(name: str) -> str:
+def _check_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError("must be 1 to 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends")
     if _KEY_ID.fullmatch(name):
@@ -69,7 +69,7 @@ class _Policy(BaseModel):
 
 
 class _Entry(_Policy):
-    name: Annotated[str, AfterValidator(_name)]
+    name: Annotated[str, AfterValidator(_check_name)]
     keys: list[Annotated[str, AfterValidator(check_key)]] = []
     key_files: list[str] = []
 
@@ -88,14 +88,14 @@ class _File(BaseModel):
 
 
 def read_tenants(path: Path) -> TenantsFile:
-    """The tenants in ``path``, read as JSON when its name ends in ``.json`` and else as TOML. Names of key files are
-    relative to its folder. Raises ``TenantsFileError``.
+    """Returns the tenants in ``path``, which is JSON if its name ends in ``.json`` and else TOML. Names of key files
+    are relative to its folder. Raises ``TenantsFileError`` when the file or one of its key files cannot be used.
     """
     try:
         content = _File.model_validate(_parse(path))
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise TenantsFileError(f"{path}: {_where(problem['loc'])}{_what(problem)}.") from None
+        raise TenantsFileError(f"{path}: {_format_location(problem['loc'])}{_format_problem(problem)}.") from None
     policies = tuple(entry.tenant(entry.name) for entry in content.tenants)
     keys: dict[str, tuple[str, ...]] = {}
     for number, entry in enumerate(content.tenants):
@@ -111,11 +111,11 @@ def _parse(path: Path) -> Any:
     try:
         return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise TenantsFileError(f"{path}: it cannot be read: {_first_line(error)}.") from None
+        raise TenantsFileError(f"{path}: it cannot be read: {_format_parse_error(error)}.") from None
 
 
 def _read_keys(path: Path, number: int, entry: _Entry) -> list[str]:
-    """One key in each file, with space around it that does not count."""
+    """Reads one key from each file; white space around it is ignored."""
     keys = []
     for position, name in enumerate(entry.key_files):
         where = f"{path}: tenants[{number}].key_files[{position}]"
@@ -131,9 +131,9 @@ def _read_keys(path: Path, number: int, entry: _Entry) -> list[str]:
 def _read(path: Path, where: str) -> str:
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise TenantsFileError(f"{where}: it has more than {_MOST_BYTES} bytes.")
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise TenantsFileError(f"{where}: it has more than {_MAX_BYTES} bytes.")
         return content.decode()
     except OSError as error:
         raise TenantsFileError(f"{where}: it cannot be read: {error.strerror}.") from None
@@ -150,14 +150,14 @@ def _check_distinct(path: Path, keys: dict[str, tuple[str, ...]]) -> None:
             owners[key] = name
 
 
-def _where(location: tuple[int | str, ...]) -> str:
+def _format_location(location: tuple[int | str, ...]) -> str:
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return f"{path[:128]}: " if path else ""
 
 
-def _what(problem: Any) -> str:
+def _format_problem(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return "there is no such setting"
     if problem["type"] == "missing":
@@ -166,8 +166,8 @@ def _what(problem: Any) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _first_line(error: Exception) -> str:
-    """What the parsers say about where; never what stands there."""
+def _format_parse_error(error: Exception) -> str:
+    """Returns where the parser failed; never the text that stands there."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} in line {error.lineno}"
     return str(error).partition("\n")[0] if isinstance(error, tomllib.TOMLDecodeError) else type(error).__name__

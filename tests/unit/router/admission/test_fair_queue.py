@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire_proto.errors import ErrorCode, QuireError
-from quire_router.admission.fair_queue import MEMORY, FairQueue, QueueBounds, QueuedRequest
+from quire_router.admission.fair_queue import TURN_TTL, FairQueue, QueueBounds, QueuedRequest
 from quire_router.admission.tenants import Tenant, Tenants
 
 NAMES = ("a", "b", "c")
@@ -202,7 +202,7 @@ def test_weights_are_shares():
     assert served == {"a": 60, "b": 20}
 
 
-@pytest.mark.parametrize(("now", "first"), [(MEMORY, "b"), (MEMORY + 1, "a")])
+@pytest.mark.parametrize(("now", "first"), [(TURN_TTL, "b"), (TURN_TTL + 1, "a")])
 def test_what_a_tenant_was_given_last_is_no_debt_once_it_is_forgotten(now, first):
     queue = queue_of()
     queue.charge(waiting("a", 10_000), 0)
@@ -212,7 +212,7 @@ def test_what_a_tenant_was_given_last_is_no_debt_once_it_is_forgotten(now, first
     assert queue.pop(now).tenant == first
 
 
-def test_turns_are_paid_for_whether_or_not_they_were_waited_for():
+def test_requests_are_charged_whether_or_not_they_waited():
     queue = queue_of()
     for _ in range(3):
         queue.charge(waiting("a"), 0)
@@ -234,7 +234,7 @@ def test_a_tenant_is_ahead_when_it_had_more_than_the_credit_more_than_another_th
     queue, time, tags, lately, now = queue_of(weights, credit=credit), 0.0, {}, {}, 0
     for tenant, tokens, later in turns:
         now += later
-        tags = {name: tag for name, tag in tags.items() if lately[name] >= now - MEMORY}
+        tags = {name: tag for name, tag in tags.items() if lately[name] >= now - TURN_TTL}
         starts = {name: max(tags.get(name, time - credit), time - credit) for name in NAMES}
         for name, start in starts.items():
             others = [starts[other] for other in tags if other != name]
@@ -254,7 +254,7 @@ def test_a_tenant_is_never_ahead_of_itself_and_a_flood_is_ahead_of_who_asked_onc
     assert [queue.is_ahead(name, 0) for name in NAMES] == [False, False, False]
     queue.charge(waiting("a"), 0)
     assert [queue.is_ahead(name, 0) for name in NAMES] == [True, False, False]
-    assert not queue.is_ahead("a", MEMORY + 1)
+    assert not queue.is_ahead("a", TURN_TTL + 1)
 
 
 @pytest.mark.parametrize("credit", [0, 250])

@@ -1,4 +1,4 @@
-"""Limits a minute: never more than was promised, and a wait that is told is enough and not too long."""
+"""Limits a minute: never more than was promised, and a wait that is returned is enough and not too long."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def test_no_window_sees_more_than_the_limit_and_what_was_saved_up(limit, steps):
 
 
 @given(LIMITS, STEPS, st.integers(1, 10**6))
-def test_the_wait_that_is_told_is_enough_and_a_moment_less_is_not(limit, steps, amount):
+def test_the_wait_that_is_returned_is_enough_and_a_moment_less_is_not(limit, steps, amount):
     bucket = GcraBucket(limit)
     taken = admissions(bucket, steps)
     now = taken[-1][0] if taken else 0

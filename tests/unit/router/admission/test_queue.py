@@ -14,22 +14,24 @@ from quire_router.admission.tenants import Tenant, Tenants
 MODEL = "m"
 
 
-class Fleet:
-    """Engines that take ``room`` requests at once, ``kept`` of them of none in front, and tell when one ends."""
+class FakeCapacity:
+    """``Capacity`` for ``slots`` requests at once, all but ``reserved`` of them spare, which notifies the queue when a
+    request ends.
+    """
 
-    def __init__(self, room=1, engines=1, kept=0):
-        self.room = room
-        self.kept = kept
+    def __init__(self, slots=1, engines=1, reserved=0):
+        self.slots = slots
+        self.reserved = reserved
         self.engines = engines
         self.running = []
         self.most = 0
         self.queue = None
 
     def has_capacity(self, model):
-        return self.engines > 0 and len(self.running) < self.room
+        return self.engines > 0 and len(self.running) < self.slots
 
     def has_spare_capacity(self, model):
-        return self.engines > 0 and len(self.running) < self.room - self.kept
+        return self.engines > 0 and len(self.running) < self.slots - self.reserved
 
     def ready(self, model):
         return self.engines
@@ -47,26 +49,26 @@ def parked(model):
     return REGISTRY.get_sample_value("quire_parked_requests", {"model": model}) or 0
 
 
-def open_queue(fleet, tenants=(), **settings):
-    fleet.queue = AdmissionQueue([MODEL, "other"], fleet, Tenants(tenants), QueueSettings(**settings))
-    return fleet.queue
+def open_queue(capacity, tenants=(), **settings):
+    capacity.queue = AdmissionQueue([MODEL, "other"], capacity, Tenants(tenants), QueueSettings(**settings))
+    return capacity.queue
 
 
 def waiting(name, tenant="t", **fields):
     return QueuedRequest(name, MODEL, tenant, fields.pop("tokens", 10), fields.pop("size", 10), **fields)
 
 
-async def run(fleet, one, order=None, steps=1):
+async def run(capacity, one, order=None, steps=1):
     """What the lifecycle does: its turn, dispatch, and an answer that takes a while."""
-    await fleet.queue.acquire(one)
-    fleet.dispatch(one.request_id)
+    await capacity.queue.acquire(one)
+    capacity.dispatch(one.request_id)
     if order is not None:
         order.append(one.request_id)
     try:
         for _ in range(steps):
             await asyncio.sleep(0)
     finally:
-        fleet.end(one.request_id)
+        capacity.end(one.request_id)
 
 
 async def settle():
@@ -81,36 +83,36 @@ async def refused(queue, one):
     return refusal.value.code, refusal.value.reason
 
 
-async def test_who_finds_room_does_not_wait():
-    fleet = Fleet(room=1)
-    queue = open_queue(fleet)
-    turn = queue.acquire(waiting("a"))
+async def test_a_request_that_finds_capacity_does_not_wait():
+    capacity = FakeCapacity(slots=1)
+    queue = open_queue(capacity)
+    acquiring = queue.acquire(waiting("a"))
     with pytest.raises(StopIteration):
-        turn.send(None)
+        acquiring.send(None)
 
 
-@pytest.mark.parametrize("room", [1, 3])
-async def test_never_more_run_than_there_is_room_for_and_all_get_their_turn_in_order(room):
-    fleet, order = Fleet(room), []
-    open_queue(fleet)
+@pytest.mark.parametrize("slots", [1, 3])
+async def test_never_more_run_than_there_is_capacity_for_and_all_are_admitted_in_order(slots):
+    capacity, order = FakeCapacity(slots), []
+    open_queue(capacity)
     names = [f"r{number}" for number in range(50)]
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         for name in names:
-            tasks.create_task(run(fleet, waiting(name), order, steps=random.Random(name).randrange(4)))
+            tasks.create_task(run(capacity, waiting(name), order, steps=random.Random(name).randrange(4)))
 
     assert order == names
-    assert fleet.most == room
+    assert capacity.most == slots
     assert parked(MODEL) == 0
 
 
 @pytest.mark.parametrize("seed", range(30))
-async def test_no_turn_is_lost_and_no_room_is_given_twice_whoever_is_cancelled_when(seed):
+async def test_no_admission_is_lost_and_no_capacity_is_given_twice_whichever_requests_are_cancelled(seed):
     chance = random.Random(seed)
-    fleet = Fleet(room=chance.randint(1, 3))
-    open_queue(fleet)
+    capacity = FakeCapacity(slots=chance.randint(1, 3))
+    open_queue(capacity)
     tasks = []
     for number in range(60):
-        tasks.append(asyncio.create_task(run(fleet, waiting(f"r{number}"), steps=chance.randrange(4))))
+        tasks.append(asyncio.create_task(run(capacity, waiting(f"r{number}"), steps=chance.randrange(4))))
         for _ in range(chance.randrange(3)):
             await asyncio.sleep(0)
         if chance.random() < 0.5:
@@ -120,158 +122,158 @@ async def test_no_turn_is_lost_and_no_room_is_given_twice_whoever_is_cancelled_w
     await settle()
 
     assert all(task.cancelled() or task.exception() is None for task in tasks)
-    assert fleet.most <= fleet.room
-    assert fleet.running == []
+    assert capacity.most <= capacity.slots
+    assert capacity.running == []
     assert parked(MODEL) == 0
-    await run(fleet, waiting("last"))
+    await run(capacity, waiting("last"))
 
 
-async def test_a_turn_that_came_together_with_a_cancellation_goes_to_the_next():
-    fleet = Fleet(room=1)
-    open_queue(fleet)
-    fleet.dispatch("first")
-    one, other = (asyncio.create_task(run(fleet, waiting(name), steps=1000)) for name in ("one", "other"))
+async def test_an_admission_that_came_together_with_a_cancellation_goes_to_the_next():
+    capacity = FakeCapacity(slots=1)
+    open_queue(capacity)
+    capacity.dispatch("first")
+    one, other = (asyncio.create_task(run(capacity, waiting(name), steps=1000)) for name in ("one", "other"))
     await settle()
 
-    fleet.end("first")  # gives the turn to "one", whose task has not run yet
+    capacity.end("first")  # gives the turn to "one", whose task has not run yet
     one.cancel()
     await settle()
 
     assert one.cancelled()
-    assert fleet.running == ["other"]
+    assert capacity.running == ["other"]
     other.cancel()
 
 
 async def test_one_that_was_cancelled_and_has_not_run_since_is_passed_over():
-    fleet = Fleet(room=1)
-    open_queue(fleet)
-    fleet.dispatch("first")
-    one, other = (asyncio.create_task(run(fleet, waiting(name), steps=1000)) for name in ("one", "other"))
+    capacity = FakeCapacity(slots=1)
+    open_queue(capacity)
+    capacity.dispatch("first")
+    one, other = (asyncio.create_task(run(capacity, waiting(name), steps=1000)) for name in ("one", "other"))
     await settle()
 
     one.cancel()
-    fleet.end("first")
+    capacity.end("first")
     await settle()
 
-    assert fleet.running == ["other"]
+    assert capacity.running == ["other"]
     other.cancel()
 
 
 @pytest.mark.parametrize("given", [True, False])
-async def test_a_turn_that_was_not_taken_costs_its_tenant_nothing(given):
-    fleet, order = Fleet(room=1), []
-    open_queue(fleet)
-    fleet.dispatch("first")
-    one = asyncio.create_task(run(fleet, waiting("one", tokens=100_000)))
+async def test_an_admission_that_was_not_used_costs_its_tenant_nothing(given):
+    capacity, order = FakeCapacity(slots=1), []
+    open_queue(capacity)
+    capacity.dispatch("first")
+    one = asyncio.create_task(run(capacity, waiting("one", tokens=100_000)))
     await settle()
     if given:
-        fleet.end("first")
+        capacity.end("first")
         one.cancel()
     else:
         one.cancel()
-        fleet.end("first")
-    fleet.dispatch("second")
-    others = [asyncio.create_task(run(fleet, waiting(tenant, tenant), order)) for tenant in ("t", "u")]
+        capacity.end("first")
+    capacity.dispatch("second")
+    others = [asyncio.create_task(run(capacity, waiting(tenant, tenant), order)) for tenant in ("t", "u")]
     await settle()
-    fleet.end("second")
+    capacity.end("second")
     await asyncio.gather(*others)
 
     assert order == ["t", "u"]
 
 
-async def test_nobody_overtakes_those_who_wait_though_there_is_room_for_a_moment():
-    fleet, order = Fleet(room=1), []
-    open_queue(fleet)
-    fleet.dispatch("first")
-    one = asyncio.create_task(run(fleet, waiting("one"), order))
+async def test_no_request_overtakes_those_that_wait_though_there_is_capacity_for_a_moment():
+    capacity, order = FakeCapacity(slots=1), []
+    open_queue(capacity)
+    capacity.dispatch("first")
+    one = asyncio.create_task(run(capacity, waiting("one"), order))
     await settle()
-    fleet.end("first")
-    other = asyncio.create_task(run(fleet, waiting("other"), order))
+    capacity.end("first")
+    other = asyncio.create_task(run(capacity, waiting("other"), order))
     await asyncio.gather(one, other)
 
     assert order == ["one", "other"]
 
 
-async def test_who_is_ahead_leaves_room_to_others_and_who_is_alone_does_not():
-    fleet = Fleet(room=3, kept=2)
-    queue = open_queue(fleet)
+async def test_a_tenant_that_is_ahead_gets_spare_capacity_only_unless_it_is_alone():
+    capacity = FakeCapacity(slots=3, reserved=2)
+    queue = open_queue(capacity)
     for number in range(3):
         await queue.acquire(waiting(f"alone{number}", tokens=2 * CREDIT))
-        fleet.dispatch(f"alone{number}")
+        capacity.dispatch(f"alone{number}")
     for number in range(3):
-        fleet.end(f"alone{number}")
+        capacity.end(f"alone{number}")
 
     await queue.acquire(waiting("b", "other"))
     await queue.acquire(waiting("a", tokens=2 * CREDIT))
-    fleet.dispatch("a")
-    ahead = asyncio.create_task(run(fleet, waiting("a2")))
+    capacity.dispatch("a")
+    ahead = asyncio.create_task(run(capacity, waiting("a2")))
     await settle()
     assert parked(MODEL) == 1
-    await asyncio.wait_for(run(fleet, waiting("b2", "other"), steps=0), 20)
+    await asyncio.wait_for(run(capacity, waiting("b2", "other"), steps=0), 20)
     assert parked(MODEL) == 1
 
-    fleet.end("a")
+    capacity.end("a")
     await asyncio.wait_for(ahead, 20)
 
 
 async def test_models_wait_apart():
-    fleet = Fleet(room=0)
-    queue = open_queue(fleet)
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity)
     task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
 
     assert (parked(MODEL), parked("other")) == (1, 0)
-    fleet.room = 1
+    capacity.slots = 1
     await queue.acquire(QueuedRequest("b", "other", "t", 1, 1))
     queue.notify_capacity()
     await task
     assert parked(MODEL) == 0
 
 
-async def test_while_no_engine_is_ready_a_request_is_held_and_runs_when_one_comes():
-    fleet = Fleet(engines=0)
-    queue = open_queue(fleet)
+async def test_while_no_engine_is_ready_a_request_waits_and_runs_when_one_comes():
+    capacity = FakeCapacity(engines=0)
+    queue = open_queue(capacity)
     task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
     assert not task.done()
 
-    fleet.engines = 1
+    capacity.engines = 1
     queue.notify_capacity()
     await asyncio.wait_for(task, 20)
 
 
 async def test_a_hold_ends_with_unavailable():
-    queue = open_queue(Fleet(engines=0), hold_timeout=0.02)
+    queue = open_queue(FakeCapacity(engines=0), hold_timeout=0.02)
     assert await refused(queue, waiting("a")) == (ErrorCode.UNAVAILABLE, "none_ready")
     assert parked(MODEL) == 0
 
 
 async def test_a_full_fleet_is_waited_for_beyond_the_hold_and_not_for_ever():
-    fleet = Fleet(room=0)
-    queue = open_queue(fleet, hold_timeout=0.01, max_seconds=0.2)
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity, hold_timeout=0.01, max_seconds=0.2)
     assert await refused(queue, waiting("a")) == (ErrorCode.OVERLOADED, "queue_seconds")
 
 
 async def test_the_hold_begins_when_the_last_engine_went():
-    fleet = Fleet(room=0)
-    queue = open_queue(fleet, hold_timeout=0.1, max_seconds=100)
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity, hold_timeout=0.1, max_seconds=100)
     task = asyncio.create_task(refused(queue, waiting("a")))
     await asyncio.sleep(0.15)
     assert not task.done()
-    fleet.engines = 0
+    capacity.engines = 0
     queue.notify_capacity()
     assert await task == (ErrorCode.UNAVAILABLE, "none_ready")
 
 
 async def test_a_deadline_ends_a_wait():
-    queue = open_queue(Fleet(room=0))
+    queue = open_queue(FakeCapacity(slots=0))
     deadline = asyncio.get_running_loop().time() + 0.02
     assert await refused(queue, waiting("a", deadline=deadline)) == (ErrorCode.DEADLINE, "deadline")
 
 
-async def test_what_gives_way_in_a_full_queue_is_told_so():
-    fleet = Fleet(room=0)
-    queue = open_queue(fleet, bounds=QueueBounds(2, 1000))
+async def test_a_request_that_is_dropped_from_a_full_queue_gets_overloaded():
+    capacity = FakeCapacity(slots=0)
+    queue = open_queue(capacity, bounds=QueueBounds(2, 1000))
     flood = [asyncio.create_task(refused(queue, waiting(f"a{number}", "a"))) for number in range(3)]
     await settle()
     other = asyncio.create_task(queue.acquire(waiting("b", "b")))
@@ -285,7 +287,7 @@ async def test_what_gives_way_in_a_full_queue_is_told_so():
 
 
 async def test_bytes_are_bounded_and_a_tenants_requests_too():
-    queue = open_queue(Fleet(room=0), [Tenant("few", max_queued=1)], bounds=QueueBounds(10, 100))
+    queue = open_queue(FakeCapacity(slots=0), [Tenant("few", max_queued=1)], bounds=QueueBounds(10, 100))
     tasks = [asyncio.create_task(queue.acquire(waiting(name, name, size=50))) for name in ("few", "b")]
     await settle()
 
@@ -297,7 +299,7 @@ async def test_bytes_are_bounded_and_a_tenants_requests_too():
 
 
 async def test_a_queue_that_closes_lets_everybody_go_and_nobody_in():
-    queue = open_queue(Fleet(room=0))
+    queue = open_queue(FakeCapacity(slots=0))
     tasks = [asyncio.create_task(refused(queue, waiting(name))) for name in "abc"]
     await settle()
     queue.close()
@@ -306,10 +308,10 @@ async def test_a_queue_that_closes_lets_everybody_go_and_nobody_in():
     assert await refused(queue, waiting("d")) == (ErrorCode.UNAVAILABLE, "stopping")
 
 
-async def test_who_is_interrupted_leaves_without_a_turn():
-    fleet = Fleet(room=1)
-    queue = open_queue(fleet)
-    fleet.dispatch("first")
+async def test_an_abandoned_request_returns_without_an_admission():
+    capacity = FakeCapacity(slots=1)
+    queue = open_queue(capacity)
+    capacity.dispatch("first")
     one = asyncio.create_task(queue.acquire(waiting("one")))
     await settle()
 
@@ -319,14 +321,14 @@ async def test_who_is_interrupted_leaves_without_a_turn():
     await asyncio.wait_for(one, 20)
     assert parked(MODEL) == 0
 
-    fleet.end("first")
-    await run(fleet, waiting("two"))
+    capacity.end("first")
+    await run(capacity, waiting("two"))
 
 
 async def test_an_error_that_nobody_hears_is_no_complaint():
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    queue = open_queue(Fleet(room=0))
+    queue = open_queue(FakeCapacity(slots=0))
     task = asyncio.create_task(queue.acquire(waiting("a")))
     await settle()
     queue.close()

@@ -38,8 +38,8 @@ async def refusal_of(limits, request_id="x", tokens=1):
 
 
 async def spend(limits, request_id, tokens, used):
-    with await limits.reserve("t", request_id, tokens) as bill:
-        bill.used = used
+    with await limits.reserve("t", request_id, tokens) as reservation:
+        reservation.used = used
 
 
 # One router
@@ -69,23 +69,23 @@ async def test_requests_a_minute_end_with_a_wait_that_is_enough():
 async def test_tokens_are_charged_as_most_and_corrected_to_what_was_used():
     clock = Clock()
     limits = limits_of(clock, tokens_per_minute=1000)
-    with await limits.reserve("t", "a", 900) as bill:
+    with await limits.reserve("t", "a", 900) as reservation:
         assert limits.status("t").tokens.remaining == 100
         error = await refusal_of(limits, tokens=200)
         assert error.reason == "tokens_per_minute"
         assert error.retry_after == 6
-        bill.used = 300
+        reservation.used = 300
     assert limits.status("t").tokens.remaining == 700
     await spend(limits, "b", 700, 700)
     assert limits.status("t").tokens.remaining == 0
 
 
-async def test_a_request_that_can_never_be_admitted_is_told_so_and_not_to_wait():
+async def test_a_request_that_can_never_be_admitted_is_invalid_and_has_no_retry_time():
     error = await refusal_of(limits_of(tokens_per_minute=100), tokens=101)
     assert (error.code, error.param, error.retry_after) == (ErrorCode.INVALID, "max_tokens", None)
 
 
-def test_requests_that_can_never_run_together_are_told_so():
+def test_requests_that_can_never_run_together_are_invalid():
     for limit, tokens, param in (
         ({"tokens_per_minute": 100}, [40, 40, 40], "max_tokens"),
         ({"requests_per_minute": 2, "max_concurrent": 9}, [1, 1, 1], "prompt"),
@@ -104,7 +104,7 @@ async def test_a_request_that_never_ran_costs_nothing():
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError, asyncio.CancelledError])
-async def test_a_place_is_free_again_on_every_way_out(failure):
+async def test_a_request_is_no_longer_in_progress_on_every_way_out(failure):
     limits = limits_of(max_concurrent=1)
     for _ in range(3):
         try:
@@ -118,8 +118,8 @@ async def test_a_place_is_free_again_on_every_way_out(failure):
 
 async def test_what_is_refused_costs_nothing():
     limits = limits_of(Clock(), requests_per_minute=5, tokens_per_minute=100, max_concurrent=1)
-    with await limits.reserve("t", "a", 10) as bill:
-        bill.used = 10
+    with await limits.reserve("t", "a", 10) as reservation:
+        reservation.used = 10
         for _ in range(10):
             await refusal_of(limits)
     assert (limits.status("t").requests.remaining, limits.status("t").tokens.remaining) == (4, 90)
@@ -158,19 +158,19 @@ def test_one_router_counts_each_request_once_until_nobody_has_it_any_more(action
 
 
 async def count_alone(actions):
-    limits, bills, charged = limits_of(Clock(), max_concurrent=MOST, tokens_per_minute=1000), [], 0
+    limits, reservations, num_charged = limits_of(Clock(), max_concurrent=MOST, tokens_per_minute=1000), [], 0
     for action, number, _ in actions:
-        request_id, open_ids = str(number), {each for each, _ in bills}
-        if action == "close" and bills:
-            bills.pop(number % len(bills))[1].commit_all()
+        request_id, open_ids = str(number), {each for each, _ in reservations}
+        if action == "close" and reservations:
+            reservations.pop(number % len(reservations))[1].commit_all()
         elif action == "hold":
-            bills.append((request_id, limits.adopt("t", request_id)))
+            reservations.append((request_id, limits.adopt("t", request_id)))
         elif action == "enter" and (request_id in open_ids or len(open_ids) < MOST):
-            bills.append((request_id, await limits.reserve("t", request_id, 1)))
-            charged += 1
+            reservations.append((request_id, await limits.reserve("t", request_id, 1)))
+            num_charged += 1
         elif action == "enter":
             assert (await refusal_of(limits, request_id)).reason == "max_concurrent"
-        assert limits.status("t").tokens.remaining == 1000 - charged
+        assert limits.status("t").tokens.remaining == 1000 - num_charged
 
 
 # Through Redis
@@ -185,11 +185,11 @@ def redis():
 @asynccontextmanager
 async def routers(server, number, *, lease=30.0, patience=5.0, **limits):
     async with AsyncExitStack() as stack:
-        meters = [RedisRateLimiter(server.url, lease=lease, timeout=patience) for _ in range(number)]
-        for meter in meters:
-            stack.push_async_callback(meter.close)
-        await meters[0]._client.flushall()
-        yield [limits_of(shared=meter, **limits) for meter in meters]
+        limiters = [RedisRateLimiter(server.url, lease=lease, timeout=patience) for _ in range(number)]
+        for limiter in limiters:
+            stack.push_async_callback(limiter.close)
+        await limiters[0]._client.flushall()
+        yield [limits_of(shared=limiter, **limits) for limiter in limiters]
 
 
 async def until(holds):
@@ -221,7 +221,7 @@ async def test_routers_share_what_a_tenant_may_use(redis):
         assert three[0].status("t").tokens.remaining >= 99_990
 
 
-async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(redis):
+async def test_a_request_that_no_engine_gets_is_charged_at_all_routers_and_is_not_in_progress(redis):
     async with routers(redis, 2, requests_per_minute=3, max_concurrent=1) as (one, other):
         with await one.reserve("t", "a", 1):
             await other.consume_request("t")
@@ -234,7 +234,7 @@ async def test_what_no_engine_sees_is_charged_at_all_routers_and_takes_no_place(
                     limits.check_rate("t")
 
 
-async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis):
+async def test_a_request_at_one_router_is_in_progress_at_all_until_it_ends(redis):
     async with routers(redis, 2, max_concurrent=1) as (one, other):
         with await one.reserve("t", "a", 1):
             assert (await refusal_of(other)).reason == "max_concurrent"
@@ -243,9 +243,9 @@ async def test_a_request_at_one_router_takes_a_place_at_all_until_it_ends(redis)
 
 async def test_tokens_that_were_not_used_are_given_back_to_all(redis):
     async with routers(redis, 2, tokens_per_minute=1000) as (one, other):
-        with await one.reserve("t", "a", 1000) as bill:
+        with await one.reserve("t", "a", 1000) as reservation:
             assert (await refusal_of(other, tokens=900)).reason == "tokens_per_minute"
-            bill.used = 10
+            reservation.used = 10
         await until(admitted(other))
         await spend(other, "b", 900, 900)
 
@@ -269,47 +269,47 @@ COSTS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 40), ENDS), max_siz
 @given(COSTS, st.integers(1, 6))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_script_decides_as_one_router_alone_would(redis, costs, most):
-    """The pure meter is the oracle. Limits are so low that what is refilled meanwhile is less than any request."""
+    """The pure limiter is the oracle. Limits are so low that what is refilled meanwhile is less than any request."""
     asyncio.run(compare(redis, costs, most))
 
 
 async def compare(server, costs, most):
     oracle = TenantUsage(Tenant("t", requests_per_minute=12, tokens_per_minute=100, max_concurrent=most))
-    meter = RedisRateLimiter(server.url, timeout=5)
+    limiter = RedisRateLimiter(server.url, timeout=5)
     try:
-        await meter._client.flushall()
+        await limiter._client.flushall()
         for number, tokens, end in costs:
             request_id, costs_of = str(number), oracle.costs(tokens)
-            running, ahead = oracle.running, oracle.num_running_before(request_id)
-            charged = await meter.reserve(ReserveRequest("t", request_id, *costs_of, most))
-            refusal = oracle.refusal(tokens, 0, ahead)
+            running, running_before = oracle.running, oracle.num_running_before(request_id)
+            result = await limiter.reserve(ReserveRequest("t", request_id, *costs_of, most))
+            refusal = oracle.refusal(tokens, 0, running_before)
             # Redis' time goes on while the oracle's stands still.
-            close = abs(WINDOW - charged.token_debt - costs_of[1]) < MICROSECONDS / 2
-            close |= abs(WINDOW - charged.request_debt - costs_of[0]) < MICROSECONDS / 2
-            if close and charged.admitted != (refusal is None):
+            close = abs(WINDOW - result.token_debt - costs_of[1]) < MICROSECONDS / 2
+            close |= abs(WINDOW - result.request_debt - costs_of[0]) < MICROSECONDS / 2
+            if close and result.admitted != (refusal is None):
                 return
-            assert charged.admitted == (refusal is None)
-            assert charged.newly_running == (charged.admitted and ahead == running)
-            if charged.admitted:
+            assert result.admitted == (refusal is None)
+            assert result.newly_running == (result.admitted and running_before == running)
+            if result.admitted:
                 oracle.consume(request_id, tokens, 0)
-            assert charged.running == oracle.running
-            standing = oracle.status(0)
-            assert charged.request_debt / MICROSECONDS == pytest.approx(standing.requests.reset, abs=2)
-            assert charged.token_debt / MICROSECONDS == pytest.approx(standing.tokens.reset, abs=2)
-            if charged.admitted and end != "stays":
+            assert result.running == oracle.running
+            status = oracle.status(0)
+            assert result.request_debt / MICROSECONDS == pytest.approx(status.requests.reset, abs=2)
+            assert result.token_debt / MICROSECONDS == pytest.approx(status.tokens.reset, abs=2)
+            if result.admitted and end != "stays":
                 unused = (1, tokens) if end == "never ran" else (0, 0)
                 request_refund, token_refund = oracle.refunds(*unused)
                 oracle.release(request_id, *unused)
-                meter.release(
+                limiter.release(
                     "t",
                     request_id,
-                    placed=charged.newly_running,
+                    newly_running=result.newly_running,
                     request_refund=request_refund,
                     token_refund=token_refund,
                 )
-                await told(meter)
+                await until_released(limiter)
     finally:
-        await meter.close()
+        await limiter.close()
 
 
 @given(ACTIONS)
@@ -319,23 +319,23 @@ def test_routers_count_each_request_once_and_none_too_few_that_they_have(redis, 
 
 
 async def count_together(server, actions):
-    """A place may be left for a lease where the last to close was not who took it."""
+    """A request may stay in progress for a lease if the last to settle it is not the router that reserved it."""
     async with routers(server, 2, max_concurrent=MOST) as two:
-        client, bills, left = two[0]._shared._client, [], set()
+        client, reservations, left = two[0]._shared._client, [], set()
         for action, number, which in actions:
             request_id, places = str(number), await places_in(client)
-            if action == "close" and bills:
-                left.add(bills[number % len(bills)][0])
-                bills.pop(number % len(bills))[1].settle()
+            if action == "close" and reservations:
+                left.add(reservations[number % len(reservations)][0])
+                reservations.pop(number % len(reservations))[1].settle()
             elif action == "hold":
-                bills.append((request_id, two[which].adopt("t", request_id)))
+                reservations.append((request_id, two[which].adopt("t", request_id)))
             elif action == "enter" and (request_id in places or len(places) < MOST):
-                bills.append((request_id, await two[which].reserve("t", request_id, 1)))
+                reservations.append((request_id, await two[which].reserve("t", request_id, 1)))
             elif action == "enter":
                 assert (await refusal_of(two[which], request_id)).reason == "max_concurrent"
             for limits in two:
-                await tell_all(limits._shared)
-            open_ids = {each for each, _ in bills}
+                await send_all(limits._shared)
+            open_ids = {each for each, _ in reservations}
             assert open_ids <= await places_in(client) <= open_ids | left
 
 
@@ -343,19 +343,19 @@ async def places_in(client):
     return {name.decode() for name in await client.zrange("quire:limits:{t:t}:running", 0, -1)}
 
 
-async def tell_all(meter):
-    await meter._send_releases()
-    await meter._send_adopted()
-    await meter._renew_all()
+async def send_all(limiter):
+    await limiter._send_releases()
+    await limiter._send_adopted()
+    await limiter._renew_all()
 
 
-async def test_a_request_that_goes_on_at_another_router_keeps_its_one_place(redis):
+async def test_a_request_that_goes_on_at_another_router_counts_once(redis):
     async with routers(redis, 3, lease=0.5, max_concurrent=1) as (dead, heir, third):
         with await dead.reserve("t", "a", 1):
             dead._shared._publisher.cancel()
             with heir.adopt("t", "a"):
                 await until(lambda: is_held_by(heir, "a"))
-                await asyncio.sleep(1)  # the lease of the dead router's place is over
+                await asyncio.sleep(1)  # the lease of the dead router is over
                 assert await places_in(heir._shared._client) == {"a"}
                 assert (await refusal_of(third)).reason == "max_concurrent"
             await until(admitted(third))
@@ -365,7 +365,7 @@ async def is_held_by(limits, request_id):
     return not limits._shared._adopted and request_id in await places_in(limits._shared._client)
 
 
-async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_first(redis):
+async def test_a_repeated_request_neither_counts_again_nor_ends_the_first(redis):
     async with routers(redis, 2, max_concurrent=1) as (one, other):
         with await one.reserve("t", "a", 1):
             await spend(other, "a", 1, 0)
@@ -376,16 +376,16 @@ async def test_a_repeated_request_neither_takes_a_place_nor_frees_that_of_the_fi
         await until(admitted(other))
 
 
-async def told(meter):
+async def until_released(limiter):
     """Until Redis knows of every end."""
-    await until(lambda: _is_told(meter))
+    await until(lambda: _is_released(limiter))
 
 
-async def _is_told(meter):
-    await meter._publisher.stop()
-    await meter._send_releases()
-    meter._publisher = None
-    return not meter._releases
+async def _is_released(limiter):
+    await limiter._publisher.stop()
+    await limiter._send_releases()
+    limiter._publisher = None
+    return not limiter._releases
 
 
 async def test_limits_are_shared_until_redis_could_not_be_asked():
@@ -431,11 +431,11 @@ async def test_a_redis_that_failed_is_left_in_peace_for_a_while():
         asked.append(True)
         raise ConnectionError
 
-    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
-    meter._reserve_script = fail
+    limiter = RedisRateLimiter("redis://127.0.0.1:1/0")
+    limiter._reserve_script = fail
     for number in range(5):
-        assert await meter.reserve(ReserveRequest("t", str(number), 1, 1, None)) is None
-    await meter.close()
+        assert await limiter.reserve(ReserveRequest("t", str(number), 1, 1, None)) is None
+    await limiter.close()
     assert len(asked) == 1
 
 
@@ -444,10 +444,10 @@ async def test_an_answer_that_is_none_is_as_good_as_no_redis(reply):
     async def answer(**_):
         return reply
 
-    meter = RedisRateLimiter("redis://127.0.0.1:1/0")
-    meter._reserve_script = answer
-    assert await meter.reserve(ReserveRequest("t", "r", 1, 1, None)) is None
-    await meter.close()
+    limiter = RedisRateLimiter("redis://127.0.0.1:1/0")
+    limiter._reserve_script = answer
+    assert await limiter.reserve(ReserveRequest("t", "r", 1, 1, None)) is None
+    await limiter.close()
 
 
 async def test_what_was_in_progress_when_redis_went_still_counts_here():
@@ -495,9 +495,9 @@ async def _is_empty(client):
 async def test_a_clock_of_redis_that_goes_back_makes_nobody_wait_longer_than_a_window(redis):
     async with routers(redis, 1, lease=1.0, requests_per_minute=6, max_concurrent=2) as (one,):
         client = one._shared._client
-        ahead = (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS
-        await client.set("quire:limits:{t:t}:requests", ahead)
-        await client.zadd("quire:limits:{t:t}:running", {"dead": ahead})
+        running_before = (await client.time())[0] * MICROSECONDS + 600 * MICROSECONDS
+        await client.set("quire:limits:{t:t}:requests", running_before)
+        await client.zadd("quire:limits:{t:t}:running", {"dead": running_before})
         error = await refusal_of(one)
         assert error.reason == "requests_per_minute"
         assert error.retry_after <= WINDOW / MICROSECONDS
@@ -518,7 +518,7 @@ async def test_a_limit_that_somebody_overwrote_counts_from_the_beginning(redis):
         assert one.status("t").requests.remaining == 5
 
 
-async def test_a_loop_that_was_held_up_reads_its_answer_before_it_takes_redis_for_slow(redis):
+async def test_a_loop_that_was_blocked_reads_its_reply_before_it_takes_redis_for_slow(redis):
     async with routers(redis, 1, patience=0.5, requests_per_minute=1000) as (one,):
         await spend(one, "first", 1, 0)
         asking = [asyncio.create_task(spend(one, str(number), 1, 0)) for number in range(3)]
@@ -551,7 +551,7 @@ async def test_one_answer_that_is_late_makes_one_request_local_and_several_make_
             await until(lambda: comes_back(one))
 
 
-async def test_places_that_ended_while_redis_was_away_are_given_back_when_it_returns():
+async def test_requests_that_ended_while_redis_was_unavailable_are_released_when_it_returns():
     with redis_server(persistent=True) as server:
         async with routers(server, 2, max_concurrent=1) as (one, other):
             with await one.reserve("t", "a", 1):

@@ -120,7 +120,7 @@ def test_json_says_the_same_as_toml(tmp_path):
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_in_one_sentence_with_its_path_and_never_with_a_key(content, where, tmp_path):
+def test_an_error_is_one_sentence_with_the_path_and_never_a_key(content, where, tmp_path):
     (tmp_path / "short.key").write_text("short-key-xyz")
     path = write(tmp_path, content, "tenants.json")
     with pytest.raises(TenantsFileError) as refusal:
@@ -138,13 +138,13 @@ def test_what_is_wrong_is_told_in_one_sentence_with_its_path_and_never_with_a_ke
     ("name", "content"),
     [("a.toml", "[[tenants]"), ("a.json", "{,}"), ("a.json", "[" * 100_000), ("a.toml", 'keys = "' + KEY)],
 )
-def test_a_file_that_is_neither_is_told_so(name, content, tmp_path):
+def test_a_file_that_is_neither_json_nor_toml_is_an_error(name, content, tmp_path):
     with pytest.raises(TenantsFileError, match="cannot be read") as refusal:
         read_tenants(write(tmp_path, content, name))
     assert KEY not in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_or_too_large_or_not_text_is_told_so(tmp_path):
+def test_a_file_that_is_missing_or_too_large_or_not_text_is_an_error(tmp_path):
     with pytest.raises(TenantsFileError, match="No such file"):
         read_tenants(tmp_path / "nothing.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
@@ -196,7 +196,7 @@ def test_a_key_that_is_also_a_flag_is_the_tenants(tmp_path):
     assert plain.policy.requests_per_minute == 7
 
 
-def test_a_file_closes_the_door_for_whoever_is_not_in_it(tmp_path):
+def test_with_a_file_only_the_keys_in_it_are_accepted(tmp_path):
     with pytest.raises(QuireError) as refusal:
         keys_of(tmp_path, [entry()]).authenticate(f"Bearer {OTHER}")
     assert refusal.value.code == ErrorCode.UNAUTHENTICATED
@@ -219,7 +219,7 @@ def test_the_settings_of_admission_are_flags(tmp_path):
     assert (settings.max_queued_requests, settings.max_queued_bytes) == (5, 6)
 
 
-def test_models_that_are_not_served_are_told_with_who_may_use_them(tmp_path):
+def test_models_that_are_not_served_are_returned_with_the_tenants_that_may_use_them(tmp_path):
     file = read_tenants(
         write(
             tmp_path,

@@ -349,7 +349,7 @@ async def test_however_much_of_a_long_prompt_is_cached_its_blocks_are_named_a_fe
     assert list(islice(decision.block_hashes, 600)) == list(islice(at_once.block_hashes, 600))
 
 
-async def test_a_request_that_is_cancelled_while_its_blocks_are_named_is_not_placed() -> None:
+async def test_a_request_that_is_cancelled_while_its_blocks_are_hashed_is_not_placed() -> None:
     stage, prompt = Stage(1), array("i", range(131_072))
     stage.index.store(0, Tier.DEVICE, hash_blocks(prompt, 16, extra_key("one", b"")))
     progress = progress_of(generation(prompt_token_ids=prompt))

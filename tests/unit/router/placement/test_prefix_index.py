@@ -236,7 +236,7 @@ def test_a_bound_is_kept_until_the_row_is_cleared() -> None:
     assert index.match(chain(10), 0.0).device.tolist() == [10]
 
 
-def test_a_full_index_makes_room_of_what_was_cleared() -> None:
+def test_a_full_index_reuses_the_entries_of_cleared_rows() -> None:
     index = PrefixIndex(max_blocks=100)
     index.store(0, Tier.DEVICE, chain(100))
     index.clear(0)
