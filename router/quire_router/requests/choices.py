@@ -1,4 +1,7 @@
-"""One choice of an answer between its first and its last piece: its tokens and its text."""
+"""Deltas of an answer that are not passed on one by one as they come: those of candidates, of which ``BestOfSelection``
+delivers the best together, and those of a record, which are cut and marked by what their consumer has received. Does no
+I/O.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
@@ -11,12 +14,10 @@ from quire_router.core.generation import Delta, StreamCursor, Usage
 from quire_router.engines.output_stream import Output
 from quire_router.journal.base import AnyDelta, RecordedDelta
 
-# The choices of a request that is told only when all of them have ended: which ones, and in which order.
-
 
 @dataclass(slots=True)
 class _Candidate:
-    """All pieces of one choice."""
+    """All deltas of one choice."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -29,24 +30,24 @@ class BestOfSelection:
     """Holds back the candidates of ``best_of`` and of a beam search.
 
     Candidates are ranked by the mean log-probability of their tokens, equal ones by index; a search has ranked its
-    beams already. When the client cancels, it gets the best of what there is.
+    beams already. A client that cancels gets the best of what there is.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._candidates: dict[int, _Candidate] = {}
 
-    def add(self, piece: Delta) -> None:
-        """Keeps a piece of a candidate."""
-        whole = self._candidates.setdefault(piece.index, _Candidate())
-        whole.texts.append(piece.text)
-        whole.token_ids += piece.token_ids
-        whole.logprobs += piece.logprobs
-        whole.finish_reason, whole.score = piece.finish_reason, piece.score
+    def add(self, delta: Delta) -> None:
+        """Keeps a delta of a candidate."""
+        whole = self._candidates.setdefault(delta.index, _Candidate())
+        whole.texts.append(delta.text)
+        whole.token_ids += delta.token_ids
+        whole.logprobs += delta.logprobs
+        whole.finish_reason, whole.score = delta.finish_reason, delta.score
 
     def best(self) -> list[Delta]:
-        """One piece for each of the ``n`` best, best first. All have ended; if any did by being cancelled, nobody can
-        say which ones would have been best, so all of them are given that reason.
+        """Returns one delta for each of the ``n`` best, best first. All have ended; if one of them was cancelled, it is
+        not known which would have been best, so all of them get ABORT as their reason.
         """
         wholes = [self._candidates[index] for index in sorted(self._candidates)]
         aborted = any(whole.finish_reason is FinishReason.ABORT for whole in wholes)
@@ -66,66 +67,65 @@ class BestOfSelection:
         )
 
 
-# An answer told again from its record, up to where its reader stands and beyond. Does no I/O.
-
-
 CHUNK_TOKENS = 256
-"""Tokens of a part: a millisecond or so."""
+"""Tokens that are processed before the event loop gets a turn: a millisecond or so."""
 P = TypeVar("P", bound=AnyDelta)
 
 
-async def yielding_to_loop(pieces: Iterable[P]) -> AsyncGenerator[P]:
-    """The pieces, between which others get their turn: there may be many, and each takes a while to make."""
+async def yielding_to_loop(deltas: Iterable[P]) -> AsyncGenerator[P]:
+    """Yields the deltas, and lets the event loop run after every ``CHUNK_TOKENS`` tokens and log-probabilities."""
     tokens = 0
-    for piece in pieces:
-        yield piece
-        tokens += len(piece.token_ids) + sum(len(each.top) for each in piece.logprobs)
+    for delta in deltas:
+        yield delta
+        tokens += len(delta.token_ids) + sum(len(each.top) for each in delta.logprobs)
         if tokens >= CHUNK_TOKENS:
             tokens = 0
             await asyncio.sleep(0)
 
 
-def chunked(pieces: Iterable[RecordedDelta]) -> Iterator[RecordedDelta]:
-    """The same pieces, none of which has so many tokens that making their text would hold up others."""
-    for piece in pieces:
-        for start in range(0, len(piece.token_ids) - CHUNK_TOKENS, CHUNK_TOKENS):
-            yield _chunk(piece, start, start + CHUNK_TOKENS)
-        rest = (max(1, len(piece.token_ids)) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
-        yield piece if rest == 0 else _chunk(piece, rest, None)
+def chunked(deltas: Iterable[RecordedDelta]) -> Iterator[RecordedDelta]:
+    """Yields the same deltas, cut to at most ``CHUNK_TOKENS`` tokens, so that detokenising one holds up no stream."""
+    for delta in deltas:
+        for start in range(0, len(delta.token_ids) - CHUNK_TOKENS, CHUNK_TOKENS):
+            yield _chunk(delta, start, start + CHUNK_TOKENS)
+        rest = (max(1, len(delta.token_ids)) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+        yield delta if rest == 0 else _chunk(delta, rest, None)
 
 
-def _chunk(piece: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
+def _chunk(delta: RecordedDelta, start: int, end: int | None) -> RecordedDelta:
     return RecordedDelta(
-        piece.index,
-        piece.token_ids[start:end],
-        piece.finish_reason if end is None else None,
-        piece.logprobs[start:end],
-        [] if start else piece.prompt_logprobs,
-        piece.score if end is None else None,
+        delta.index,
+        delta.token_ids[start:end],
+        delta.finish_reason if end is None else None,
+        delta.logprobs[start:end],
+        [] if start else delta.prompt_logprobs,
+        delta.score if end is None else None,
     )
 
 
-def split_at_cursor(output: Output, mark: StreamCursor) -> list[Output]:
-    """The output, in two where its reader stands within it: what it has, and what follows."""
-    count = mark.position(output.index) - output.position
+def split_at_cursor(output: Output, cursor: StreamCursor) -> list[Output]:
+    """Returns the output, cut in two if the cursor is within it: what the consumer has, and what follows."""
+    count = cursor.position(output.index) - output.position
     inside = 0 < count < len(output.token_ids)
     at_its_end = count == len(output.token_ids) > 0 and output.finish_reason is not None
-    if not inside and not (at_its_end and not mark.ended(output.index)):
+    if not inside and not (at_its_end and not cursor.ended(output.index)):
         return [output]
     had = replace(output, token_ids=output.token_ids[:count], logprobs=output.logprobs[:count], finish_reason=None)
     output.drop(count)
     return [had, output]
 
 
-def mark_replayed(piece: Delta, position: int, mark: StreamCursor) -> Delta:
-    """The piece, as told if its reader had it: it ends at ``position`` of its choice."""
-    begun, ended = mark.begun(piece.index), mark.ended(piece.index)
-    had = begun and position <= mark.position(piece.index) and (piece.finish_reason is None or ended)
-    return replace(piece, replayed=True) if had else piece
+def mark_replayed(delta: Delta, position: int, cursor: StreamCursor) -> Delta:
+    """Returns the delta, marked as replayed if its consumer has it; ``position`` is its end in its choice's tokens."""
+    begun, ended = cursor.begun(delta.index), cursor.ended(delta.index)
+    had = begun and position <= cursor.position(delta.index) and (delta.finish_reason is None or ended)
+    return replace(delta, replayed=True) if had else delta
 
 
-def with_usage(pieces: list[Delta], usage: Usage, mark: StreamCursor | None) -> list[Delta]:
-    """The last pieces of an answer, with its usage in the very last one; by itself where the reader had the others."""
-    if pieces and not pieces[-1].replayed:
-        return [*pieces[:-1], replace(pieces[-1], usage=usage)]
-    return [*pieces, Delta("", [], usage=usage, replayed=mark is not None and mark.usage)]
+def with_usage(deltas: list[Delta], usage: Usage, cursor: StreamCursor | None) -> list[Delta]:
+    """Returns the last deltas of an answer with its usage: in the last one, or in one of its own if the consumer has
+    that.
+    """
+    if deltas and not deltas[-1].replayed:
+        return [*deltas[:-1], replace(deltas[-1], usage=usage)]
+    return [*deltas, Delta("", [], usage=usage, replayed=cursor is not None and cursor.usage)]

@@ -1,4 +1,6 @@
-"""Finds an engine for a request: it waits in the queue, or for an engine to be ready, and is placed."""
+"""``Dispatcher``: finds an engine for a request, which waits in the queue, or for an engine to be ready, and is placed.
+And the spans of a request behind the API: where it waited, where it was placed, and each attempt.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -26,32 +28,29 @@ from quire_router.placement.placer import Placer, route_attributes
 from quire_router.placement.query import PlacementDecision
 from quire_router.requests.state import RETRY_AFTER, RequestState
 
-# The spans of one request behind the API: where it waited, where it was sent, and each attempt.
-
-
 tracer = trace.get_tracer("quire.router")
 
 
 def record_wait_span(caller: Context, began: int, reason: str) -> None:
-    """The request was held from ``began`` (nanoseconds since 1970) until now."""
+    """Records that the request waited from ``began`` (nanoseconds since 1970) until now."""
     attributes = {Attribute.QUEUE_REASON: reason}
     tracer.start_span(telemetry.Span.QUEUE, caller, attributes=attributes, start_time=began).end()
 
 
-def route_span(progress: RequestState) -> Span:
-    """The span of one choice of an engine, to be ended."""
-    return tracer.start_span(telemetry.Span.ROUTE, progress.trace_context)
+def route_span(state: RequestState) -> Span:
+    """Starts the span of one placement, which the caller ends."""
+    return tracer.start_span(telemetry.Span.ROUTE, state.trace_context)
 
 
 @contextmanager
-def attempt_span(progress: RequestState, engine_id: str, zone: str | None = None) -> Iterator[Span]:
-    """The span of one attempt, which tells how it ended. ``zone`` is the engine's, where it is known."""
-    generation = progress.generation
-    name = f"{generation.operation} {generation.model}"
-    attributes = _attributes(generation, engine_id, progress.attempt)
+def attempt_span(state: RequestState, engine_id: str, zone: str | None = None) -> Iterator[Span]:
+    """The span of one attempt, with how it ended. ``zone`` is the engine's, None if unknown."""
+    request = state.generation
+    name = f"{request.operation} {request.model}"
+    attributes = _attributes(request, engine_id, state.attempt)
     if zone is not None:
         attributes[Attribute.ZONE] = zone
-    span = tracer.start_span(name, progress.trace_context, SpanKind.CLIENT, attributes)
+    span = tracer.start_span(name, state.trace_context, SpanKind.CLIENT, attributes)
     try:
         yield span
     except (EngineFull, EngineLost, QuireError) as error:
@@ -60,36 +59,36 @@ def attempt_span(progress: RequestState, engine_id: str, zone: str | None = None
         span.set_status(StatusCode.ERROR, kind)
         raise
     finally:
-        _describe_end(span, progress)
+        _describe_end(span, state)
         span.end()
 
 
-def _attributes(generation: GenerationRequest, engine_id: str, attempt: int) -> dict[str, str | int | float]:
+def _attributes(request: GenerationRequest, engine_id: str, attempt: int) -> dict[str, str | int | float]:
     return {
-        Attribute.OPERATION: generation.operation,
+        Attribute.OPERATION: request.operation,
         Attribute.PROVIDER: PROVIDER_NAME,
-        Attribute.REQUEST_MODEL: generation.model,
-        Attribute.REQUEST_MAX_TOKENS: generation.params.max_tokens,
-        Attribute.REQUEST_TEMPERATURE: generation.params.temperature,
-        Attribute.REQUEST_TOP_P: generation.params.top_p,
-        Attribute.REQUEST_TOP_K: generation.params.top_k,
-        Attribute.REQUEST_STREAM: generation.stream,
+        Attribute.REQUEST_MODEL: request.model,
+        Attribute.REQUEST_MAX_TOKENS: request.params.max_tokens,
+        Attribute.REQUEST_TEMPERATURE: request.params.temperature,
+        Attribute.REQUEST_TOP_P: request.params.top_p,
+        Attribute.REQUEST_TOP_K: request.params.top_k,
+        Attribute.REQUEST_STREAM: request.stream,
         Attribute.SERVER_ADDRESS: engine_id,
         Attribute.ENGINE: engine_id,
-        Attribute.REQUEST_ID: generation.request_id,
+        Attribute.REQUEST_ID: request.request_id,
         Attribute.ATTEMPT: attempt,
     }
 
 
-def _describe_end(span: Span, progress: RequestState) -> None:
+def _describe_end(span: Span, state: RequestState) -> None:
     if not span.is_recording():
         return
-    usage = progress.usage
+    usage = state.usage
     span.set_attribute(Attribute.INPUT_TOKENS, usage.prompt_tokens)
     span.set_attribute(Attribute.OUTPUT_TOKENS, usage.completion_tokens)
     span.set_attribute(Attribute.CACHED_TOKENS, usage.cached_tokens)
-    if progress.finish_reason is not None:
-        span.set_attribute(Attribute.FINISH_REASONS, [reason.value for reason in progress.finish_reasons])
+    if state.finish_reason is not None:
+        span.set_attribute(Attribute.FINISH_REASONS, [reason.value for reason in state.finish_reasons])
 
 
 _TOKEN_BYTES = 12  # of a prompt that is parked: its tokens, its blocks' names, and its text while the API holds it
@@ -98,96 +97,98 @@ _RETRY_FULL_SECONDS = 0.2  # seconds
 
 
 class Dispatcher:
-    """Finds an engine for a request. A new one waits for its turn among all that want to run; one that has begun was
-    admitted, and only waits, at most ``hold_timeout`` seconds, until some engine is there that takes it.
+    """Finds an engine for a request. A new one waits for its turn in the queue; one that has output was admitted
+    before, and waits only, at most ``hold_timeout`` seconds, until an engine is ready that takes it.
     """
 
     def __init__(
         self,
-        fleet: EnginePool,
+        pool: EnginePool,
         placer: Placer,
-        turns: AdmissionQueue,
+        queue: AdmissionQueue,
         *,
         policy: str,
         hold_timeout: float,
         explain: bool = False,
     ) -> None:
-        self._fleet = fleet
+        self._pool = pool
         self._placer = placer
-        self._turns = turns
+        self._queue = queue
         self._hold_timeout = hold_timeout
         self._policy = policy
         self._explain = explain
 
-    async def first(self, progress: RequestState) -> PlacementDecision | None:
-        """Where a request begins; None when it was cancelled meanwhile. Raises ``QuireError``."""
-        if progress.has_output:
-            return await self.next(progress)
-        await self._hash_blocks(progress)  # before its turn, as nothing may be waited for after it
-        await self._wait_turn(progress)
-        return None if _is_cancelled(progress) else self._place(progress) or await self.next(progress)
+    async def first(self, state: RequestState) -> PlacementDecision | None:
+        """Places a new request, after its turn in the queue. Returns None if it was cancelled meanwhile. Raises
+        ``QuireError``.
+        """
+        if state.has_output:
+            return await self.next(state)
+        await self._hash_blocks(state)  # before its turn, as nothing may be waited for after it
+        await self._wait_turn(state)
+        return None if _is_cancelled(state) else self._place(state) or await self.next(state)
 
-    async def next(self, progress: RequestState) -> PlacementDecision | None:
-        """Where a request goes on that lost its engine, or was refused by one; as ``begin``."""
+    async def next(self, state: RequestState) -> PlacementDecision | None:
+        """Places a request that lost its engine or was refused by one. Returns and raises as ``first``."""
         until = monotonic() + self._hold_timeout
-        while await self._hash_blocks(progress):
-            decision = self._place(progress)
+        while await self._hash_blocks(state):
+            decision = self._place(state)
             if decision is not None:
                 return decision
-            if monotonic() >= until or (progress.refused_by and not progress.has_output):
-                raise self._no_engine_error(progress)
-            await self._wait_for_engine(progress, until - monotonic())
+            if monotonic() >= until or (state.refused_by and not state.has_output):
+                raise self._no_engine_error(state)
+            await self._wait_for_engine(state, until - monotonic())
         return None
 
-    async def _hash_blocks(self, progress: RequestState) -> bool:
-        """Names the blocks of a long prompt, and lets others run after each piece; False when the request was cancelled
-        by then. Raises the error that it was interrupted with.
+    async def _hash_blocks(self, state: RequestState) -> bool:
+        """Hashes the blocks of a prompt, and lets the event loop run after each part of a long one. Returns False if
+        the request was cancelled by then. Raises the error that it was interrupted with.
         """
-        for _ in self._placer.compute_hashes(progress.generation, self._rows(progress), progress.names):
+        for _ in self._placer.compute_hashes(state.generation, self._rows(state), state.names):
             await asyncio.sleep(0)
-            if progress.interrupted.done():
+            if state.interrupted.done():
                 break
-        return not _is_cancelled(progress)
+        return not _is_cancelled(state)
 
-    async def _wait_turn(self, progress: RequestState) -> None:
+    async def _wait_turn(self, state: RequestState) -> None:
         """Waits for the request's turn, in the task that is going to dispatch it, or until it is interrupted."""
-        began, request_id = time_ns(), progress.id
+        began, request_id = time_ns(), state.id
 
-        def leave(_: object) -> None:
-            self._turns.abandon(request_id)
+        def abandon(_: object) -> None:
+            self._queue.abandon(request_id)
 
-        progress.interrupted.add_done_callback(leave)
+        state.interrupted.add_done_callback(abandon)
         try:
-            await self._turns.acquire(queued_request(progress.generation))
+            await self._queue.acquire(queued_request(state.generation))
         finally:
-            progress.interrupted.remove_done_callback(leave)
-            _record_wait(progress, began, "turn")
+            state.interrupted.remove_done_callback(abandon)
+            _record_wait(state, began, "turn")
 
-    async def _wait_for_engine(self, progress: RequestState, seconds: float) -> None:
+    async def _wait_for_engine(self, state: RequestState, seconds: float) -> None:
         """Waits for an engine to be ready, or a moment for the ones that are full."""
-        full, model = bool(progress.refused_by), progress.generation.model
-        pause = asyncio.sleep(_RETRY_FULL_SECONDS) if full else self._fleet.wait_ready(seconds, model)
-        await self._wait(progress, pause, "full" if full else "none_ready")
-        progress.refused_by.clear()
+        full, model = bool(state.refused_by), state.generation.model
+        pause = asyncio.sleep(_RETRY_FULL_SECONDS) if full else self._pool.wait_ready(seconds, model)
+        await self._wait(state, pause, "full" if full else "none_ready")
+        state.refused_by.clear()
 
-    async def _wait(self, progress: RequestState, what: Coroutine[Any, Any, object], reason: str) -> None:
-        """Waits for it unless the request is interrupted first. Raises what it raises."""
+    async def _wait(self, state: RequestState, what: Coroutine[Any, Any, object], reason: str) -> None:
+        """Waits for ``what`` unless the request is interrupted first. Raises what it raises."""
         began = time_ns()
         task = asyncio.ensure_future(what)
-        news: set[asyncio.Future[Any]] = {task, progress.interrupted}
+        futures: set[asyncio.Future[Any]] = {task, state.interrupted}
         try:
-            await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()
         finally:
             task.cancel()
-            _record_wait(progress, began, reason)
+            _record_wait(state, began, reason)
 
-    def _place(self, progress: RequestState) -> PlacementDecision | None:
-        span = route_span(progress)
-        rows = self._rows(progress)
+    def _place(self, state: RequestState) -> PlacementDecision | None:
+        span = route_span(state)
+        rows = self._rows(state)
         explained = self._explain or span.is_recording()
-        decision = self._placer.place(progress.generation, rows, progress.names, explained=explained)
+        decision = self._placer.place(state.generation, rows, state.names, explained=explained)
         span.set_attribute(Attribute.POLICY, self._policy)
         _describe(span, decision, len(rows))
         span.end()
@@ -195,46 +196,46 @@ class Dispatcher:
         metrics.ROUTE_DECISIONS.labels(self._policy, result).inc()
         return decision
 
-    def _rows(self, progress: RequestState) -> Rows:
-        rows, ids = self._fleet.rows(progress.generation.model), self._fleet.table.ids
-        if not progress.refused_by:
+    def _rows(self, state: RequestState) -> Rows:
+        rows, ids = self._pool.rows(state.generation.model), self._pool.table.ids
+        if not state.refused_by:
             return rows
-        return np.array([row for row in rows.tolist() if ids[row] not in progress.refused_by], np.intp)
+        return np.array([row for row in rows.tolist() if ids[row] not in state.refused_by], np.intp)
 
-    def _no_engine_error(self, progress: RequestState) -> QuireError:
+    def _no_engine_error(self, state: RequestState) -> QuireError:
         code, reason = ErrorCode.UNAVAILABLE, str(RefusalReason.NONE_READY)
         message = "No engine is ready to run this model."
-        if progress.refused_by:
+        if state.refused_by:
             code, reason = ErrorCode.OVERLOADED, "engines_full"
             message = "Every engine that is ready has as many requests waiting as it takes."
         metrics.REJECTIONS.labels(code.name.lower()).inc()
         return QuireError(code, message, retry_after=RETRY_AFTER[code], reason=reason)
 
 
-def queued_request(generation: GenerationRequest) -> QueuedRequest:
-    """The request as the queue sees it."""
-    deadline = None if generation.deadline is None else monotonic() + generation.deadline - time()
+def queued_request(request: GenerationRequest) -> QueuedRequest:
+    """Returns the request as the queue needs it."""
+    deadline = None if request.deadline is None else monotonic() + request.deadline - time()
     return QueuedRequest(
-        request_id=generation.request_id,
-        model=generation.model,
-        tenant=generation.tenant,
-        tokens=generation.max_cost,
-        bytes=len(generation.prompt_token_ids) * _TOKEN_BYTES + len(generation.shape),
-        priority=generation.priority,
+        request_id=request.request_id,
+        model=request.model,
+        tenant=request.tenant,
+        tokens=request.max_cost,
+        bytes=len(request.prompt_token_ids) * _TOKEN_BYTES + len(request.shape),
+        priority=request.priority,
         deadline=deadline,
     )
 
 
-def _record_wait(progress: RequestState, began: int, reason: str) -> None:
+def _record_wait(state: RequestState, began: int, reason: str) -> None:
     if time_ns() - began > _MIN_REPORTED_WAIT_NS:
-        record_wait_span(progress.trace_context, began, reason)
+        record_wait_span(state.trace_context, began, reason)
 
 
-def _is_cancelled(progress: RequestState) -> bool:
+def _is_cancelled(state: RequestState) -> bool:
     """Whether the request was cancelled. Raises the error that it was interrupted with."""
-    if progress.interrupted.done():
-        progress.raise_interruption()
-    return progress.interrupted.done()
+    if state.interrupted.done():
+        state.raise_interruption()
+    return state.interrupted.done()
 
 
 def _describe(span: Span, decision: PlacementDecision | None, candidates: int) -> None:

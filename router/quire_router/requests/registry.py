@@ -1,4 +1,6 @@
-"""The requests that this router runs now: by their ids, counted, and ended with it."""
+"""``RequestRegistry``: the requests that this router runs now, by their ids; counted, timed and drained. And
+``BackgroundRequests``, those of them that run without a client.
+"""
 
 import asyncio
 import logging
@@ -20,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class RequestRegistry:
-    """Requests from the moment in which their record is held here until it is closed or let go of. It hears of what
-    becomes of the records (see ``journal.base.LeaseListener``). ``timeout`` seconds, where given, end a request with
-    DEADLINE, as its own deadline does; that of its reader ends the answer only. ``on_change`` is called when there are
-    more or fewer.
+    """Requests whose record is leased by this router, until it is closed or released; the ``LeaseListener`` of those
+    records. ``timeout`` seconds, where given, end a request with
+    DEADLINE, as its own deadline does; that of its consumer ends the answer only. ``on_change`` is called when their
+    number has changed.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -42,17 +44,17 @@ class RequestRegistry:
         return request_id in self._requests
 
     def of_model(self, model: str) -> int:
-        """How many are of this model: those that wait for an engine, and those that one runs."""
+        """Returns how many are of this model: those that wait for an engine, and those that run on one."""
         return self._of_model[model]
 
     @property
     def draining(self) -> bool:
-        """Whether the door is closed."""
+        """Whether new requests are refused."""
         return self._draining
 
     @property
     def drained(self) -> bool:
-        """Whether the router's time is over."""
+        """Whether the time is over that running requests had to end."""
         return self._drained
 
     def check_accepting(self) -> None:
@@ -68,51 +70,51 @@ class RequestRegistry:
             raise internal()
 
     @contextmanager
-    def track(self, progress: RequestState) -> Iterator[None]:
-        """The request is in flight; all of that is undone here, on every way out, and an answer that is not complete by
-        then is left.
+    def track(self, state: RequestState) -> Iterator[None]:
+        """Counts the request as in flight until the block ends; an answer that is not complete by then is released, or
+        aborted.
         """
-        model, timers = progress.generation.model, self._start_timers(progress)
-        self._requests[progress.id] = progress
+        model, timers = state.generation.model, self._start_timers(state)
+        self._requests[state.id] = state
         self._idle.clear()
         self._count(model, 1)
-        metrics.PROMPT_TOKENS.labels(model).inc(len(progress.generation.prompt_token_ids))
+        metrics.PROMPT_TOKENS.labels(model).inc(len(state.generation.prompt_token_ids))
         try:
             yield
         finally:
-            _release_or_abort(progress)
+            _release_or_abort(state)
             for timer in timers:
                 timer.cancel()
             self._count(model, -1)
-            if self._requests.get(progress.id) is progress:  # else the same came twice, and the journal held neither
-                del self._requests[progress.id]
+            if self._requests.get(state.id) is state:  # else the same came twice, and the journal held neither
+                del self._requests[state.id]
             if not self._requests:
                 self._idle.set()
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Closes the door, lets requests end within ``timeout`` seconds, then ends the rest with UNAVAILABLE, for
-        others to go on with.
+        others to continue.
         """
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
-            for progress in list(self._requests.values()):
-                progress.interrupt(shutting_down_error())
+            for state in list(self._requests.values()):
+                state.interrupt(shutting_down_error())
         self._drained = True
 
     def on_cancelled(self, request_id: str) -> None:
         """Somebody asked for the request to be ended."""
-        progress = self._requests.get(request_id)
-        if progress is not None:
-            progress.interrupt(None)
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.interrupt(None)
 
     def on_lease_lost(self, request_id: str) -> None:
-        """Another router goes on with the request, because this one did not say for long that it does."""
-        progress = self._requests.get(request_id)
-        if progress is not None:
-            progress.interrupt(unavailable("Another router goes on with this request."))
+        """Interrupts a request that another router continues, as the lease of this one had expired."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            state.interrupt(unavailable("Another router goes on with this request."))
 
     def _count(self, model: str, more: int) -> None:
         self._of_model[model] += more
@@ -120,20 +122,20 @@ class RequestRegistry:
         metrics.LOAD.labels(model).inc(more)
         self.on_change()
 
-    def _start_timers(self, progress: RequestState) -> list[asyncio.TimerHandle]:
-        """What ends the request when its time is over, and only its answer when that of its reader is."""
+    def _start_timers(self, state: RequestState) -> list[asyncio.TimerHandle]:
+        """Starts the timers that end the request at its deadline, and only its answer at that of its consumer."""
         ends: list[tuple[float | None, Callable[[], None]]] = [
-            (self._timeout_for(progress.generation), partial(_time_out, progress)),
-            (progress.consumer.seconds_left, progress.end_for_consumer),
+            (self._timeout_for(state.generation), partial(_time_out, state)),
+            (state.consumer.seconds_left, state.end_for_consumer),
         ]
         loop = asyncio.get_running_loop()
         return [loop.call_later(seconds, end) for seconds, end in ends if seconds is not None]
 
-    def _timeout_for(self, generation: GenerationRequest) -> float | None:
+    def _timeout_for(self, request: GenerationRequest) -> float | None:
         """How long a request may take from now on."""
-        if generation.deadline is None:
+        if request.deadline is None:
             return self._timeout
-        left = max(0.0, generation.deadline - time())
+        left = max(0.0, request.deadline - time())
         return left if self._timeout is None else min(left, self._timeout)
 
 
@@ -143,30 +145,27 @@ def _time_out(state: RequestState) -> None:
 
 
 def unavailable(message: str) -> QuireError:
-    """An error that will pass, here or elsewhere."""
+    """Returns the error of what can be tried again, here or at another router."""
     return QuireError(ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER[ErrorCode.UNAVAILABLE])
 
 
-def _release_or_abort(progress: RequestState) -> None:
-    """The client left before the answer was complete: it may come back for the rest of some requests, unless somebody
-    cancelled them.
+def _release_or_abort(state: RequestState) -> None:
+    """Ends a request whose client disconnected before the answer was complete: it is released if it can be resumed and
+    was not cancelled.
     """
-    if progress.resumable and not progress.cancelled:
-        progress.release()
+    if state.resumable and not state.cancelled:
+        state.release()
     else:
-        progress.finish(FinishReason.ABORT)
-
-
-# Answers that run on without a listener.
+        state.finish(FinishReason.ABORT)
 
 
 FULL_RETRY_AFTER = 5.0  # seconds
-MAX_ORPHANS = 256  # answers beyond which no more are to be taken up that others left
-MAX_ORPHAN_TOKENS = 16_777_216  # of all that was taken up and runs, prompts and answers so far: 64 MiB
+MAX_ORPHANS = 256  # background requests beyond which no orphans are claimed
+MAX_ORPHAN_TOKENS = 16_777_216  # of all that were claimed and run, prompts and answers so far: 64 MiB
 
 
 class BackgroundRequests:
-    """Reads answers to their ends, whatever these are: at most ``limit`` of them at a time."""
+    """Runs requests without a client, at most ``limit`` at a time: reads their answers to the end."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -175,8 +174,8 @@ class BackgroundRequests:
 
     @property
     def has_orphan_capacity(self) -> bool:
-        """Whether there are so few, and so little, that what others left is to be taken up as well: after a router died
-        all that it had comes at once.
+        """Whether orphans are to be claimed: when a router dies, all of its background requests come at once, so their
+        number and their tokens are bounded.
         """
         return len(self._tasks) < min(MAX_ORPHANS, self._limit) and self._tokens < MAX_ORPHAN_TOKENS
 
@@ -188,7 +187,7 @@ class BackgroundRequests:
             raise QuireError(ErrorCode.OVERLOADED, message, retry_after=FULL_RETRY_AFTER, reason="background_full")
 
     def run(self, answer: AsyncGenerator[Delta], tokens: int = 0) -> None:
-        """Begins to read an answer, which was taken up with so many ``tokens`` where others left it."""
+        """Starts to read an answer; ``tokens`` are those of an orphan when it was claimed."""
         task = asyncio.create_task(_read_to_end(answer), name="background request")
         self._tasks.add(task)
         self._tokens += tokens
@@ -200,7 +199,7 @@ class BackgroundRequests:
         task.add_done_callback(ended)
 
     async def wait(self) -> None:
-        """Until all of them have ended."""
+        """Waits until all of them have ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -53,9 +53,9 @@ class RequestRunner:
 
     def __init__(
         self,
-        fleet: EnginePool,
+        pool: EnginePool,
         placer: Placer,
-        routing: Dispatcher,
+        dispatcher: Dispatcher,
         journal: Journal,
         texts: Mapping[str, ModelTokenizer],
         *,
@@ -65,9 +65,9 @@ class RequestRunner:
         max_background: int = 4096,
         expose_route: bool = False,
     ) -> None:
-        self._fleet = fleet
+        self._pool = pool
         self._placer = placer
-        self._dispatcher = routing
+        self._dispatcher = dispatcher
         self._journal = journal
         self._texts = texts
         self._limits = limits or RateLimiter(Tenants())
@@ -88,80 +88,80 @@ class RequestRunner:
         return self._registry.of_model(model)
 
     def on_load_changed(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called from now on when some model's ``load`` is another one."""
+        """Has ``changed`` called whenever the ``load`` of a model has changed."""
         self._registry.on_change = changed
 
-    # What the API asks (see ``api.backend.Runner``)
+    # What the API calls (``api.prepared_request.Runner``)
 
-    def run(self, generation: GenerationRequest) -> AsyncGenerator[Delta]:
-        """The answer, piece by piece; the last piece of each choice has a finish reason, and the last of all the usage.
-        Raises ``QuireError``, also after some pieces. Closing the generator, or cancelling who iterates it, cancels the
-        request on its engine.
+    def run(self, request: GenerationRequest) -> AsyncGenerator[Delta]:
+        """Yields the answer, delta by delta; the last of each choice has a finish reason, the last of all the usage.
+        Raises ``QuireError``, also after some deltas. Closing the generator, or cancelling the task that iterates it,
+        cancels the request on its engine.
         """
-        reader = ResponseConsumer(context.get_current())
-        return DeltaStream(self._run(generation, reader), reader.direct_path)
+        consumer = ResponseConsumer(context.get_current())
+        return DeltaStream(self._run(request, consumer), consumer.direct_path)
 
     async def run_once(
-        self, generation: GenerationRequest, siblings: PromptGroup | None = None
+        self, request: GenerationRequest, prompt_group: PromptGroup | None = None
     ) -> AsyncGenerator[Delta] | None:
-        """As ``run``, but None when there is a record of this id already."""
+        """As ``run``. Returns None if there is a record of this id already."""
         self._registry.check_accepting()
-        if generation.request_id in self._registry:
+        if request.request_id in self._registry:
             return None  # also where the journal had no room for it
         with ExitStack() as undo:
-            bill = undo.enter_context(await self._reserve(generation))
-            lease = await self._journal.open_if_absent(generation)
+            reservation = undo.enter_context(await self._reserve(request))
+            lease = await self._journal.open_if_absent(request)
             if lease is None:
                 return None
             undo.pop_all()
-        reader = ResponseConsumer(context.get_current(), prompt_group=siblings or PromptGroup())
-        return self._begin(generation, lease, bill, reader)
+        consumer = ResponseConsumer(context.get_current(), prompt_group=prompt_group or PromptGroup())
+        return self._begin(request, lease, reservation, consumer)
 
-    async def start(self, generation: GenerationRequest) -> bool:
-        """Runs a request without a listener; False when there is a record of this id already, which is taken up where
-        nobody else is at it.
+    async def start(self, request: GenerationRequest) -> bool:
+        """Runs a request in the background. Returns False if there is a record of this id already, which is claimed if
+        it is an orphan.
         """
         self._background.check_capacity()
-        answer = await self.run_once(generation)
+        answer = await self.run_once(request)
         if answer is None:
-            await self._resumer.claim_orphan(generation.request_id)
+            await self._resumer.claim_orphan(request.request_id)
             return False
         self._background.run(answer)
         return True
 
     async def record(self, request_id: str) -> RequestRecord | None:
-        """What is remembered of a request."""
+        """Returns the record of a request; None if there is none."""
         return await self._journal.read(request_id, tokens_only=True)
 
     async def statuses(self, request_ids: Sequence[str], *, surely: bool = True) -> list[RequestRecord | None]:
-        """How it is with each; see ``Runner.statuses``."""
+        """Returns the records without prompts and deltas; see ``Runner.statuses``."""
         records = await self._journal.statuses(request_ids, confirm_missing=surely)
         for record in records:
             if record is not None and record.generation.background:
                 await self._resumer.claim_if_orphaned(record)
         return records
 
-    def resume(self, record: RequestRecord, mark: StreamCursor, deadline: float | None = None) -> AsyncGenerator[Delta]:
-        """The answer to an earlier request, with what is before ``mark`` as told; see ``Runner.resume``."""
-        reader = ResponseConsumer(context.get_current(), cursor=mark, deadline=deadline)
-        return DeltaStream(self._resumer.resume(record.generation, reader, mark), reader.direct_path)
+    def resume(
+        self, record: RequestRecord, cursor: StreamCursor, deadline: float | None = None
+    ) -> AsyncGenerator[Delta]:
+        """Yields the answer to an earlier request, replayed up to ``cursor``; see ``Runner.resume``."""
+        consumer = ResponseConsumer(context.get_current(), cursor=cursor, deadline=deadline)
+        return DeltaStream(self._resumer.resume(record.generation, consumer, cursor), consumer.direct_path)
 
     async def cancel(self, request_id: str) -> bool:
-        """Ends what has not ended of a request with ``FinishReason.ABORT``, wherever it runs; False when there is none
-        that has not ended.
-        """
+        """Ends a request with ``FinishReason.ABORT``, wherever it runs. Returns False if none runs."""
         if request_id not in self._registry:
             return await self._journal.cancel(request_id)
         self._registry.on_cancelled(request_id)
         return True
 
     async def delete(self, request_id: str) -> bool:
-        """Forgets what has ended, and ends what has not for that; False when nothing is remembered of it."""
+        """Removes the record of a request, and ends it first. Returns False if there is none."""
         here = request_id in self._registry
         self._registry.on_cancelled(request_id)
         return await self._journal.delete(request_id) or here
 
-    # The router's life
+    # What the router's process calls
 
     async def claim_orphans(self) -> int:
         """See ``RequestResumer.claim_orphans``."""
@@ -169,98 +169,98 @@ class RequestRunner:
 
     async def drain(self, timeout: float) -> None:  # noqa: ASYNC109 - what is left then is ended, not cancelled
         """Refuses new requests from now on, lets running ones end within ``timeout`` seconds, then ends the rest with
-        UNAVAILABLE, for others to go on with; their generators raise it when they are next iterated.
+        UNAVAILABLE, for other routers to continue; their generators raise it when they are next iterated.
         """
         await self._registry.drain(timeout)
         await self._background.wait()
 
-    # The story
+    # A request from its admission on
 
-    async def _run(self, generation: GenerationRequest, reader: ResponseConsumer) -> AsyncGenerator[Delta]:
+    async def _run(self, request: GenerationRequest, consumer: ResponseConsumer) -> AsyncGenerator[Delta]:
         self._registry.check_accepting()
-        self._registry.check_unused(generation.request_id)
+        self._registry.check_unused(request.request_id)
         with ExitStack() as undo:
-            bill = undo.enter_context(await self._reserve(generation))
-            lease = self._journal.open(generation)
+            reservation = undo.enter_context(await self._reserve(request))
+            lease = self._journal.open(request)
             undo.pop_all()
-        async with aclosing(self._begin(generation, lease, bill, reader)) as answer:
+        async with aclosing(self._begin(request, lease, reservation, consumer)) as answer:
             async for delta in answer:
                 yield delta
 
-    def _resume_claimed(self, record: RequestRecord, lease: Lease, reader: ResponseConsumer) -> OwnedDeltaStream:
-        """The rest of a request that was claimed. It was charged where it began. Its deadline was that of another
-        reader, unless it runs for none.
+    def _resume_claimed(self, record: RequestRecord, lease: Lease, consumer: ResponseConsumer) -> OwnedDeltaStream:
+        """Returns the rest of a request that was claimed. It was charged where it began. Its deadline was that of
+        another consumer, unless it is a background request.
         """
-        generation = record.generation
-        if not generation.background:
-            generation = replace(generation, deadline=None)
-        bill = self._limits.adopt(generation.tenant, generation.request_id)
-        return self._begin(generation, lease, bill, reader, record)
+        request = record.generation
+        if not request.background:
+            request = replace(request, deadline=None)
+        reservation = self._limits.adopt(request.tenant, request.request_id)
+        return self._begin(request, lease, reservation, consumer, record)
 
     def _begin(
         self,
-        generation: GenerationRequest,
+        request: GenerationRequest,
         lease: Lease,
-        bill: Reservation,
-        reader: ResponseConsumer,
+        reservation: Reservation,
+        consumer: ResponseConsumer,
         record: RequestRecord | None = None,
     ) -> OwnedDeltaStream:
-        """The answer to a request whose record is held here from now on, and is ended or let go of whatever becomes of
-        the answer; so is what it was charged.
+        """Returns the answer to a request whose lease is held here from now on. Lease and reservation are ended or
+        released on every way out, also if the answer is closed before it is read.
         """
-        ending = AsyncExitStack()
+        resources = AsyncExitStack()
         try:
-            text = self._texts[generation.model]
-            progress = RequestState(generation, text, self._journal, lease, reader, record=record, bill=bill)
-            ending.enter_context(self._registry.track(progress))
+            text = self._texts[request.model]
+            state = RequestState(request, text, self._journal, lease, consumer, record=record, reservation=reservation)
+            resources.enter_context(self._registry.track(state))
         except Exception:
             log.exception("request %s cannot begin", lease.request_id)
             self._journal.finish(lease, FinishReason.ERROR, encode_error(internal()))
-            bill.settle()
+            reservation.settle()
             raise internal() from None
-        return OwnedDeltaStream(self._answer(progress, ending), ending.aclose, reader.direct_path)
+        return OwnedDeltaStream(self._answer(state, resources), resources.aclose, consumer.direct_path)
 
-    async def _answer(self, progress: RequestState, ending: AsyncExitStack) -> AsyncGenerator[Delta]:
-        """Places the request and streams its deltas, again for each engine that is lost; closes ``ending``."""
-        async with ending:
-            with self._ending_on_error(progress):
-                await progress.replay_record()
-                for delta in progress.finish_complete_choices():
+    async def _answer(self, state: RequestState, resources: AsyncExitStack) -> AsyncGenerator[Delta]:
+        """Places the request and streams its deltas, again for each engine that is lost; closes ``resources``."""
+        async with resources:
+            with self._ending_on_error(state):
+                await state.replay_record()
+                for delta in state.finish_complete_choices():
                     yield delta
-                if progress.finish_reason is not None:
+                if state.finish_reason is not None:
                     return
-                decision = await self._dispatcher.first(progress)
+                decision = await self._dispatcher.first(state)
                 while decision is not None:
                     try:
-                        async with aclosing(self._attempt(progress, decision)) as deltas:
+                        async with aclosing(self._attempt(state, decision)) as deltas:
                             async for delta in deltas:
                                 yield delta
                         return
                     except (EngineFull, EngineLost) as problem:
-                        self._record_failure(progress, decision.engine_id, problem)
-                    for delta in progress.finish_complete_choices():
+                        self._record_failure(state, decision.engine_id, problem)
+                    for delta in state.finish_complete_choices():
                         yield delta
-                    if progress.ended:
+                    if state.ended:
                         return
-                    decision = await self._dispatcher.next(progress)
-                for delta in progress.finish_open_choices(FinishReason.ABORT):
+                    decision = await self._dispatcher.next(state)
+                for delta in state.finish_open_choices(FinishReason.ABORT):
                     yield delta
 
-    async def _attempt(self, progress: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
+    async def _attempt(self, state: RequestState, decision: PlacementDecision) -> AsyncGenerator[Delta]:
         """Streams what one engine makes of the request. Raises ``EngineFull`` and ``EngineLost``."""
         route = route_header(decision) if self._expose_route else ""
-        progress.attempt += 1
-        with attempt_span(progress, decision.engine_id, self._fleet.zone(decision.engine_id)) as span:
-            submission = progress.build_submit(traceparent(span) if span.is_recording() else "")
-            pending = max(1, len(progress.generation.prompt_token_ids) - decision.cached_tokens)
-            with self._fleet.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
-                self._placer.record_dispatch(decision, progress.generation)
-                progress.attach_stream(outputs)
+        state.attempt += 1
+        with attempt_span(state, decision.engine_id, self._pool.zone(decision.engine_id)) as span:
+            submission = state.build_submit(traceparent(span) if span.is_recording() else "")
+            pending = max(1, len(state.generation.prompt_token_ids) - decision.cached_tokens)
+            with self._pool.dispatch(decision.engine_id, submission, pending_tokens=pending) as outputs:
+                self._placer.record_dispatch(decision, state.generation)
+                state.attach_stream(outputs)
                 async for output in outputs:
-                    deltas = progress.process_output(output)
+                    deltas = state.process_output(output)
                     if route and deltas:
                         deltas[0], route = replace(deltas[0], route=route), ""
-                    if progress.ended:
+                    if state.ended:
                         break
                     for delta in deltas:
                         yield delta
@@ -269,44 +269,44 @@ class RequestRunner:
             yield delta
 
     @contextmanager
-    def _ending_on_error(self, progress: RequestState) -> Iterator[None]:
+    def _ending_on_error(self, state: RequestState) -> Iterator[None]:
         """Ends the request with the error that the block raises; one that is no ``QuireError`` becomes INTERNAL."""
         try:
             yield
         except QuireError as error:
-            self._fail(progress, error)
+            self._fail(state, error)
             raise
         except Exception:
-            log.exception("request %s failed", progress.id)
-            self._fail(progress, internal())
+            log.exception("request %s failed", state.id)
+            self._fail(state, internal())
             raise internal() from None
 
-    def _record_failure(self, progress: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
-        """What became of an attempt. Raises ``QuireError`` after too many that came to nothing."""
+    def _record_failure(self, state: RequestState, engine_id: str, problem: EngineFull | EngineLost) -> None:
+        """Logs and counts a failed attempt. Raises ``QuireError`` after too many engines were lost."""
         metrics.ATTEMPTS_LOST.labels(problem.kind).inc()
         if isinstance(problem, EngineFull):
-            log.info("engine %s did not take request %s: %s", engine_id, progress.id, problem)
-            progress.count_refusal(engine_id)
+            log.info("engine %s did not take request %s: %s", engine_id, state.id, problem)
+            state.count_refusal(engine_id)
             return
-        log.warning("attempt %d of request %s lost engine %s: %s", progress.attempt, progress.id, engine_id, problem)
-        progress.count_loss()
-        if progress.losses >= self._max_attempts:
+        log.warning("attempt %d of request %s lost engine %s: %s", state.attempt, state.id, engine_id, problem)
+        state.count_loss()
+        if state.losses >= self._max_attempts:
             raise unavailable("The engines that ran this request were lost.")
 
     # Begin and end
 
-    async def _reserve(self, generation: GenerationRequest) -> Reservation:
-        """What the request may use, charged before there is a record of it: who is refused may ask again."""
-        return await self._limits.reserve(generation.tenant, generation.request_id, generation.max_cost)
+    async def _reserve(self, request: GenerationRequest) -> Reservation:
+        """Charges what the request may use, before there is a record of it: a client that is refused may try again."""
+        return await self._limits.reserve(request.tenant, request.request_id, request.max_cost)
 
-    def _fail(self, progress: RequestState, error: QuireError) -> None:
-        """The request ends with an error. One that will pass is not its last word where somebody may come back, and
-        that its reader did not wait is not either. Nobody comes back for a request that runs for nobody: it is taken up
-        again, but not after it lost too many engines, because it may be what they die of.
+    def _fail(self, state: RequestState, error: QuireError) -> None:
+        """Ends the request with an error. It is only released if the error is temporary and the request resumable, or
+        if its consumer's deadline has passed. A background request is claimed again by a router, but not after it lost
+        too many engines, because it may be what kills them.
         """
-        lost = progress.generation.background and progress.losses >= self._max_attempts
-        if progress.consumer_expired or (error.code in _TEMPORARY and progress.resumable and not lost):
-            progress.release()
+        lost = state.generation.background and state.losses >= self._max_attempts
+        if state.consumer_expired or (error.code in _TEMPORARY and state.resumable and not lost):
+            state.release()
         else:
-            progress.consumer.prompt_group.failed = True
-            progress.finish(FinishReason.ERROR, encode_error(error))
+            state.consumer.prompt_group.failed = True
+            state.finish(FinishReason.ERROR, encode_error(error))

@@ -1,4 +1,7 @@
-"""The state of one request: its choices, its journal record and how it ends. Does no I/O and chooses no engine."""
+"""``RequestState``: one request between placement and its client. Turns each ``Output`` of an engine into deltas, with
+the text of its choices, journals them, counts their tokens, and ends the request once. A token passes it without a task
+switch, from ``try_direct_write`` on. Does no I/O.
+"""
 
 import asyncio
 from bisect import bisect_left
@@ -36,8 +39,8 @@ _BY_SEVERITY = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, Fini
 
 
 class Choice:
-    """``token_ids`` are all that belong to it, and ``finish_reason`` is None while it goes on. ``last_token`` is when
-    the last ones came.
+    """One choice of an answer, between its first and its last delta: its ``token_ids`` and its text. ``finish_reason``
+    is None until it ends; ``last_token`` is the time of its last tokens, None before the first.
     """
 
     __slots__ = ("_text", "finish_reason", "index", "last_token", "token_ids")
@@ -50,7 +53,7 @@ class Choice:
         self._text = text
 
     def process(self, output: Output) -> Delta:
-        """The piece that an engine's output makes. A stop string ends the choice, whatever the engine says: tokens
+        """Returns the delta of an engine's output. A stop string ends the choice, whatever the engine reports: tokens
         after the one that completed it do not belong to it, nor do their log-probabilities.
         """
         token_ids, logprobs, reason = output.token_ids, output.logprobs, output.finish_reason
@@ -70,26 +73,26 @@ class Choice:
         return self.process(Output([], len(self.token_ids), reason))
 
 
-def create_choices(generation: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
-    """So many choices of a request, with nothing in them yet."""
-    return [Choice(index, _open_text(generation, text)) for index in range(count)]
+def create_choices(request: GenerationRequest, text: ModelTokenizer, count: int) -> list[Choice]:
+    """Returns ``count`` empty choices of a request."""
+    return [Choice(index, _open_text(request, text)) for index in range(count)]
 
 
-def _open_text(generation: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
+def _open_text(request: GenerationRequest, text: ModelTokenizer) -> OutputTextStream:
     return text.new_output_stream(
-        generation.prompt_token_ids,
-        generation.stop,
-        include_stop=generation.include_stop,
-        skip_special_tokens=generation.skip_special_tokens,
-        keep_markers=generation.operation == "chat",
+        request.prompt_token_ids,
+        request.stop,
+        include_stop=request.include_stop,
+        skip_special_tokens=request.skip_special_tokens,
+        keep_markers=request.operation == "chat",
     )
 
 
 class RequestState:
     """A request between its first and its last delta.
 
-    ``lease`` is on its journal record, and ``bill`` what it was charged; ``trace_context`` is the one that it came
-    with. ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
+    ``lease`` is on its journal record, and ``reservation`` what it was charged; ``trace_context`` is the caller's.
+    ``interrupted`` is done once something other than the engine ends the request: with an error, or with None
     when it was cancelled; ``consumer_expired`` is set when that was because the ``consumer``'s deadline passed.
     ``refused_by`` are the engines that were too full, ``attempt`` counts those that it was sent to, and ``losses``
     those that were lost since the last token. ``names`` are the hashes of its prompt's blocks that were needed so far.
@@ -102,17 +105,17 @@ class RequestState:
 
     def __init__(
         self,
-        generation: GenerationRequest,
+        request: GenerationRequest,
         text: ModelTokenizer,
         journal: Journal,
         lease: Lease,
-        reader: ResponseConsumer,
+        consumer: ResponseConsumer,
         *,
         record: RequestRecord | None = None,
-        bill: Reservation | None = None,
+        reservation: Reservation | None = None,
     ) -> None:
-        self.generation = generation
-        self.trace_context = reader.trace_context
+        self.generation = request
+        self.trace_context = consumer.trace_context
         self.cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
         self.refused_by: set[str] = set()
@@ -122,15 +125,15 @@ class RequestState:
         self._text = text
         self._journal = journal
         self._lease = lease
-        self.consumer = reader
+        self.consumer = consumer
         self.consumer_expired = False
-        self._cursor = reader.cursor
-        self._bill = bill
-        self._direct_path = reader.direct_path
+        self._cursor = consumer.cursor
+        self._reservation = reservation
+        self._direct_path = consumer.direct_path
         self.restored = record is not None
         self._outputs: OutputStream | None = None
-        self._recorded = [0] * generation.params.n
-        self._finish_reasons: list[FinishReason | None] = [None] * generation.params.n
+        self._recorded = [0] * request.params.n
+        self._finish_reasons: list[FinishReason | None] = [None] * request.params.n
         self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._start_choices()
         self._began = monotonic()
@@ -139,7 +142,7 @@ class RequestState:
         self._tokens_at_loss = 0
         self._refusals = 0
         self._unreplayed: list[RecordedDelta] = [] if record is None or self._selection is not None else record.deltas
-        self._token_metrics = token_metrics(generation.model)
+        self._token_metrics = token_metrics(request.model)
 
     @property
     def id(self) -> str:
@@ -153,28 +156,28 @@ class RequestState:
 
     @property
     def usage(self) -> Usage:
-        """Tokens so far: the prompt once, and the outputs of all choices, also of those that are not told."""
+        """Tokens so far: the prompt once, and the outputs of all choices, also of those that are not delivered."""
         made = sum(len(each.token_ids) for each in self._unreplayed or self._choices)
         return Usage(len(self.generation.prompt_token_ids), made, self.cached_tokens or 0)
 
     @property
     def has_output(self) -> bool:
-        """Whether anything of the answer was told."""
+        """Whether anything of the answer was delivered."""
         return (
             bool(self._unreplayed) or any(self._recorded) or any(reason is not None for reason in self._finish_reasons)
         )
 
     @property
     def resumable(self) -> bool:
-        """Whether somebody may come back for what is left: who can name the request, or has read a part of a stream,
-        if only that of another of its prompts. Nobody does where another prompt's error ended the answer for good.
+        """Whether a client may return for the rest: one that can name the request, or has received a part of a stream,
+        if only that of another of its prompts. None does if another prompt's error has ended the answer.
         """
-        generation, siblings = self.generation, self.consumer.prompt_group
-        if siblings.failed:
+        request, prompt_group = self.generation, self.consumer.prompt_group
+        if prompt_group.failed:
             return False
-        if generation.background or generation.digest:
+        if request.background or request.digest:
             return True
-        return generation.stream and (self.has_output or self.restored or siblings.begun)
+        return request.stream and (self.has_output or self.restored or prompt_group.begun)
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
@@ -183,15 +186,15 @@ class RequestState:
         return [] if end is None else [reason or end for reason in self._finish_reasons]
 
     async def replay_record(self) -> None:
-        """Brings every choice to where the record leaves it, in turns with others: there may be much of it. To be done
-        before anything else is asked of the answer.
+        """Brings every choice to where the record ends; lets the event loop run in between. To be called before any
+        other method.
         """
         if not self._unreplayed:
             return
-        async for piece in yielding_to_loop(chunked(self._unreplayed)):
-            choice = self._choices[piece.index]
-            choice.process(Output(piece.token_ids, len(choice.token_ids), piece.finish_reason))
-            if piece.prompt_logprobs:
+        async for delta in yielding_to_loop(chunked(self._unreplayed)):
+            choice = self._choices[delta.index]
+            choice.process(Output(delta.token_ids, len(choice.token_ids), delta.finish_reason))
+            if delta.prompt_logprobs:
                 self._prompt_logprobs = []
         self._unreplayed = []
         self._recorded = [len(choice.token_ids) for choice in self._choices]
@@ -211,24 +214,24 @@ class RequestState:
         self.refused_by.add(engine_id)
 
     def build_submit(self, traceparent: str) -> engine_pb2.Submit:
-        """The request from where it stands: its prompt, and what came of each choice."""
-        generation, params = self.generation, self.generation.params
+        """Returns the request as an engine gets it: its prompt, and the tokens that each choice has so far."""
+        request, params = self.generation, self.generation.params
         if self._prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they have come
         alone = len(self._choices) == 1
         return engine_pb2.Submit(
             request_id=self.id if self.attempt == 1 and not self.restored else _attempt_id(self.id),
-            prompt_token_ids=generation.prompt_token_ids,
+            prompt_token_ids=request.prompt_token_ids,
             output_token_ids=self._choices[0].token_ids if alone else (),
             sampling=sampling_to_proto(params),
-            cache_salt=generation.cache_salt,
+            cache_salt=request.cache_salt,
             traceparent=traceparent,
             delivered=() if alone else map(_delivered, filter(_has_output, self._choices)),
-            priority=generation.priority,
+            priority=request.priority,
         )
 
     def attach_stream(self, outputs: OutputStream) -> None:
-        """From now on an interruption ends ``outputs``, and pieces come by the shortcut where they can."""
+        """Makes an interruption end ``outputs``, and has them take the direct path where they can."""
         self._outputs = outputs
         if self.generation.params.prompt_logprobs is None:  # they come in parts, which ``outputs`` gathers
             outputs.sink = self.try_direct_write
@@ -244,13 +247,13 @@ class RequestState:
             self._outputs.fail(error)
 
     def end_for_consumer(self) -> None:
-        """Ends the answer because its reader's time is over: the request is left to whoever reads on."""
+        """Ends the answer because its consumer's deadline has passed; the request is released for others."""
         self.consumer_expired = not self.interrupted.done()
         self.interrupt(deadline_exceeded())
 
     @property
     def cancelled(self) -> bool:
-        """Whether somebody cancelled the request, rather than end it with an error."""
+        """Whether the request was cancelled, rather than ended with an error."""
         return self.interrupted.done() and self.interrupted.result() is None
 
     def raise_interruption(self) -> None:
@@ -260,8 +263,8 @@ class RequestState:
             raise error
 
     def process_output(self, output: Output) -> list[Delta]:
-        """The pieces that an engine's output makes, journalled; the end of the last choice finishes the request. Raises
-        the error that the output ends with.
+        """Returns the deltas of an engine's output, and journals them; the end of the last choice finishes the request.
+        Raises the error that the output ends with.
         """
         if output.error is not None:
             raise _client_error(output.error)
@@ -294,13 +297,12 @@ class RequestState:
         return True
 
     def finish_open_choices(self, reason: FinishReason) -> list[Delta]:
-        """The last pieces of a request whose choices end without an engine's word, finished."""
+        """Finishes a request whose choices end without an output that ends them; returns its last deltas."""
         return self._emit([choice.finish(reason) for choice in self._choices if choice.finish_reason is None])
 
     def finish_complete_choices(self) -> list[Delta]:
-        """What remains to be told where no engine is at work: the ends of choices that lack nothing but its word, and
-        that of a record that lacks nothing but its own. The others go on from where they are, but a beam search begins
-        anew: another engine's beams need not be the same.
+        """Finishes choices that have all their tokens and lack only their end; returns their last deltas. The others
+        continue where they are, but a beam search starts over: another engine's beams need not be the same.
         """
         params = self.generation.params
         if params.beam_width:
@@ -310,8 +312,8 @@ class RequestState:
         return self._emit([choice.finish(FinishReason.LENGTH) for choice in complete])
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
-        """Closes the record and counts the request; the first end counts. One that was cancelled here ends as that:
-        its last output may have been on its way.
+        """Closes the record and counts the request; only the first call does. One that was cancelled here ends as
+        ABORT: its last output may have been on its way.
         """
         if self.finish_reason is None:
             if self.cancelled:
@@ -320,75 +322,75 @@ class RequestState:
             self._close(reason)
 
     def release(self) -> None:
-        """Ends the request here and leaves its record to whoever goes on with it; the first end counts."""
+        """Ends the request here and releases its record for others to claim; only the first call does."""
         if self.finish_reason is None:
             self._journal.release(self._lease)
-            if self._bill is not None:
-                self._bill.commit_all()
+            if self._reservation is not None:
+                self._reservation.commit_all()
             self._close(FinishReason.ABORT)
 
     def _close(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if self._bill is not None:
-            self._settle(self._bill)
-        generation = self.generation
+        if self._reservation is not None:
+            self._settle(self._reservation)
+        request = self.generation
         self._token_metrics.flush()
-        metrics.REQUESTS.labels(generation.model, generation.operation, reason.value).inc()
-        metrics.DURATION.labels(generation.model).observe(monotonic() - self._began)
+        metrics.REQUESTS.labels(request.model, request.operation, reason.value).inc()
+        metrics.DURATION.labels(request.model).observe(monotonic() - self._began)
 
-    def _settle(self, bill: Reservation) -> None:
+    def _settle(self, reservation: Reservation) -> None:
         if self.attempt == self._refusals and not self.restored:
-            bill.cancel()  # no engine ever had it
+            reservation.cancel()  # no engine ever had it
         else:
-            bill.used = self.generation.cost(self.usage.prompt_tokens, self.usage.completion_tokens)
-            bill.settle()
+            reservation.used = self.generation.cost(self.usage.prompt_tokens, self.usage.completion_tokens)
+            reservation.settle()
 
     def _start_choices(self) -> None:
-        """Makes all choices, with nothing in them yet."""
-        generation, params = self.generation, self.generation.params
-        self._choices = create_choices(generation, self._text, params.num_returned)
+        """Makes all choices, empty."""
+        request, params = self.generation, self.generation.params
+        self._choices = create_choices(request, self._text, params.num_returned)
         self._unfinished = len(self._choices)
-        self._selection = BestOfSelection(params) if generation.selects_choices else None
+        self._selection = BestOfSelection(params) if request.selects_choices else None
 
-    def _emit(self, pieces: list[Delta]) -> list[Delta]:
-        """What the client gets when ``pieces`` have come, written down."""
-        for piece in pieces:
-            if piece.finish_reason is not None:
+    def _emit(self, deltas: list[Delta]) -> list[Delta]:
+        """Returns what the client gets for ``deltas``, and journals it."""
+        for delta in deltas:
+            if delta.finish_reason is not None:
                 self._unfinished -= 1
         if self._selection is not None:
-            pieces = self._select_best(self._selection, pieces)
-        if self._prompt_logprobs and pieces:
-            pieces[0] = replace(pieces[0], prompt_logprobs=self._prompt_logprobs)
+            deltas = self._select_best(self._selection, deltas)
+        if self._prompt_logprobs and deltas:
+            deltas[0] = replace(deltas[0], prompt_logprobs=self._prompt_logprobs)
             self._prompt_logprobs = []
-        pieces = [self._record(piece) for piece in pieces]
+        deltas = [self._record(delta) for delta in deltas]
         if self.ended and self.finish_reason is None:
             self.finish(max((reason for reason in self._finish_reasons if reason is not None), key=_BY_SEVERITY.index))
-            return with_usage(pieces, self.usage, self._cursor)
-        return pieces
+            return with_usage(deltas, self.usage, self._cursor)
+        return deltas
 
     def _to_deltas(self, choice: Choice, output: Output) -> list[Delta]:
-        """The piece that an output makes, or two where its reader stands within it."""
-        mark = self._cursor if self._selection is None else None
+        """Returns the delta of an output, or two if the consumer's cursor is within it."""
+        cursor = self._cursor if self._selection is None else None
         deltas: list[Delta] = []
-        for part in [output] if mark is None else split_at_cursor(output, mark):
+        for part in [output] if cursor is None else split_at_cursor(output, cursor):
             if choice.finish_reason is None:
                 deltas.append(choice.process(part))
                 self._count_tokens(choice, deltas[-1].token_ids)
         return deltas
 
-    def _select_best(self, selection: BestOfSelection, pieces: list[Delta]) -> list[Delta]:
-        for piece in pieces:
-            selection.add(piece)
+    def _select_best(self, selection: BestOfSelection, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            selection.add(delta)
         return selection.best() if self.ended else []
 
-    def _record(self, piece: Delta) -> Delta:
-        """Writes the piece down; returns it, as told if its reader had it."""
-        index, reason = piece.index, piece.finish_reason
-        if piece.token_ids or reason is not None:
-            self._journal.append(self._lease, self._recorded[index], piece)
-        self._recorded[index] += len(piece.token_ids)
+    def _record(self, delta: Delta) -> Delta:
+        """Journals the delta; returns it, marked as replayed if its consumer has it."""
+        index, reason = delta.index, delta.finish_reason
+        if delta.token_ids or reason is not None:
+            self._journal.append(self._lease, self._recorded[index], delta)
+        self._recorded[index] += len(delta.token_ids)
         self._finish_reasons[index] = reason
-        return piece if self._cursor is None else mark_replayed(piece, self._recorded[index], self._cursor)
+        return delta if self._cursor is None else mark_replayed(delta, self._recorded[index], self._cursor)
 
     def _count_tokens(self, choice: Choice, token_ids: Sequence[int]) -> None:
         if not token_ids:
@@ -402,7 +404,7 @@ class RequestState:
 
 
 def _is_complete(choice: Choice, max_tokens: int) -> bool:
-    """Whether every token that was asked for is there, so that no engine is needed to say so."""
+    """Whether a choice has all the tokens that were asked for, so that no engine is needed to end it."""
     return choice.finish_reason is None and len(choice.token_ids) >= max_tokens
 
 
@@ -416,13 +418,13 @@ def _delivered(choice: Choice) -> engine_pb2.Delivered:
 
 
 def _attempt_id(request_id: str) -> str:
-    """A name for a later attempt, at most 64 characters: the engine may still be busy with an earlier one."""
+    """Returns an id for a later attempt, at most 64 characters: the engine may still run an earlier one."""
     return f"{request_id[:31]}-{uuid4().hex}"
 
 
 def _client_error(error: QuireError) -> QuireError:
-    """An output's error as the client sees it: that an id is in use there is no client's fault, and an error that will
-    pass says when.
+    """Returns an output's error as the client gets it: an id in use at the engine is INTERNAL, and an error after which
+    the client may try again says when.
     """
     if error.code is ErrorCode.CONFLICT:
         return internal()
