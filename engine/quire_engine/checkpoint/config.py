@@ -1,8 +1,8 @@
-"""The configuration of the models that have own code: the Llama family, and mixture of experts on top of it. Knows no
-weights and no device.
+"""A model folder's configuration: ``DecoderConfig`` for the models with own code (the Llama family, and mixture of
+experts on top of it), and what the folder says about any model: end tokens, revision, rope length.
 
-The folder's ``config.json`` is read through transformers' own configuration classes, so that defaults and both
-spellings of the rope parameters mean what they mean there.
+``config.json`` is read through transformers' own configuration classes, so that defaults and both spellings of the rope
+parameters mean what they mean there. Code from a model folder is never run.
 """
 
 import json
@@ -15,138 +15,7 @@ from typing import Any, NoReturn
 
 from quire_engine.errors import ModelError
 
-# What a model folder says about any model: its configuration, its end tokens, its identity. Knows no architecture and
-# no weights.
-#
-# No code from a folder is ever run.
-
-
-MAX_HEADER_BYTES = 100_000_000
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
-
-
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """The object in ``config.json``. Raises ``ModelError`` where there is none, or where it asks for code or for
-    quantized weights.
-    """
-    path = folder / "config.json"
-    raw = read_json(path)
-    if raw.get("auto_map"):
-        raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
-    if raw.get("quantization_config"):
-        raise ModelError(f"{path} has quantization_config, and quantized weights are not supported.")
-    return raw
-
-
-def architecture_of(path: Path, raw: dict[str, Any]) -> str:
-    """The name of the model's class. Raises ``ModelError`` where there is none."""
-    names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name is None:
-        raise ModelError(f"{path} names no architecture.")
-    if not isinstance(name, str):
-        raise ModelError(f"{path} names the architecture {name!r}, which is not a name.")
-    return name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ``ModelError`` where there is none, or where it holds NaN or Infinity."""
-    if not path.parent.is_dir():
-        raise ModelError(f"The model folder {path.parent} does not exist.")
-    try:
-        value = json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
-    except FileNotFoundError:
-        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError):
-        raise ModelError(f"{path} is not valid JSON.") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds no JSON object.")
-    return value
-
-
-def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
-    """``raw`` as an object of transformers' ``config_class``, with the defaults that it has there."""
-    values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
-    try:
-        return config_class.from_dict(values)
-    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
-        raise ModelError(f"{path} is not a {config_class.__name__}: {one_line(error)}.") from None
-
-
-def one_line(error: BaseException) -> str:
-    """The message of ``error`` on one line, without a full stop."""
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def is_positive_int(value: object) -> bool:
-    """Whether ``value`` is a whole number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def rope_max_length(length: int, rope: dict[str, Any]) -> int:
-    """The longest sequence for a trained ``length``, in tokens: longer by YaRN's factor where ``length`` is still the
-    one before it.
-
-    With dynamic scaling it ends where scaling would begin: keys in the cache cannot be turned again.
-    """
-    if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
-        return length
-    return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
-
-
-def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
-    path = folder / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
-    if value is None:
-        path, value = folder / "config.json", raw.get("eos_token_id")
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
-    return tuple(dict.fromkeys(ids))
-
-
-def compute_revision(folder: Path) -> str:
-    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
-
-    Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
-    """
-    digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
-    for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
-        digest.update(_safetensors_header(path))
-        digest.update(_sample_bytes(path))
-    return digest.hexdigest()
-
-
-def _refuse_not_finite(path: Path, name: str) -> NoReturn:
-    raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
-
-
-def _sample_bytes(path: Path) -> bytes:
-    """Pieces of a file at even distances, its end among them."""
-    try:
-        with path.open("rb") as file:
-            last = max(0, path.stat().st_size - SAMPLE_BYTES)
-            starts = [last * index // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)]
-            return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-def _safetensors_header(path: Path) -> bytes:
-    """The length and the JSON header that a safetensors file begins with, as far as they are there."""
-    try:
-        with path.open("rb") as file:
-            size = file.read(8)
-            return size + file.read(min(int.from_bytes(size, "little"), MAX_HEADER_BYTES))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-
-
-# The architectures that this configuration covers, with the model type that config.json gives them.
+# The architectures that have own code, with their model types in config.json.
 SUPPORTED_ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -169,14 +38,16 @@ OPTIONAL_SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
 )
+MAX_HEADER_BYTES = 100_000_000
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What is known of a model before its weights are read.
+    """A model's configuration, known before its weights are read.
 
-    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` is equal for
-    equal folders, wherever they lie.
+    ``max_length`` is the longest sequence in tokens. ``eos_token_ids`` end an output. ``model_revision`` identifies the
+    folder's contents: it is equal for equal folders.
     """
 
     architecture: str
@@ -188,7 +59,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """The attention of a model, equal in all its layers: what KV blocks and attention backends are made from."""
+    """The heads of a model's attention, equal in all layers, from which KV blocks and attention backends are made.
+    ``scale`` multiplies the scores.
+    """
 
     num_layers: int
     num_heads: int
@@ -199,10 +72,11 @@ class AttentionLayout:
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """A mixture of experts, in the layers for which ``layers`` says so.
+    """A mixture of experts, in the layers where ``is_moe_layer``.
 
-    Each token goes to ``per_token`` of ``count`` experts, whose inner size is ``ffn_size``. Their weights add up to 1
-    where ``normalized``, and are of the model's dtype where ``rounded``, else float32.
+    Each token goes to ``num_experts_per_tok`` of ``num_experts`` experts, of inner size ``moe_intermediate_size``. The
+    router's weights add up to 1 with ``norm_topk_prob``, and are rounded to the model's dtype with ``round_weights``,
+    else float32.
     """
 
     num_experts: int
@@ -215,11 +89,11 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig(ModelConfig):
-    """A decoder of the Llama family, in plain numbers.
+    """The configuration of a decoder of the Llama family, as plain numbers.
 
-    ``windows`` holds one entry a layer: the number of latest tokens that a token sees, itself included, or None for
-    all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and sines
-    are multiplied by ``rope_scale`` (YaRN's attention factor).
+    ``sliding_windows`` has one entry a layer: the number of latest tokens that a token sees, itself included, or None
+    for all. ``rope_frequencies`` [head_dim / 2] are radians a position with every scaling applied, and cosines and
+    sines are multiplied by ``rope_scale`` (YaRN's attention factor).
     """
 
     hidden_size: int
@@ -290,8 +164,8 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_supported(architecture: str, raw: dict[str, Any]) -> bool:
-    """Whether there is own code for what a ``config.json`` describes: some models carry the architecture of another
-    with a type of their own.
+    """Whether there is own code for the model of a ``config.json``. Some models have another's architecture, and a
+    model type of their own: those are not supported.
     """
     model_type = SUPPORTED_ARCHITECTURES.get(architecture)
     return model_type is not None and raw.get("model_type", model_type) == model_type
@@ -328,7 +202,7 @@ def _attention_biases(hf: Any) -> tuple[bool, bool]:
 
 
 def _sliding_windows(path: Path, hf: Any) -> tuple[int | None, ...]:
-    """The windows of the layers: of all, or of those that are called ``sliding_attention``; Llama has none."""
+    """The window of each layer: of all, or of those whose type is ``sliding_attention``; Llama has none."""
     layers: int = hf.num_hidden_layers
     window: int | None = getattr(hf, "sliding_window", None)
     if hf.model_type == "llama" or window is None:
@@ -369,7 +243,9 @@ def _moe_layers(path: Path, hf: Any) -> tuple[bool, ...]:
 
 
 def _rope_frequencies(path: Path, hf: Any) -> tuple[tuple[float, ...], float]:
-    """Frequencies and scale by transformers' own functions, for the length that the weights were trained for."""
+    """Frequencies [head_dim / 2] and scale by transformers' own functions, for the length that the weights were trained
+    for.
+    """
     parameters = hf.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE_TYPES:
@@ -406,3 +282,124 @@ def _check_shape(path: Path, config: DecoderConfig) -> None:
         raise ModelError(f"{path} has a head dimension of {config.head_dim}, and rope needs an even one.")
     if not (math.isfinite(config.rms_norm_eps) and config.rms_norm_eps >= 0):
         raise ModelError(f"{path} says that rms_norm_eps is {config.rms_norm_eps}, which is not a number from 0 on.")
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """The object in ``config.json``. Raises ``ModelError`` when there is none, or when it needs code or quantized
+    weights.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    if raw.get("auto_map"):
+        raise ModelError(f"{path} has auto_map, but code from a model folder is never run.")
+    if raw.get("quantization_config"):
+        raise ModelError(f"{path} has quantization_config, and quantized weights are not supported.")
+    return raw
+
+
+def architecture_of(path: Path, raw: dict[str, Any]) -> str:
+    """The name of the model's class. Raises ``ModelError`` when there is none."""
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name is None:
+        raise ModelError(f"{path} names no architecture.")
+    if not isinstance(name, str):
+        raise ModelError(f"{path} names the architecture {name!r}, which is not a name.")
+    return name
+
+
+def to_hf_config(path: Path, raw: dict[str, Any], config_class: Any) -> Any:
+    """``raw`` as transformers' ``config_class``, with its defaults. Raises ``ModelError``."""
+    values = {key: value for key, value in raw.items() if key not in ("dtype", "torch_dtype")}
+    try:
+        return config_class.from_dict(values)
+    except Exception as error:  # noqa: BLE001 - transformers checks with exceptions of many kinds
+        raise ModelError(f"{path} is not a {config_class.__name__}: {one_line(error)}.") from None
+
+
+def rope_max_length(length: int, rope: dict[str, Any]) -> int:
+    """The longest sequence in tokens, for a configured ``length``: with YaRN at least the original length times its
+    factor, as some configurations keep the original as ``length``.
+
+    With dynamic scaling it is the length where scaling would begin: keys in the cache cannot be rotated again.
+    """
+    if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
+        return length
+    return max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
+
+
+def eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that end an output: those of ``generation_config.json``, else those of ``config.json``, else none."""
+    path = folder / "generation_config.json"
+    value = read_json(path).get("eos_token_id") if path.is_file() else None
+    if value is None:
+        path, value = folder / "config.json", raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ModelError(f"{path} says that eos_token_id is {value!r}, which is neither a token id nor a list of them.")
+    return tuple(dict.fromkeys(ids))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ``ModelError`` when there is none, or when it holds NaN or Infinity."""
+    if not path.parent.is_dir():
+        raise ModelError(f"The model folder {path.parent} does not exist.")
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=lambda name: _refuse_not_finite(path, name))
+    except FileNotFoundError:
+        raise ModelError(f"The model folder {path.parent} has no {path.name}.") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError):
+        raise ModelError(f"{path} is not valid JSON.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds no JSON object.")
+    return value
+
+
+def _refuse_not_finite(path: Path, name: str) -> NoReturn:
+    raise ModelError(f"{path} holds {name}, which is not a number that a model can have.")
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` on one line, without a full stop."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def is_positive_int(value: object) -> bool:
+    """Whether ``value`` is a whole number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def compute_revision(folder: Path) -> str:
+    """Hash of ``config.json`` and of names, sizes, headers and samples of the weight files.
+
+    Fine-tunes of one base share headers and sizes, hence the samples; reading all gigabytes would slow every start.
+    """
+    digest = blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"\0{path.name}\0{path.stat().st_size}\0".encode())
+        digest.update(_safetensors_header(path))
+        digest.update(_sample_bytes(path))
+    return digest.hexdigest()
+
+
+def _sample_bytes(path: Path) -> bytes:
+    """``NUM_SAMPLES`` pieces of a file at even distances, up to its end."""
+    try:
+        with path.open("rb") as file:
+            last = max(0, path.stat().st_size - SAMPLE_BYTES)
+            starts = [last * index // (NUM_SAMPLES - 1) for index in range(NUM_SAMPLES)]
+            return b"".join(os.pread(file.fileno(), SAMPLE_BYTES, start) for start in starts)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _safetensors_header(path: Path) -> bytes:
+    """The length and the JSON header at the beginning of a safetensors file, or less if the file is shorter."""
+    try:
+        with path.open("rb") as file:
+            size = file.read(8)
+            return size + file.read(min(int.from_bytes(size, "little"), MAX_HEADER_BYTES))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from None

@@ -1,4 +1,4 @@
-"""The tensors of a model folder: found, checked and copied out of safetensors files. Knows files and names, no model.
+"""The tensors of a model folder: found, checked and copied out of its safetensors files.
 
 Tensors are mapped from disk one at a time, and each file is closed again after each, so that a load needs the memory
 of the weights and of one tensor. Nothing is read with pickle.
@@ -32,7 +32,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is stored, and in what form."""
+    """The file, shape and safetensors dtype of a stored tensor."""
 
     path: Path
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of one folder, by name. Every failure is a ``ModelError`` that names the file."""
+    """The tensors of one folder, by name. All methods raise ``ModelError``, which names the file."""
 
     def __init__(self, folder: Path) -> None:
         self._source_path = folder / SINGLE_FILE if (folder / SINGLE_FILE).is_file() else folder / INDEX_FILE
@@ -68,17 +68,17 @@ class Checkpoint:
         communicator: Communicator = SINGLE_RANK,
         dim: int = 0,
     ) -> torch.Tensor:
-        """Tensors of the given shapes under each other, as one tensor of ``dtype`` on ``device``. Of each only this
-        rank's share of the dimension ``divided`` is read.
+        """Tensors of the given shapes, concatenated in their first dimension, as one tensor of ``dtype`` on
+        ``device``. Of each only this rank's shard of dimension ``dim`` is read.
         """
         for name, shape in zip(names, shapes, strict=True):
             self._check_shape(name, shape)
-        cuts = [_shard_slices(shape, dim, communicator) for shape in shapes]
-        sizes = [[part.stop - part.start for part in cut] for cut in cuts]
+        slices = [_shard_slices(shape, dim, communicator) for shape in shapes]
+        sizes = [[part.stop - part.start for part in each] for each in slices]
         rows = [size[0] for size in sizes]
         target = torch.empty((sum(rows), *sizes[0][1:]), dtype=dtype, device=device)
-        for name, cut, part in zip(names, cuts, target.split(rows), strict=True):
-            self._load_slice(name, cut, part)
+        for name, each, part in zip(names, slices, target.split(rows), strict=True):
+            self._load_slice(name, each, part)
         return target
 
     def load_row(
@@ -92,11 +92,11 @@ class Checkpoint:
         return part
 
     def mark_used(self, names: Iterable[str]) -> None:
-        """Says that these tensors, where they exist, are for other ranks to read."""
+        """Excludes tensors that only other ranks read from ``log_unused``."""
         self._unused.difference_update(names)
 
     def log_unused(self) -> None:
-        """Says in the log which tensors the model had no use for."""
+        """Logs a warning that lists the tensors which were never read."""
         unused = sorted(name for name in self._unused if not name.endswith(IGNORED_SUFFIX))
         if unused:
             shown = ", ".join(unused[:5])
@@ -117,19 +117,19 @@ class Checkpoint:
                 f"{entry.path} has {name} in the shape {list(entry.shape)}, but config.json asks for {list(shape)}."
             )
 
-    def _load_slice(self, name: str, cut: tuple[slice, ...], target: torch.Tensor) -> None:
+    def _load_slice(self, name: str, slices: tuple[slice, ...], target: torch.Tensor) -> None:
         entry = self._info(name)
         with _open_safetensors(entry.path) as file:
             whole = tuple(target.shape) == entry.shape
-            target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[cut])
+            target.copy_(file.get_tensor(name) if whole else file.get_slice(name)[slices])
         self._unused.discard(name)
 
 
 def resolve_dtype(name: str, stored: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype to compute in: ``float32``, ``bfloat16``, or ``auto`` for the checkpoint's own.
 
-    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path. Raises ``ModelError`` for a name
-    that is none, and for bfloat16 on a GPU that has no products of it.
+    float16 becomes bfloat16 on the CPU, where products of float16 have no fast path. Raises ``ModelError`` for an
+    unknown name, and for bfloat16 on a GPU that cannot multiply it.
     """
     dtype = _resolve_name(name, stored, device)
     if dtype == torch.bfloat16 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
@@ -150,14 +150,14 @@ def _resolve_name(name: str, stored: torch.dtype, device: torch.device) -> torch
 
 
 def _shard_slices(shape: tuple[int, ...], dim: int, communicator: Communicator) -> tuple[slice, ...]:
-    """This rank's share of the dimension ``divided``, and all of the others."""
+    """This rank's shard of dimension ``dim``, and all of the other dimensions."""
     parts = [slice(0, size) for size in shape]
     parts[dim] = shard(shape[dim], communicator)
     return tuple(parts)
 
 
 def _read_tensor_infos(listing: Path) -> dict[str, TensorInfo]:
-    """All tensors of the single file, or of those files that the index names."""
+    """All tensors of the single file, or of the files that the index names."""
     if not listing.is_file():
         raise ModelError(f"The model folder {listing.parent} has neither {SINGLE_FILE} nor {INDEX_FILE}.")
     if listing.name == SINGLE_FILE:
@@ -189,7 +189,7 @@ def _file_tensors(path: Path) -> Iterator[tuple[str, TensorInfo]]:
 
 @contextmanager
 def _open_safetensors(path: Path) -> Iterator[Any]:
-    """A safetensors file, mapped. Raises ``ModelError`` where it is missing, truncated or not safetensors at all."""
+    """A safetensors file, memory mapped. Raises ``ModelError`` when it is missing, truncated or not safetensors."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -201,13 +201,10 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
         raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
-# How a model is loaded: where to, in which numbers, and which part of it.
-
-
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """``config`` says the dtype, the quantization and whether to be deterministic; its ``device`` is resolved already,
-    as ``device``. Of a model that several ``ranks`` share, only this one's part is read.
+    """How a model is loaded. ``config`` has the dtype, the quantization and whether to be deterministic; ``device`` is
+    its device, resolved. Of a model that several ranks share, only this rank's shard is read.
     """
 
     config: ExecutorConfig = field(default_factory=ExecutorConfig)

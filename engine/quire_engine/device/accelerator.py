@@ -1,8 +1,9 @@
-"""Small tensors on their way between host and device, behind what the device still has to do. Knows no streams.
+"""The device that an engine computes on: which one, with how many threads, and small copies between host and device
+that do not make the host wait.
 
 A copy from or to pageable memory makes the host wait until the device is done with everything before it. Here copies go
-through pinned memory and are only enqueued. Pinned memory may be dropped at once: torch's allocator gives it to nobody
-else before the copies that torch enqueued from it or to it are done.
+through pinned memory and are only enqueued. Pinned memory may be dropped at once: torch's allocator does not reuse it
+before the copies that torch enqueued from it or to it are done.
 """
 
 import math
@@ -20,95 +21,8 @@ from quire_engine.device.host import ROOT, read_cgroup
 from quire_engine.errors import ModelError, first_line
 
 Array = npt.NDArray[Any]
-# Where an array may start within the packed bytes: the widest type that is sent.
+# In bytes: an array starts at a multiple of the widest element type that is sent.
 _ALIGNMENT = 8
-
-
-def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the host where ``device`` can fetch it without anybody waiting: a pinned copy for a GPU, and else
-    ``tensor`` itself.
-    """
-    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
-
-
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` of the host on ``device``, for what is enqueued later; on the CPU it is ``tensor`` itself."""
-    return pin(tensor, device).to(device, non_blocking=True)
-
-
-def upload_arrays(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
-    """The arrays as tensors on ``device``, in one copy; on the CPU they share the arrays' memory."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    return unpack_arrays(_pack_for(device, arrays).to(device, non_blocking=True), arrays)
-
-
-def stage_arrays(arrays: Sequence[Array], device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The arrays as tensors on the host, in fresh memory that ``device`` can copy from later without anybody waiting,
-    and on ``device``, in one copy; on the CPU both share that memory.
-    """
-    packed = _pack_for(device, arrays)
-    return unpack_arrays(packed, arrays), unpack_arrays(packed.to(device, non_blocking=True), arrays)
-
-
-def pack_arrays(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
-    """The bytes of the arrays, one after the other, each from an aligned place: [N] uint8 on the host."""
-    starts, size = _offsets(arrays)
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-    bytes_of = packed.numpy()
-    for array, start in zip(arrays, starts, strict=True):
-        bytes_of[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return packed
-
-
-def unpack_arrays(packed: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
-    """Views of ``packed``, wherever it lies, with the types and shapes of the arrays that were packed."""
-    return [
-        packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
-        for array, start in zip(arrays, _offsets(arrays)[0], strict=True)
-    ]
-
-
-def _pack_for(device: torch.device, arrays: Sequence[Array]) -> torch.Tensor:
-    return pack_arrays(arrays, is_pinned=device.type == "cuda")
-
-
-def _offsets(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    """Where each of the arrays starts, and where the last one ends."""
-    starts, end = [], 0
-    for array in arrays:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + array.nbytes
-    return starts, end
-
-
-class HostCopy:
-    """Tensors that are copied to the host as soon as their device gets to it, before whatever is enqueued later."""
-
-    __slots__ = ("_copied", "_host")
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._copied: torch.cuda.Event | None = None
-        if tensors and tensors[0].is_cuda:
-            self._host = [_pinned_copy(tensor) for tensor in tensors]
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(tensors[0].device))
-        else:
-            self._host = list(tensors)
-
-    def wait(self) -> list[torch.Tensor]:
-        """The copies, once they are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
-
-
-def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-# Which device an engine runs on, and computing there. Knows no models.
 
 
 def resolve_device(name: str) -> torch.device:
@@ -123,7 +37,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def _current_gpu() -> int:
-    """Its number. This is the first call that needs the GPU, and fails where another process has it for itself."""
+    """The index of the current GPU. The first call that needs the GPU: it fails when another process uses it
+    exclusively.
+    """
     try:
         number: int = torch.cuda.current_device()
     except RuntimeError as error:
@@ -133,14 +49,11 @@ def _current_gpu() -> int:
 
 @contextmanager
 def inference_on(device: torch.device) -> Iterator[None]:
-    """Inference on ``device``. Each thread has a current GPU of its own, the first one unless it says otherwise, and
-    some libraries launch their kernels there wherever their tensors are.
+    """Inference mode, with ``device`` as the current GPU of this thread. Each thread has a current GPU of its own, by
+    default the first one, and some libraries launch their kernels there wherever their tensors are.
     """
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext(), torch.inference_mode():
         yield
-
-
-# How many cores this process may use, and telling torch so. Knows cgroups, no models.
 
 
 def configure_threads(processes: int = 1) -> int:
@@ -153,13 +66,13 @@ def configure_threads(processes: int = 1) -> int:
 
 
 def usable_threads(processes: int = 1) -> int:
-    """As many threads as there are cores to run them, or as one's part of them where so many ``processes`` compute.
+    """``OMP_NUM_THREADS`` if the user has set it, else one thread for each usable core, divided by the number of
+    ``processes`` that compute.
 
     More threads than cores of quota is the classic slow pod: each waits for others that are throttled.
-    ``OMP_NUM_THREADS`` is the user's decision and counts first.
     """
-    decided = os.environ.get("OMP_NUM_THREADS", "")
-    return int(decided) if decided.isdecimal() and int(decided) > 0 else max(1, usable_cores() // processes)
+    configured = os.environ.get("OMP_NUM_THREADS", "")
+    return int(configured) if configured.isdecimal() and int(configured) > 0 else max(1, usable_cores() // processes)
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -169,7 +82,7 @@ def usable_cores(root: Path = ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Quotas in cores, of the process's cgroup and of all above it."""
+    """CPU quotas in cores, of the process's cgroup and of all above it."""
     for texts in read_cgroup(root, "cpu", "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"):
         yield _quota(*(texts if len(texts) > 1 else texts[0].split()[:2]))
 
@@ -180,3 +93,87 @@ def _quota(quota: str = "max", period: str = "100000") -> float:
         return max(0.0, int(quota) / int(period))
     except (ValueError, ZeroDivisionError):
         return 0.0
+
+
+def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host where ``device`` can fetch it asynchronously: a pinned copy for a GPU, else ``tensor``
+    itself.
+    """
+    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` of the host on ``device``, for work that is enqueued later; on the CPU it is ``tensor`` itself."""
+    return pin(tensor, device).to(device, non_blocking=True)
+
+
+def upload_arrays(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on ``device``, in one copy; on the CPU they share the arrays' memory."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    return unpack_arrays(_pack_for(device, arrays).to(device, non_blocking=True), arrays)
+
+
+def stage_arrays(arrays: Sequence[Array], device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The arrays as tensors on the host, in fresh memory that ``device`` can copy from asynchronously, and on
+    ``device``, in one copy; on the CPU both share that memory.
+    """
+    packed = _pack_for(device, arrays)
+    return unpack_arrays(packed, arrays), unpack_arrays(packed.to(device, non_blocking=True), arrays)
+
+
+def pack_arrays(arrays: Sequence[Array], *, is_pinned: bool = False) -> torch.Tensor:
+    """The bytes of the arrays, one after the other, each at an aligned offset: [N] uint8 on the host."""
+    starts, size = _offsets(arrays)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+    target = packed.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        target[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return packed
+
+
+def unpack_arrays(packed: torch.Tensor, arrays: Sequence[Array]) -> list[torch.Tensor]:
+    """Views of ``packed``, on any device, with the dtypes and shapes of the arrays that were packed."""
+    return [
+        packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, start in zip(arrays, _offsets(arrays)[0], strict=True)
+    ]
+
+
+def _pack_for(device: torch.device, arrays: Sequence[Array]) -> torch.Tensor:
+    return pack_arrays(arrays, is_pinned=device.type == "cuda")
+
+
+def _offsets(arrays: Sequence[Array]) -> tuple[list[int], int]:
+    """The offset of each array in bytes, and the end of the last one."""
+    starts, end = [], 0
+    for array in arrays:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        starts.append(start)
+        end = start + array.nbytes
+    return starts, end
+
+
+class HostCopy:
+    """Asynchronous copies of tensors to the host, done before any work that is enqueued later."""
+
+    __slots__ = ("_copied", "_host")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if tensors and tensors[0].is_cuda:
+            self._host = [_pinned_copy(tensor) for tensor in tensors]
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(tensors[0].device))
+        else:
+            self._host = list(tensors)
+
+    def wait(self) -> list[torch.Tensor]:
+        """Waits for the copies and returns them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host
+
+
+def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

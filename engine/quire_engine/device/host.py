@@ -1,4 +1,6 @@
-"""The settings of this process's control groups, version 2 and version 1, as text. Knows files, not what they mean."""
+"""The host that an engine runs on: the settings of its cgroups (version 2 and version 1) as text, and what its C
+library and oneDNN keep in memory.
+"""
 
 import contextlib
 import ctypes
@@ -7,13 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path("/")
+# Parameters of mallopt, from malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_NEVER = 2**31 - 1
+# Bytes of the largest block that is kept. glibc before 2.35 refuses more.
+MAX_KEPT_BLOCK = 32 << 20
 
 
 def read_cgroup(root: Path, controller: str, unified: str, *legacy: str) -> Iterator[tuple[str, ...]]:
     """The contents of some files in the process's group of ``controller`` and in all groups above it.
 
-    ``unified`` is the file's name in version 2, ``legacy`` are the names in version 1. Where a file is not, its text is
-    empty.
+    ``unified`` is the file's name in version 2, ``legacy`` are the names in version 1. The text of a file that does
+    not exist is empty.
     """
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
@@ -26,7 +33,7 @@ def read_cgroup(root: Path, controller: str, unified: str, *legacy: str) -> Iter
 
 
 def read_text(path: Path) -> str:
-    """The text of a file without white space around it; nothing where it cannot be read."""
+    """The text of a file, stripped; empty if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -34,37 +41,30 @@ def read_text(path: Path) -> str:
 
 
 def _with_parents(mount: Path, group: str) -> Iterator[Path]:
-    """The folders of a group and its parents. The path may be one of the host's: then only the mount is there."""
+    """The folders of a group and its parents. In a container ``group`` may be a path of the host: then only the mount
+    exists.
+    """
     folder = mount / group.strip("/")
     yield folder
     yield from (parent for parent in folder.parents if parent.is_relative_to(mount))
 
 
-# What the C library does with memory that is freed.
-#
-# glibc takes every large block from the system and gives it back when it is freed, so that a step touches fresh pages
-# for all of its large tensors, one fault each: with a small model, half of the time of a long prompt. Kept in the heap,
-# the pages of one step serve the next.
-#
-# What is kept is what the largest step took, which memory profiles count, and about as much again in holes, since a
-# block fits a hole only with room to spare; where small blocks happen to lie between the large ones it can be three
-# times as much again, and then grows no further. Hence larger blocks than ``MAX_KEPT_BLOCK`` are still given back.
-# Little is lost: only large models ask for them, whose products take far longer than the faults.
-
-
-# Parameters of mallopt, from malloc.h.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_NEVER = 2**31 - 1
-# Bytes of the largest block that is kept. glibc before 2.35 refuses more.
-MAX_KEPT_BLOCK = 32 << 20
-
-
 def tune_malloc() -> bool:
-    """Makes malloc keep blocks of up to ``MAX_KEPT_BLOCK`` bytes when they are freed. Returns whether it does.
+    """Makes malloc keep blocks of up to ``MAX_KEPT_BLOCK`` bytes when they are freed. Returns whether it does: a C
+    library without mallopt does not. Call it once weights are loaded: temporary memory of loading is returned to the
+    system first.
 
-    Threads that begin later share one arena, as any other is made of pieces of 64 MiB, which are given back when they
-    are free. Call it once weights are loaded: what loading took for a moment is given back first. Does
-    nothing where the C library has no mallopt.
+    glibc takes every large block from the system and returns it when it is freed, so that a step touches fresh pages
+    for all of its large tensors, one fault each: with a small model, half of the time of a long prompt. Kept in the
+    heap, the pages of one step serve the next.
+
+    The heap keeps what the largest step took, which memory profiles count, and about as much again in holes, since a
+    block fits a hole only with space to spare; where small blocks happen to lie between the large ones it can be three
+    times as much again, and then grows no further. Hence blocks above ``MAX_KEPT_BLOCK`` are still returned. Little is
+    lost: only large models allocate them, whose products take far longer than the faults.
+
+    Threads that start later share one arena, as any other consists of pieces of 64 MiB, which are returned when they
+    are free.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):
         library = ctypes.CDLL(None)
@@ -77,12 +77,9 @@ def tune_malloc() -> bool:
     return False
 
 
-# Carries out step plans with torch: tensors of a step, KV memory, swap copies, threads.
-
-
 def limit_onednn_caches() -> None:
-    """Bounds what oneDNN keeps, in a process that is the engine's own. Call it before torch is imported, which reads
-    both limits then.
+    """Bounds oneDNN's caches, in a process of the engine's own. Call it before torch is imported, which reads both
+    limits then.
 
     oneDNN keeps a compiled product for every shape that it meets, a thousand by default, and steps come in many shapes:
     an engine would grow by hundreds of megabytes.

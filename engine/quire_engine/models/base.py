@@ -1,6 +1,4 @@
-"""What every model is to the rest of the engine: a few facts, a layout of keys and values, and two functions. Knows no
-architecture.
-"""
+"""The interface of models: a KV layout, a dtype, and the functions ``forward`` and ``logits``."""
 
 from typing import NamedTuple, Protocol
 
@@ -11,8 +9,8 @@ from quire_engine.checkpoint.config import AttentionLayout
 
 
 class LayerInputs(NamedTuple):
-    """What the layers of a decoder begin with, for T tokens: ``states`` [T, hidden] of the model's dtype, which they
-    use up, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
+    """The input of a decoder's layers for T tokens: ``hidden_states`` [T, hidden] of the model's dtype, which the
+    layers overwrite, and ``cos`` and ``sin`` [T, head_dim / 2] float32 of the tokens' positions.
     """
 
     hidden_states: torch.Tensor
@@ -25,17 +23,17 @@ class Model(Protocol):
 
     @property
     def layout(self) -> AttentionLayout:
-        """Its attention. Constant."""
+        """The heads and sizes of its attention. Constant."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in; its KV memory is of the same. Constant."""
+        """The dtype of its weights, activations and KV memory. Constant."""
         ...
 
     @property
     def capturable(self) -> bool:
-        """Whether ``forward`` can be captured in a CUDA graph: the host decides nothing by what the device computed.
+        """Whether ``forward`` can be captured in a CUDA graph: the host never branches on results of the device.
         Constant.
         """
         ...
@@ -51,20 +49,19 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocabulary] of hidden states [R, hidden]: ask only for the rows that sample."""
+        """Logits [R, vocabulary] of hidden states [R, hidden]. Pass only the rows that sample."""
         ...
 
 
 class LayeredModel(Model, Protocol):
-    """A model whose ``forward`` is ``layers`` of ``inputs``. Where it is ``capturable`` and on the CPU, its layers ask
-    torch for nothing but memory and views: all that they compute is done by compiled kernels, as far as those can be
-    had.
+    """A model whose ``forward`` is ``layers`` of ``inputs``. Where it is ``capturable`` and on the CPU, its layers use
+    torch for memory and views only: compiled kernels, where there are any, compute everything.
     """
 
     def inputs(self, token_ids: torch.Tensor, positions: torch.Tensor) -> LayerInputs:
-        """Of tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
+        """The layers' input for tokens [T] at positions [T], both integers. Raises ``IndexError`` as ``forward``."""
         ...
 
     def layers(self, inputs: LayerInputs, kv: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
-        """Hidden states [T, hidden], as of ``forward``."""
+        """Hidden states [T, hidden], as ``forward`` returns them."""
         ...

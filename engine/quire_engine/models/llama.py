@@ -1,9 +1,8 @@
 """The Llama family of decoders, for inference: Llama 2 and 3, Mistral, Qwen2 and Qwen3, and with experts Mixtral and
 Qwen3-MoE.
 
-They differ in biases, norms, windows and the feed-forward part only. This file turns a ragged batch of tokens into
-hidden states, and hidden states into logits. It knows neither sequences nor pages: what a token may see is the
-attention backend's business.
+They differ in biases, norms, windows and the feed-forward network only. ``Llama`` turns a ragged batch of tokens into
+hidden states, and hidden states into logits. The attention backend knows the sequences, and what each token may see.
 """
 
 import torch
@@ -22,14 +21,13 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class Llama:
-    """A decoder with its weights, or a rank's part of it. A ``LayeredModel``."""
+    """A decoder with its weights, or a rank's shard of it. A ``LayeredModel``."""
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader) -> None:
         self.dtype = weights.dtype
-        # How many tokens each expert gets is known on the host before the experts compute, and on the CPU what ranks
-        # exchange is no call of a kernel.
-        alone = weights.communicator.size == 1 or weights.device.type == "cuda"
-        self.capturable = config.moe is None and alone
+        # The host waits for the number of tokens of each expert, and on the CPU a collective is not a call of a kernel.
+        capturable_collectives = weights.communicator.size == 1 or weights.device.type == "cuda"
+        self.capturable = config.moe is None and capturable_collectives
         heads, kv_heads = (count // weights.communicator.size for count in (config.num_heads, config.num_kv_heads))
         self.layout = AttentionLayout(config.num_layers, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
         table = (config.vocab_size, config.hidden_size)
@@ -99,10 +97,10 @@ def _load_head_norms(config: DecoderConfig, weights: WeightLoader, name: str, qu
 
 
 class _DecoderLayer:
-    """Attention and feed-forward part, each behind a norm, around one residual stream.
+    """Attention and feed-forward network, each after a norm, around one residual stream.
 
-    A part's output is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
-    takes the update that the layer before it left, and leaves its own.
+    The output of either is added to the stream by the norm that comes after it, in one pass over memory: hence a layer
+    takes the update that the previous layer returned, and returns its own.
     """
 
     def __init__(self, config: DecoderConfig, weights: WeightLoader, index: int) -> None:

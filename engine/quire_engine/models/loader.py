@@ -1,4 +1,4 @@
-"""From a model folder to a model that can run: own code where there is some, else transformers'. Knows no KV memory."""
+"""Loads the model of a folder: a ``Llama`` for supported architectures, else transformers' own code."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ EMBEDDING_WEIGHT = "model.embed_tokens.weight"
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """What ``config.json`` says, checked. Raises ``ModelError`` for what cannot be served."""
+    """Reads and checks ``config.json``. Raises ``ModelError`` for a model that cannot be served."""
     raw = read_config_json(folder)
     if is_supported(architecture_of(folder / "config.json", raw), raw):
         return DecoderConfig.read(folder)
@@ -32,8 +32,8 @@ def load_model(
 ) -> Model:
     """The model of ``folder`` with its weights, as ``options`` say.
 
-    ``config`` is what ``read_model_config`` made of the same folder. ``check`` is given the dtype that the model will
-    compute in before the weights are read, and may refuse it. Raises ``ModelError``.
+    ``config`` is the folder's ``read_model_config``. ``check`` is called with the model's dtype before the weights are
+    read, and may raise ``ModelError`` to refuse it. Raises ``ModelError``.
     """
     _check_quantization(config, options)
     _check_deterministic(config, options)
@@ -52,14 +52,14 @@ def load_model(
 
 
 def _model_dtype(config: ModelConfig, checkpoint: Checkpoint, options: LoadOptions) -> torch.dtype:
-    """What the model is to compute in."""
-    fallback = isinstance(config, TransformersConfig)
-    stored = checkpoint.dominant_dtype() if fallback else checkpoint.dtype(EMBEDDING_WEIGHT)
+    """The dtype to compute in."""
+    by_transformers = isinstance(config, TransformersConfig)
+    stored = checkpoint.dominant_dtype() if by_transformers else checkpoint.dtype(EMBEDDING_WEIGHT)
     return resolve_dtype(options.config.dtype, stored, options.device)
 
 
 def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` where what a row comes to cannot be kept from depending on others."""
+    """Raises ``ModelError`` when the result of a row would depend on other rows."""
     if options.config.deterministic and isinstance(config, TransformersConfig):
         raise ModelError(
             "--deterministic is for models with code of their own, "
@@ -68,7 +68,7 @@ def _check_deterministic(config: ModelConfig, options: LoadOptions) -> None:
 
 
 def _check_quantization(config: ModelConfig, options: LoadOptions) -> None:
-    """Raises ``ModelError`` where the weights cannot be held in what ``options`` ask for."""
+    """Raises ``ModelError`` when the weights cannot be held in the quantization of ``options``."""
     if options.config.quantization is None:
         return
     if options.device.type != "cpu":

@@ -1,4 +1,10 @@
-"""The configuration of a model without own code, as transformers reads it, and what of it cannot be served."""
+"""Models without own code: any causal language model of transformers, unmodified, on paged KV memory.
+
+``TransformersConfig`` reads the folder and refuses what KV blocks or attention backends cannot serve.
+``load_transformers_model`` loads the weights, and proves on two short sequences that paged attention changes nothing
+(see ``transformers_check``). transformers calls attention through two functions that are registered under own names:
+``paged_attention`` stores and attends in paged memory, ``probe_attention`` finds out what each layer asks for.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -27,15 +33,27 @@ from quire_engine.errors import ModelError
 from quire_engine.models.transformers_check import check_paged_logits, reference_logits, sample_sequences
 
 log = logging.getLogger(__name__)
-
 SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
-# Up to here it is looked at what a token sees (see ``attention``), so no sequence may be longer.
+# Masks are probed up to this length (see ``sliding_window_of``), so no sequence may be longer.
 MAX_PROBED_LENGTH = 1 << 20
+NUM_PROBE_TOKENS = 3
+PAGED_ATTENTION, PROBE_ATTENTION = "quire-paged", "quire-probe"
+# Arguments of attention that ask for nothing beyond a causal mask: positions, and options that are off anyway.
+IGNORED_ARGUMENTS = {
+    "dropout",
+    "scaling",
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+}
+AttentionOutput = tuple[torch.Tensor, None]
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig(ModelConfig):
-    """``parsed`` is transformers' configuration, and ``model_class`` the class that it is for."""
+    """``hf_config`` is transformers' configuration, and ``model_class`` the class of the model."""
 
     hf_config: Any = field(repr=False)
     model_class: Any = field(repr=False)
@@ -43,7 +61,7 @@ class TransformersConfig(ModelConfig):
     @classmethod
     def read(cls, folder: Path) -> "TransformersConfig":
         """Reads ``config.json``, and ``generation_config.json`` where there is one. Raises ``ModelError``, also for
-        models that KV blocks or attention backends cannot serve, as far as their configuration tells.
+        models whose configuration shows that KV blocks or attention backends cannot serve them.
         """
         path = folder / "config.json"
         raw = read_config_json(folder)
@@ -119,7 +137,7 @@ def _max_length(path: Path, parsed: Any) -> int:
 def max_sequence_length(parsed: Any) -> int:
     """The longest sequence in tokens, for the rope of every kind of layer.
 
-    LongRoPE ends at the length before it was stretched: the frequencies change there, for all keys.
+    With LongRoPE it is the original length: the frequencies change there, for all keys.
     """
     length = int(parsed.max_position_embeddings)
     return min([MAX_PROBED_LENGTH, *(_rope_length(length, rope) for rope in _rope_parameters(parsed))])
@@ -139,27 +157,11 @@ def _rope_length(length: int, rope: dict[str, Any]) -> int:
     return rope_max_length(length, rope)
 
 
-# The two functions through which transformers calls attention here, both registered under names of their own: one that
-# stores and attends in paged memory, and one that only finds out what a model asks for. Knows no model.
-
-
-PAGED_ATTENTION, PROBE_ATTENTION = "quire-paged", "quire-probe"
-# What a model may hand to its attention without asking for more than a causal one: places, and what is off anyway.
-IGNORED_ARGUMENTS = {
-    "dropout",
-    "scaling",
-    "sliding_window",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "cache_position",
-}
-AttentionOutput = tuple[torch.Tensor, None]
-
-
 @dataclass(slots=True)
 class PagedAttentionContext:
-    """The memory of one step, handed through the model's keyword arguments. ``windows`` has one entry a layer."""
+    """The KV memory and attention of one step, passed through the model's keyword arguments. ``sliding_windows`` has
+    one entry a layer.
+    """
 
     kv: torch.Tensor
     attention: AttentionBackend
@@ -168,7 +170,7 @@ class PagedAttentionContext:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequirements:
-    """What one layer asks of its attention. ``window`` is as in ``AttentionBackend.forward``."""
+    """The attention that one layer needs. ``window`` is as in ``AttentionBackend.forward``."""
 
     layer: int
     dtype: torch.dtype
@@ -181,13 +183,151 @@ class AttentionRequirements:
 
 @dataclass(slots=True)
 class AttentionProbe:
-    """Collects what the layers ask for, in the order in which they ask."""
+    """Collects the requirements of the layers, in the order of their calls."""
 
     requirements: list[AttentionRequirements] = field(default_factory=list)
 
 
+class TransformersModel:
+    """An unmodified causal language model. A ``Model``.
+
+    ``causal`` is the model with its weights, and is owned and modified by this object. Its decoder and its head are
+    called separately: the decoder for all tokens, the head for those whose logits are needed. Raises ``ModelError`` for
+    an attention that no backend supports.
+    """
+
+    capturable = False
+
+    def __init__(self, causal: Any) -> None:
+        self._causal = causal
+        self._decoder: Any = causal.base_model.get_decoder()
+        if self._decoder is causal:
+            raise ModelError("It is not divided into a body and a head.")
+        requirements = self._probe()
+        self.layout = _common_layout(requirements)
+        self.dtype = requirements[0].dtype
+        self._sliding_windows = tuple(each.window for each in requirements)
+        self._output_class: Any = None
+        replacement = torch.nn.Module()
+        replacement.forward = self._pass_through
+        causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), replacement)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """See ``Model.forward``."""
+        output = self._run_decoder(
+            token_ids, positions, quire_step=PagedAttentionContext(kv, attention, self._sliding_windows)
+        )
+        self._output_class = type(output)
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See ``Model.logits``."""
+        logits: torch.Tensor = self._causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def _pass_through(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
+        """Replaces the decoder inside ``causal``, and returns hidden states that were computed before.
+
+        So the scales, caps and biases that a model applies around its head are computed by its own code.
+        """
+        return self._output_class(last_hidden_state=inputs_embeds)
+
+    def _run_decoder(self, token_ids: torch.Tensor, positions: torch.Tensor, **context: object) -> Any:
+        return self._decoder(
+            input_ids=token_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **context
+        )
+
+    def _probe(self) -> list[AttentionRequirements]:
+        """The attention requirements of each layer, in the order of the layers."""
+        probe, positions = AttentionProbe(), torch.arange(NUM_PROBE_TOKENS, device=self._causal.device)
+        self._causal.set_attn_implementation(PROBE_ATTENTION)
+        self._run_decoder(positions, positions, quire_probe=probe)
+        self._causal.set_attn_implementation(PAGED_ATTENTION)
+        return probe.requirements
+
+
+def _common_layout(requirements: list[AttentionRequirements]) -> AttentionLayout:
+    """The layout that all layers share. Raises ``ModelError`` when they differ."""
+    if not requirements or [each.layer for each in requirements] != list(range(len(requirements))):
+        raise ModelError("Not every layer has exactly one attention.")
+    first, *others = [(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.dtype) for one in requirements]
+    if any(other != first for other in others):
+        raise ModelError("Its layers differ in heads, sizes or scales, which KV blocks and backends cannot hold.")
+    layout = AttentionLayout(len(requirements), *first[:-1])
+    if layout.num_heads % layout.num_kv_heads:
+        raise ModelError(f"Its {layout.num_heads} heads cannot share {layout.num_kv_heads} KV heads evenly.")
+    return layout
+
+
+def load_transformers_model(
+    config: TransformersConfig, folder: Path, dtype: torch.dtype, device: torch.device
+) -> TransformersModel:
+    """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model that paged
+    attention cannot serve.
+    """
+    register_attention()
+    causal = _load_weights(config, folder, dtype).to(device).eval()
+    try:
+        with torch.inference_mode():
+            return _make_checked(causal, config)
+    except ModelError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - a model's code raises whatever it likes
+        reason = f"It does not run: {one_line(error)}."
+    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
+
+
+def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
+    """The model with paged attention, after a check that its logits are those of transformers' own attention."""
+    sequences = sample_sequences(config.vocab_size, config.max_length)
+    expected = [reference_logits(causal, tokens) for tokens in sequences]
+    model = TransformersModel(causal)
+    check_paged_logits(model, sequences, expected)
+    return model
+
+
+def _load_weights(config: TransformersConfig, folder: Path, dtype: torch.dtype) -> Any:
+    """transformers' model with all of its weights, from safetensors files only."""
+    try:
+        with _without_progress_bar():
+            causal, report = config.model_class.from_pretrained(
+                folder,
+                config=config.hf_config,
+                dtype=dtype,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except Exception as error:  # noqa: BLE001 - any error means that there is no model
+        raise ModelError(f"{folder} cannot be loaded as a {config.architecture}: {one_line(error)}.") from None
+    if report["missing_keys"]:
+        raise ModelError(f"{folder} has no tensor {min(report['missing_keys'])}.")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        log.warning("%s has %d tensors that the model does not use: %s", folder, len(unused), ", ".join(unused[:5]))
+    return causal
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Turns transformers' progress bar off, which would garble the log."""
+    from transformers.utils import logging as hf_logging
+
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
 def register_attention() -> None:
-    """Makes both functions known to transformers, under names that nobody else uses."""
+    """Registers both attention functions with transformers, under names of their own."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
@@ -234,7 +374,7 @@ def probe_attention(
     if not query.dtype == key.dtype == value.dtype:
         raise ModelError("Its queries, keys and values are of different types.")
     _, heads, tokens, size = query.shape
-    needs = AttentionRequirements(
+    requirements = AttentionRequirements(
         layer=module.layer_idx,
         dtype=key.dtype,
         num_heads=heads,
@@ -243,7 +383,7 @@ def probe_attention(
         scale=size**-0.5 if scaling is None else float(scaling),
         window=sliding_window_of(attention_mask),
     )
-    quire_probe.requirements.append(needs)
+    quire_probe.requirements.append(requirements)
     return query.new_zeros(1, tokens, heads, size), None
 
 
@@ -254,7 +394,7 @@ def _check_extra_arguments(others: dict[str, Any]) -> None:
 
 
 def _probe_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: object) -> torch.Tensor:
-    """The mask of a few positions over all keys, [1, 1, rows, keys]: ``sliding_window_of`` reads it again."""
+    """The mask of the ``probed_positions`` over all keys, [1, 1, rows, keys], which ``sliding_window_of`` analyses."""
     keys = max_sequence_length(config)
     zero = torch.zeros(1, 1, 1, 1, dtype=torch.long)
     mask = mask_function(zero, zero, probed_positions(keys)[:, None], torch.arange(keys))
@@ -262,8 +402,8 @@ def _probe_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_:
 
 
 def sliding_window_of(mask: torch.Tensor | None) -> int | None:
-    """How many of the latest tokens a layer sees, itself included; None for all. Raises ``ModelError`` for a mask that
-    is neither.
+    """The number of latest tokens that a token sees, itself included; None for all. Raises ``ModelError`` for a mask
+    that is neither causal nor a causal window.
     """
     if mask is None or not _is_probe_mask(mask):
         raise ModelError("Its attention has a mask of its own making, which the attention backends do not know.")
@@ -276,159 +416,13 @@ def sliding_window_of(mask: torch.Tensor | None) -> int | None:
 
 
 def _is_probe_mask(mask: torch.Tensor) -> bool:
-    """Whether it is still the mask that ``_probed_mask`` made."""
+    """Whether ``mask`` has the dtype and shape that ``_probe_mask`` makes."""
     return bool(mask.dtype == torch.bool and mask.dim() == 4 and len(probed_positions(mask.shape[3])) == mask.shape[2])
 
 
 def probed_positions(keys: int) -> torch.Tensor:
-    """Positions at the beginning, in the middle and at the end of so many. No other mask looks like a window from all
-    of them: chunks, for one, end somewhere, and the last two positions are not both as far from where theirs began.
+    """Positions at the beginning, in the middle and at the end of ``keys`` positions. No mask but a window looks like
+    one from all of them: chunked attention, for one, has chunks that end, and the last two positions are not both
+    equally far from the beginning of theirs.
     """
     return torch.tensor(sorted({0, min(1, keys - 1), keys // 3, keys // 2, max(0, keys - 2), keys - 1}))
-
-
-# A causal language model of transformers as a ``Model``. It knows transformers' classes, and no sequences.
-
-
-NUM_PROBE_TOKENS = 3
-
-
-class TransformersModel:
-    """An unmodified causal language model. A ``Model``.
-
-    ``causal`` is the model with its weights, and belongs to this object from now on. Its two parts are called apart:
-    the body for all tokens, the head for those whose logits are asked for. Raises ``ModelError`` for an attention that
-    no backend can do.
-    """
-
-    capturable = False
-
-    def __init__(self, causal: Any) -> None:
-        self._causal = causal
-        self._decoder: Any = causal.base_model.get_decoder()
-        if self._decoder is causal:
-            raise ModelError("It is not divided into a body and a head.")
-        needs = self._probe()
-        self.layout = _common_layout(needs)
-        self.dtype = needs[0].dtype
-        self._sliding_windows = tuple(each.window for each in needs)
-        self._output_class: Any = None
-        given = torch.nn.Module()
-        given.forward = self._pass_through
-        causal.set_submodule(next(name for name, part in causal.named_modules() if part is self._decoder), given)
-
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        """See ``Model.forward``."""
-        output = self._run_decoder(
-            token_ids, positions, quire_step=PagedAttentionContext(kv, attention, self._sliding_windows)
-        )
-        self._output_class = type(output)
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See ``Model.logits``."""
-        logits: torch.Tensor = self._causal(inputs_embeds=hidden[None], use_cache=False).logits[0]
-        return logits
-
-    def _pass_through(self, *_: object, inputs_embeds: torch.Tensor, **__: object) -> Any:
-        """Stands where the body was, for the head to call: the states are there already.
-
-        So the scales, caps and biases that a model puts around its head are computed by its own code.
-        """
-        return self._output_class(last_hidden_state=inputs_embeds)
-
-    def _run_decoder(self, token_ids: torch.Tensor, positions: torch.Tensor, **context: object) -> Any:
-        return self._decoder(
-            input_ids=token_ids[None].long(), position_ids=positions[None].long(), use_cache=False, **context
-        )
-
-    def _probe(self) -> list[AttentionRequirements]:
-        """What each layer asks of its attention, in the order of the layers."""
-        probe, places = AttentionProbe(), torch.arange(NUM_PROBE_TOKENS, device=self._causal.device)
-        self._causal.set_attn_implementation(PROBE_ATTENTION)
-        self._run_decoder(places, places, quire_probe=probe)
-        self._causal.set_attn_implementation(PAGED_ATTENTION)
-        return probe.requirements
-
-
-def _common_layout(needs: list[AttentionRequirements]) -> AttentionLayout:
-    """The one layout that all layers have."""
-    if not needs or [each.layer for each in needs] != list(range(len(needs))):
-        raise ModelError("Not every layer has exactly one attention.")
-    first, *others = [(one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.dtype) for one in needs]
-    if any(other != first for other in others):
-        raise ModelError("Its layers differ in heads, sizes or scales, which KV blocks and backends cannot hold.")
-    layout = AttentionLayout(len(needs), *first[:-1])
-    if layout.num_heads % layout.num_kv_heads:
-        raise ModelError(f"Its {layout.num_heads} heads cannot share {layout.num_kv_heads} KV heads evenly.")
-    return layout
-
-
-# Loads a model through transformers: its weights, its own logits, and the proof that paged memory changes nothing.
-
-
-def load_transformers_model(
-    config: TransformersConfig, folder: Path, dtype: torch.dtype, device: torch.device
-) -> TransformersModel:
-    """The model of ``folder``. Raises ``ModelError`` for weights that cannot be loaded, and for a model that paged
-    attention cannot serve.
-    """
-    register_attention()
-    causal = _load_weights(config, folder, dtype).to(device).eval()
-    try:
-        with torch.inference_mode():
-            return _make_checked(causal, config)
-    except ModelError as error:
-        reason = str(error)
-    except Exception as error:  # noqa: BLE001 - what a model does with its input is its own
-        reason = f"It does not run: {one_line(error)}."
-    raise ModelError(f"{folder} holds a {config.architecture}, which cannot be served. {reason}")
-
-
-def _make_checked(causal: Any, config: TransformersConfig) -> TransformersModel:
-    """The model with paged attention, once it was seen that this changes nothing."""
-    sequences = sample_sequences(config.vocab_size, config.max_length)
-    expected = [reference_logits(causal, tokens) for tokens in sequences]
-    model = TransformersModel(causal)
-    check_paged_logits(model, sequences, expected)
-    return model
-
-
-def _load_weights(config: TransformersConfig, folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' model with all of its weights, from safetensors files only."""
-    try:
-        with _without_progress_bar():
-            causal, report = config.model_class.from_pretrained(
-                folder,
-                config=config.hf_config,
-                dtype=dtype,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-    except Exception as error:  # noqa: BLE001 - whatever it raises means that there is no model
-        raise ModelError(f"{folder} cannot be loaded as a {config.architecture}: {one_line(error)}.") from None
-    if report["missing_keys"]:
-        raise ModelError(f"{folder} has no tensor {min(report['missing_keys'])}.")
-    strange = sorted(report["unexpected_keys"])
-    if strange:
-        log.warning("%s has %d tensors that the model does not use: %s", folder, len(strange), ", ".join(strange[:5]))
-    return causal
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """A log is no place to draw in."""
-    from transformers.utils import logging as their_logging
-
-    shown = their_logging.is_progress_bar_enabled()
-    their_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            their_logging.enable_progress_bar()

@@ -1,8 +1,8 @@
-"""Whether a model computes through paged memory what transformers computes without: seen once, when it is loaded.
+"""Checks, when a model is loaded, that it computes in paged memory what transformers computes without.
 
-Two short sequences are run in chunks, side by side and in blocks out of order. What would go wrong without a sign (a
-state beside the keys and values, positions counted by the model itself, a bias that only its own attention adds) shows
-here as other logits.
+Two short sequences are run in chunks, in one batch and in blocks out of order. Failures that would be silent otherwise
+(a state beside the keys and values, positions counted by the model itself, a bias that only its own attention adds)
+show here as different logits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from quire_engine.models.base import Model
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 SAMPLE_LENGTHS = (21, 10)
 BLOCK_TABLES = ((3, 8, 1, 6, 10, 4), (7, 2, 9))
-# What a row of logits may be off, relative to its size. Seen with small random models of fifty architectures: 1e-6 in
+# The allowed relative error of a row of logits. Measured with small random models of fifty architectures: 1e-6 in
 # float32, 0.03 in bfloat16.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1.5e-1}
 
@@ -33,46 +33,46 @@ class TokenRange(NamedTuple):
 
 
 def sample_sequences(vocab_size: int, max_length: int) -> list[torch.Tensor]:
-    """The two sequences: tokens from all over the vocabulary."""
+    """Two sequences of tokens from all over the vocabulary."""
     lengths = [min(length, max_length) for length in SAMPLE_LENGTHS]
     return [(torch.arange(length) * 7919 + 11 * length) % vocab_size for length in lengths]
 
 
 def reference_logits(causal: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers' own attention makes of a sequence, [T, vocabulary] in float32."""
+    """The logits [T, vocabulary] of a sequence in float32, by transformers' own attention."""
     causal.set_attn_implementation("eager")
     logits: torch.Tensor = causal(input_ids=tokens[None].to(causal.device), use_cache=False).logits[0]
     return logits.float()
 
 
 def check_paged_logits(model: Model, sequences: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    """Raises ``ModelError`` where ``model`` makes other logits of the sequences than the expected ones.
+    """Raises ``ModelError`` when the logits of ``model`` differ from the ``expected`` ones.
 
-    In few bits two ways of attention round differently, and a router of experts may then choose differently for some
-    tokens: so whole sequences are judged by most of their tokens. Chunks of a sequence round like the whole of it, and
-    are judged by every token.
+    In few bits two implementations of attention round differently, and a router of experts may then choose differently
+    for some tokens: so whole sequences are judged by the median of their tokens. Chunks of a sequence round like the
+    whole of it, and are judged by every token.
     """
-    theirs = torch.cat(list(expected))
+    reference = torch.cat(list(expected))
     whole, chunked = (
-        _paged_logits(model, sequences, steps, theirs.device) for steps in _step_plans(*map(len, sequences))
+        _paged_logits(model, sequences, steps, reference.device) for steps in _step_plans(*map(len, sequences))
     )
-    if whole.shape != theirs.shape:
-        raise ModelError(f"It makes {whole.shape[-1]} logits for a vocabulary of {theirs.shape[-1]}.")
+    if whole.shape != reference.shape:
+        raise ModelError(f"It makes {whole.shape[-1]} logits for a vocabulary of {reference.shape[-1]}.")
     tolerance = TOLERANCE[model.dtype]
     if not (
-        _relative_errors(whole, theirs).median() < tolerance and _relative_errors(chunked, whole).max() < tolerance
+        _relative_errors(whole, reference).median() < tolerance and _relative_errors(chunked, whole).max() < tolerance
     ):
         raise ModelError("In paged memory it makes other logits than by itself.")
 
 
-def _relative_errors(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """How far each row is off, relative to its size."""
-    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+def _relative_errors(logits: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The relative error of each row."""
+    return (logits - reference).norm(dim=-1) / reference.norm(dim=-1)
 
 
 def _step_plans(first: int, second: int) -> tuple[list[list[TokenRange]], list[list[TokenRange]]]:
-    """Two ways to run two sequences of so many tokens: one after the other, and in chunks. Of the first there are
-    three chunks, the last of them one token, and the whole second one is beside the first chunk.
+    """Two ways to run two sequences of ``first`` and ``second`` tokens: one after the other, and in chunks. The first
+    sequence has three chunks, the last of them one token; the whole second one is in a batch with the first chunk.
     """
     bounds = [0, first // 2, first - 1, first]
     chunked = [[TokenRange(0, start, end)] for start, end in pairwise(bounds) if start < end]
@@ -90,7 +90,7 @@ def _paged_logits(
     attention = ReferenceAttention(
         AttentionShape(layout.num_heads, layout.num_kv_heads, layout.head_dim, BLOCK_SIZE, layout.scale)
     )
-    made: list[list[torch.Tensor]] = [[], []]
+    by_sequence: list[list[torch.Tensor]] = [[], []]
     for spans in steps:
         batch = _attention_batch(spans)
         attention.prepare(batch)
@@ -98,8 +98,8 @@ def _paged_logits(
         hidden = model.forward(tokens.to(device), batch.positions.to(device), kv, attention)
         logits = model.logits(hidden).float().split([one.end - one.start for one in spans])
         for span, part in zip(spans, logits, strict=True):
-            made[span.sequence].append(part)
-    return torch.cat([part for parts in made for part in parts])
+            by_sequence[span.sequence].append(part)
+    return torch.cat([part for parts in by_sequence for part in parts])
 
 
 def _attention_batch(spans: Sequence[TokenRange]) -> AttentionBatch:
