@@ -42,16 +42,16 @@ def report(**changes: Any) -> Report:
 
 def assert_sound(record: RunRecord, jobs: list[Job]) -> None:
     """Every request ended once, in its order, with all of its tokens or an error, and no memory is lost."""
-    assert record.lost_blocks == 0
-    assert record.end == max(life.ended or 0 for life in record.traces)
+    assert record.leaked_blocks == 0
+    assert record.end == max(trace.ended or 0 for trace in record.traces)
     assert max(record.busy) <= record.end
     assert len(record.traces) == len(jobs)
-    for job, life in zip(jobs, record.traces, strict=True):
-        assert life.ended is not None
-        if life.error is not None:
-            assert life.num_tokens < job.num_output
+    for job, trace in zip(jobs, record.traces, strict=True):
+        assert trace.ended is not None
+        if trace.error is not None:
+            assert trace.num_tokens < job.num_output
             continue
-        assert life.num_tokens == job.num_output
-        assert None not in (life.placed, life.first_token, life.last_token)
-        assert life.arrived <= life.placed < life.first_token <= life.last_token == life.ended <= record.end
-        assert 0 <= life.cached_tokens < job.num_prompt
+        assert trace.num_tokens == job.num_output
+        assert None not in (trace.placed, trace.first_token, trace.last_token)
+        assert trace.arrived <= trace.placed < trace.first_token <= trace.last_token == trace.ended <= record.end
+        assert 0 <= trace.cached_tokens < job.num_prompt

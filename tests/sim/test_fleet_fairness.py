@@ -57,6 +57,6 @@ def test_a_tenant_that_is_alone_has_all_the_room(monkeypatch: pytest.MonkeyPatch
     alone = {"tenants": 1, "flood": None}
     jobs = jobs_at(1.5, 150, **alone)
     traces = run(jobs, **SHAPE | alone).traces
-    assert any(life.placed is not None and life.placed > life.arrived for life in traces)
+    assert any(trace.placed is not None and trace.placed > trace.arrived for trace in traces)
     monkeypatch.setattr(FairQueue, "is_ahead", lambda *_: False)
     assert traces == run(jobs, **SHAPE | alone).traces

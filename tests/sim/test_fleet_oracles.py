@@ -13,11 +13,11 @@ from tests.sim.fleets import IDEAL, run
 TINY: dict[str, Any] = {**IDEAL, "engines": 2, "block_size": 16, "policies": ["round_robin"], "swap_space": 0}
 
 
-def milliseconds(life: RequestTrace) -> tuple[int, int]:
+def milliseconds(trace: RequestTrace) -> tuple[int, int]:
     """Until the first token and until the end."""
-    assert life.first_token is not None
-    assert life.ended is not None
-    return round((life.first_token - life.arrived) / 1e6), round((life.ended - life.arrived) / 1e6)
+    assert trace.first_token is not None
+    assert trace.ended is not None
+    return round((trace.first_token - trace.arrived) / 1e6), round((trace.ended - trace.arrived) / 1e6)
 
 
 def unique(name: int, time: float, length: int, output: int = 1) -> Job:
@@ -28,21 +28,21 @@ def test_requests_share_engines_in_turn_and_steps_are_not_cut_short() -> None:
     jobs = [unique(0, 0.0, 100, 3), unique(1, 0.0, 200), unique(2, 0.05, 40)]
     # The third comes to the first engine 50 ms into its step. The next step computes its 40 tokens and one of the first
     # request; the one after that the first's last.
-    assert [milliseconds(life) for life in run(jobs, **TINY).traces] == [(100, 142), (200, 200), (91, 91)]
+    assert [milliseconds(trace) for trace in run(jobs, **TINY).traces] == [(100, 142), (200, 200), (91, 91)]
 
 
 def test_a_prefix_that_is_cached_takes_no_time_where_it_is_and_all_of_it_elsewhere() -> None:
     jobs = [unique(7, 0.1 * index, 65) for index in range(3)]
     record = run(jobs, **TINY)
-    assert [milliseconds(life)[0] for life in record.traces] == [65, 65, 1]
-    assert [life.cached_tokens for life in record.traces] == [0, 0, 64]
+    assert [milliseconds(trace)[0] for trace in record.traces] == [65, 65, 1]
+    assert [trace.cached_tokens for trace in record.traces] == [0, 0, 64]
 
 
 def test_cost_goes_where_a_prefix_is_cached_once_engines_have_said_how_fast_they_are() -> None:
     jobs = [unique(index, 0.0, 40) for index in range(2)] + [unique(7, 1 + 0.1 * index, 65) for index in range(3)]
     followed = run(jobs, **(TINY | {"policies": ["cost"]})).traces
-    assert [milliseconds(life)[0] for life in followed] == [40, 40, 65, 1, 1]
-    assert len({life.engine for life in followed[2:]}) == 1
+    assert [milliseconds(trace)[0] for trace in followed] == [40, 40, 65, 1, 1]
+    assert len({trace.engine for trace in followed[2:]}) == 1
 
 
 @pytest.mark.parametrize(("event_delay", "found"), [(0.5, 6), (10.0, 0)])
@@ -53,7 +53,7 @@ def test_what_is_cached_is_known_only_after_the_delay(event_delay: float, found:
     traces = run(jobs, **(TINY | {"engines": 4, "policies": ["prefix_only"], "event_delay": event_delay})).traces
     followed = [before.engine == after.engine for before, after in zip(traces[:6], traces[6:], strict=True)]
     assert found <= sum(followed) < found + 6
-    assert [life.cached_tokens for life in traces[6:]] == [64 * same for same in followed]
+    assert [trace.cached_tokens for trace in traces[6:]] == [64 * same for same in followed]
 
 
 @pytest.mark.parametrize(("share_age", "together"), [(0.0, True), (None, False)])

@@ -57,10 +57,10 @@ def test_routers_that_know_everything_at_once_decide_as_one_does(policy: str) ->
     """Without shared prefixes: what a router expects to be cached soon, it does not tell the others."""
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "policies": [policy], "utilisation": [0.9]}
     one, four = (run(**shape, admission=False, replicas=replicas) for replicas in (1, 4))
-    assert [(life.engine, life.first_token) for life in one.traces] == [
-        (life.engine, life.first_token) for life in four.traces
+    assert [(trace.engine, trace.first_token) for trace in one.traces] == [
+        (trace.engine, trace.first_token) for trace in four.traces
     ]
-    assert len({life.router for life in four.traces}) == 4
+    assert len({trace.router for trace in four.traces}) == 4
 
 
 def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost() -> None:
@@ -75,4 +75,4 @@ def test_four_routers_that_know_everything_at_once_are_as_good_as_one_with_cost(
 def test_routers_that_hear_nothing_of_each_other_decide_otherwise() -> None:
     shape: dict[str, Any] = {**UNIQUE, **AT_ONCE, "load_age": 1e3, "utilisation": [0.9], "replicas": 4}
     deaf = run(**shape | {"share_age": None})
-    assert [life.engine for life in deaf.traces] != [life.engine for life in run(**shape).traces]
+    assert [trace.engine for trace in deaf.traces] != [trace.engine for trace in run(**shape).traces]

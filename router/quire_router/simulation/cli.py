@@ -1,4 +1,4 @@
-"""``quire-router simulate``, as far as it goes without the engine: only this module can be imported then."""
+"""The subcommand ``quire-router simulate``. Only this module of the package can be imported without the engine."""
 
 import sys
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 
 def simulate(arguments: Sequence[str]) -> None:
-    """The subcommand. Exits with 2 for wrong settings, 1 with one sentence for what is not installed and for a file
-    that it cannot read or write.
+    """Runs the subcommand. Exits with 2 for wrong settings, and with 1 and one sentence if something is not installed
+    or a file cannot be read or written.
     """
     if find_spec("quire_engine") is None:
         sys.stderr.write("quire-router: Simulating runs the engine's own code: pip install 'quire-router[simulate]'.\n")

@@ -1,4 +1,4 @@
-"""What ``quire-router simulate`` does: reads settings and requests, runs the policies, prints what came of it."""
+"""What ``quire-router simulate`` does: reads settings and requests, runs the policies, prints the reports."""
 
 import json
 import sys
@@ -29,23 +29,23 @@ TenantReports = Mapping[float, Mapping[str, TenantReport]]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """See ``simulate``."""
+    """Runs the command; see ``simulate``."""
     settings = read_settings(FleetSettings, arguments)
     try:
         jobs = read_jobs(settings)
     except TraceError as error:
-        _quit(1, str(error))
+        _exit(1, str(error))
     records = run_all(settings, jobs)
     reports = {load: {name: make_report(each) for name, each in row.items()} for load, row in records.items()}
-    tenants = _flood(settings, jobs, records) if settings.flood is not None else {}
-    told = _as_json(settings, reports, tenants) if settings.as_json else _as_text(settings, reports, tenants)
-    sys.stdout.write(f"{told}\n")
+    tenants = _run_flood(settings, jobs, records) if settings.flood is not None else {}
+    output = _as_json(settings, reports, tenants) if settings.as_json else _as_text(settings, reports, tenants)
+    sys.stdout.write(f"{output}\n")
     if settings.plot is not None:
         _plot(settings.plot, records)
 
 
-def _flood(settings: FleetSettings, jobs: Sequence[Job], calm: Records) -> TenantReports:
-    """The same again with the flood, beside what was without."""
+def _run_flood(settings: FleetSettings, jobs: Sequence[Job], calm: Records) -> TenantReports:
+    """Runs all once more with the flood. Returns the waits with and without it."""
     flooded = run_all(settings, jobs, with_flood)
     return {
         load: {name: tenant_report(record, flooded[load][name]) for name, record in row.items()}
@@ -69,9 +69,9 @@ def _as_text(settings: FleetSettings, reports: Reports, tenants: TenantReports) 
 
 
 def _as_json(settings: FleetSettings, reports: Reports, tenants: TenantReports) -> str:
-    """What ran, and what came of it."""
-    told = settings.model_dump(mode="json", exclude={"as_json", "plot"})
-    told |= {"latency": asdict(settings.latency), "capacity": asdict(settings.kv_cache_config)}
+    """Returns the settings and the reports of all runs."""
+    dumped = settings.model_dump(mode="json", exclude={"as_json", "plot"})
+    dumped |= {"latency": asdict(settings.latency), "capacity": asdict(settings.kv_cache_config)}
     runs = [
         {"utilisation": load, "policy": name, "report": asdict(report)}
         for load, row in reports.items()
@@ -79,18 +79,18 @@ def _as_json(settings: FleetSettings, reports: Reports, tenants: TenantReports) 
     ]
     for entry in runs if tenants else ():
         entry["tenants"] = asdict(tenants[entry["utilisation"]][entry["policy"]])  # type: ignore[index]
-    return json.dumps({"settings": told, "runs": runs}, indent=2)
+    return json.dumps({"settings": dumped, "runs": runs}, indent=2)
 
 
 def _plot(path: Path, records: Records) -> None:
     try:
         draw_plots(path, records)
     except ImportError:
-        _quit(1, "Plots need matplotlib: pip install 'quire-router[plot]'.")
+        _exit(1, "Plots need matplotlib: pip install 'quire-router[plot]'.")
     except (OSError, ValueError) as error:
-        _quit(1, f"The plot cannot be written: {error}.")
+        _exit(1, f"The plot cannot be written: {error}.")
 
 
-def _quit(status: int, message: str) -> NoReturn:
+def _exit(status: int, message: str) -> NoReturn:
     sys.stderr.write(f"quire-router: {message}\n")
     raise SystemExit(status)

@@ -1,5 +1,5 @@
-"""The fleet simulator's settings. What an engine is has the flags and environment variables of the engine's simulator,
-and the shared-prefix workload those of SGLang's benchmark.
+"""The fleet simulator's settings. Engines have the flags and environment variables of the engine's simulator, and the
+shared-prefix workload those of SGLang's benchmark.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
 
 
 def _numbers(value: object) -> object:
-    """Numbers separated by commas; a repeated flag adds some."""
+    """Splits numbers that are separated by commas; a repeated flag adds some."""
     parts = value if isinstance(value, list) else [value]
     return [number for part in parts for number in str(part).split(",")]
 
@@ -103,7 +103,7 @@ class FleetSettings(SimulatedEngineConfig):
 
     @property
     def placement(self) -> list[PolicyName]:
-        """What to run, in this order, each once."""
+        """The policies to run, in this order, each once."""
         return [policy for name in dict.fromkeys(self.policies) for policy in POLICIES if policy == name]
 
     @property
@@ -118,7 +118,7 @@ class FleetSettings(SimulatedEngineConfig):
         )
 
     def fleet(self, policy: PolicyName) -> FleetShape:
-        """The fleet under this policy."""
+        """Returns the simulated fleet under this policy."""
         interval = None if self.share_age is None else _nanoseconds(self.share_age)
         delays = map(_nanoseconds, (self.share_delay, self.load_age, self.event_delay))
         return FleetShape(

@@ -1,4 +1,6 @@
-"""All runs of one command: each policy at each utilisation, on the same requests."""
+"""All runs of one command: each policy at each utilisation, on the same requests; with a flood of one tenant if that is
+asked for; and the tables that people read.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,42 +14,78 @@ from quire_router.simulation.report import Report, RequestTrace, RunRecord, ttft
 from quire_router.simulation.simulated_fleet import FleetSimulation
 from quire_router.simulation.workload import Job, from_trace, generate, span, stretched_to
 
-# What a tenant that sends far more than its part does to the others: its requests, and their waits.
+Records = dict[float, dict[str, RunRecord]]
+Change = Callable[[FleetSettings, list[Job]], list[Job]]
+
+_TENANT_DRAW, _TIME_DRAW = range(100, 102)  # streams of random numbers
+
+_COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
+    ("hits", lambda r: f"{100 * r.hit_rate:.1f} %"),
+    ("TTFT mean, s", lambda r: f"{r.ttft.mean:.3f}"),
+    ("p50", lambda r: f"{r.ttft.p50:.3f}"),
+    ("p90", lambda r: f"{r.ttft.p90:.3f}"),
+    ("p99", lambda r: f"{r.ttft.p99:.3f}"),
+    ("ITL, ms", lambda r: f"{1000 * r.itl.mean:.1f}"),
+    ("end to end p50, s", lambda r: f"{r.end_to_end.p50:.2f}"),
+    ("rejects", lambda r: str(r.requests - r.completed)),
+    ("imbalance", lambda r: f"{r.imbalance:.3f}"),
+    ("busy", lambda r: f"{100 * r.busy:.0f} %"),
+    ("preempted", lambda r: str(r.preemptions)),
+)
 
 
-_WHO, _WHEN = range(100, 102)
+def read_jobs(settings: FleetSettings) -> list[Job]:
+    """Returns the requests; ``at_utilisation`` sets their final times. Raises ``TraceError``."""
+    if settings.trace is None:
+        jobs = generate(settings.shared_prefix, settings.seed)[: settings.limit]
+    else:
+        jobs = from_trace(settings.trace, start=settings.start, limit=settings.limit, seed=settings.seed)
+    return assign_tenants(jobs, settings.tenants, settings.seed)
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
-    """95th percentiles, in seconds: from the arrival until the router's queue let go of a request, and until its first
-    token; and how many were not completed.
+def unchanged(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
+    """Returns the requests as they are."""
+    del settings
+    return jobs
+
+
+def with_flood(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
+    """Returns the requests with the flood of the first tenant."""
+    return add_flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
+
+
+def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = unchanged) -> Records:
+    """Runs all policies. Returns the records by utilisation and policy; ``change`` is applied to the requests once they
+    have their times.
     """
+    records: Records = {}
+    for utilisation in settings.utilisation:
+        timed = change(settings, at_utilisation(settings, jobs, utilisation))
+        records[utilisation] = {
+            policy: FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
+            for policy in settings.placement
+        }
+    return records
 
-    turn_p95: float
-    ttft_p95: float
-    rejects: int
 
-
-@dataclass(frozen=True, slots=True)
-class TenantReport:
-    """The waits of all tenants but the first, without its flood and with it, and those of the flood."""
-
-    calm: Waits
-    flooded: Waits
-    flood: Waits
+def at_utilisation(settings: FleetSettings, jobs: Sequence[Job], utilisation: float) -> list[Job]:
+    """Returns the jobs, arriving within the time that makes this utilisation."""
+    step = settings.max_num_batched_tokens
+    return stretched_to(jobs, span(jobs, utilisation, settings.engines, settings.latency, step))
 
 
 def assign_tenants(jobs: Sequence[Job], tenants: int, seed: int) -> list[Job]:
-    """Each job is anybody's; with one tenant it has no name."""
+    """Returns the jobs, each with a random tenant; with one tenant it has no name."""
     if tenants == 1:
         return list(jobs)
-    return [replace(job, tenant=f"tenant-{splitmix(seed, _WHO, index) % tenants}") for index, job in enumerate(jobs)]
+    return [
+        replace(job, tenant=f"tenant-{splitmix(seed, _TENANT_DRAW, index) % tenants}") for index, job in enumerate(jobs)
+    ]
 
 
 def add_flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> list[Job]:
-    """The jobs, and so many more of the first tenant that it sends ``times`` as much as before. Prompts of the flood
-    are other tenants' jobs over again, with contents of their own.
+    """Returns the jobs, and so many more of the first tenant that it sends ``times`` as much as before. Prompts of the
+    flood have the shapes of all jobs again, with contents of their own.
     """
     more = round((times - 1) * len(jobs) / tenants)
     end = jobs[-1].time
@@ -57,12 +95,34 @@ def add_flood(jobs: Sequence[Job], tenants: int, times: float, seed: int) -> lis
         job = jobs[index % len(jobs)]
         shift = names * (1 + index // len(jobs))
         segments = tuple((name + shift, length) for name, length in job.segments)
-        extra.append(Job(end * uniform(seed, _WHEN, index), segments, job.num_output, "tenant-0"))
+        extra.append(Job(end * uniform(seed, _TIME_DRAW, index), segments, job.num_output, "tenant-0"))
     return sorted([*jobs, *extra], key=lambda job: job.time)
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """95th percentiles, in seconds: from the arrival of a request until it was placed, and until its first token; and
+    how many were not completed.
+    """
+
+    turn_p95: float
+    ttft_p95: float
+    rejects: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantReport:
+    """What a tenant that sends far more than its part does to the others: the waits of all tenants but the first,
+    without its flood and with it, and those of the flood.
+    """
+
+    calm: Waits
+    flooded: Waits
+    flood: Waits
+
+
 def tenant_report(calm: RunRecord, flooded: RunRecord) -> TenantReport:
-    """The two runs beside each other."""
+    """Returns the waits of both runs."""
     return TenantReport(
         _measure_waits(trace for trace in calm.traces if trace.tenant != "tenant-0"),
         _measure_waits(trace for trace in flooded.traces if trace.tenant != "tenant-0"),
@@ -81,75 +141,15 @@ def _p95(values: Sequence[float]) -> float:
     return float(np.percentile(values, 95)) if values else 0.0
 
 
-Records = dict[float, dict[str, RunRecord]]
-Change = Callable[[FleetSettings, list[Job]], list[Job]]
-
-
-def read_jobs(settings: FleetSettings) -> list[Job]:
-    """The requests, at times that mean nothing yet. Raises ``TraceError``."""
-    if settings.trace is None:
-        jobs = generate(settings.shared_prefix, settings.seed)[: settings.limit]
-    else:
-        jobs = from_trace(settings.trace, start=settings.start, limit=settings.limit, seed=settings.seed)
-    return assign_tenants(jobs, settings.tenants, settings.seed)
-
-
-def unchanged(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
-    """No change of the requests."""
-    del settings
-    return jobs
-
-
-def with_flood(settings: FleetSettings, jobs: list[Job]) -> list[Job]:
-    """The requests with those that the first tenant sends besides."""
-    return add_flood(jobs, settings.tenants, settings.flood or 1.0, settings.seed)
-
-
-def run_all(settings: FleetSettings, jobs: Sequence[Job], change: Change = unchanged) -> Records:
-    """The records by utilisation and policy; ``change`` is made to the requests once they have their times."""
-    records: Records = {}
-    for utilisation in settings.utilisation:
-        timed = change(settings, at_utilisation(settings, jobs, utilisation))
-        records[utilisation] = {
-            policy: FleetSimulation(settings.fleet(policy), settings, settings.seed).run(timed)
-            for policy in settings.placement
-        }
-    return records
-
-
-def at_utilisation(settings: FleetSettings, jobs: Sequence[Job], utilisation: float) -> list[Job]:
-    """The jobs at times that make this utilisation."""
-    step = settings.max_num_batched_tokens
-    return stretched_to(jobs, span(jobs, utilisation, settings.engines, settings.latency, step))
-
-
-# Reports as tables for people: one row a policy, one column a figure.
-
-
-_COLUMNS: Sequence[tuple[str, Callable[[Report], str]]] = (
-    ("hits", lambda r: f"{100 * r.hit_rate:.1f} %"),
-    ("TTFT mean, s", lambda r: f"{r.ttft.mean:.3f}"),
-    ("p50", lambda r: f"{r.ttft.p50:.3f}"),
-    ("p90", lambda r: f"{r.ttft.p90:.3f}"),
-    ("p99", lambda r: f"{r.ttft.p99:.3f}"),
-    ("ITL, ms", lambda r: f"{1000 * r.itl.mean:.1f}"),
-    ("end to end p50, s", lambda r: f"{r.end_to_end.p50:.2f}"),
-    ("rejects", lambda r: str(r.requests - r.completed)),
-    ("imbalance", lambda r: f"{r.imbalance:.3f}"),
-    ("busy", lambda r: f"{100 * r.busy:.0f} %"),
-    ("preempted", lambda r: str(r.preemptions)),
-)
-
-
 def make_table(reports: Mapping[str, Report]) -> str:
-    """The reports below each other, under the names of their figures."""
+    """Returns the reports as a table: one row a policy, one column a figure."""
     rows = [["policy", *(name for name, _ in _COLUMNS)]]
     rows += [[name, *(cell(report) for _, cell in _COLUMNS)] for name, report in reports.items()]
     return _format(rows)
 
 
 def make_tenant_table(reports: Mapping[str, TenantReport]) -> str:
-    """What a flood did, below each other."""
+    """Returns the waits without and with the flood as a table, three rows a policy."""
     rows = [["policy", "", "turn p95, s", "", "TTFT p95, s", "", "rejects"]]
     for name, report in reports.items():
         calm = report.calm
@@ -160,11 +160,11 @@ def make_tenant_table(reports: Mapping[str, TenantReport]) -> str:
 
 
 def _wait_cells(waits: Waits, calm: Waits) -> list[str]:
-    turn, ttft = _change(waits.turn_p95, calm.turn_p95), _change(waits.ttft_p95, calm.ttft_p95)
+    turn, ttft = _format_change(waits.turn_p95, calm.turn_p95), _format_change(waits.ttft_p95, calm.ttft_p95)
     return [f"{waits.turn_p95:.3f}", turn, f"{waits.ttft_p95:.3f}", ttft, str(waits.rejects)]
 
 
-def _change(seconds: float, before: float) -> str:
+def _format_change(seconds: float, before: float) -> str:
     return f"{seconds / before - 1:+.0%}" if before and seconds != before else ""
 
 

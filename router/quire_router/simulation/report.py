@@ -1,4 +1,4 @@
-"""What a simulation measured, as figures: pure arithmetic over a record."""
+"""What a simulation measured: the record of a run, the figures computed from it, and plots of its TTFT."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,14 +10,15 @@ import numpy as np
 from quire_engine.simulation.report import Percentiles
 from quire_engine.simulation.simulator import NANOSECONDS
 
-# What happened to each request of a simulation. Judges nothing. Times are in nanoseconds since the start.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request: when it came (to which router), when it was sent to an engine (to which), its first and last token,
-    and its end; None for what never came. ``cached_tokens`` of its prompt the engine had. ``error`` is the code of a
-    typed end.
+    """What happened to one request, at times in nanoseconds since the start: its arrival at ``router``, when it was
+    placed on ``engine``, its first and last token, and its end; None if that did not happen. ``cached_tokens`` are
+    those of its prompt that the engine had. ``error`` is the code of the error that ended it.
     """
 
     arrived: int
@@ -36,15 +37,15 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """All requests in the order of their arrival; for how long each engine stepped; when all was over; how often
-    sequences gave way; and how many blocks were never given back, of which there must be none.
+    """One run: all requests in the order of their arrival; the nanoseconds that each engine was busy; when the last
+    request ended; how often sequences were preempted; and how many blocks were leaked, of which there must be none.
     """
 
     traces: list[RequestTrace]
     busy: list[int]
     end: int
     preemptions: int
-    lost_blocks: int
+    leaked_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Report:
 
     ``hit_rate`` is the part of all prompt tokens that an engine had cached. ``itl`` is the time between two tokens, as
     each request's mean. ``imbalance`` is the longest busy time of an engine over the mean of all. ``errors`` counts
-    typed ends and refusals by code. Requests came within ``arrival_seconds``, and the last ended after ``seconds``.
+    errors and rejected requests by code. Requests came within ``arrival_seconds``, and the last ended after
+    ``seconds``.
     """
 
     requests: int
@@ -71,7 +73,7 @@ class Report:
 
 
 def make_report(record: RunRecord) -> Report:
-    """All figures of a finished run."""
+    """Returns all figures of a finished run."""
     traces = record.traces
     completed = [trace for trace in traces if trace.ended is not None and trace.error is None]
     mean_busy = sum(record.busy) / len(record.busy)
@@ -93,7 +95,7 @@ def make_report(record: RunRecord) -> Report:
 
 
 def ttft(trace: RequestTrace) -> float:
-    """Seconds from the arrival to the first token."""
+    """Returns the seconds from the arrival to the first token."""
     return _seconds(trace.arrived, trace.first_token)
 
 
@@ -111,17 +113,10 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-# A simulation as pictures: TTFT over the load, and how it is distributed.
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-
 def draw_plots(path: Path, records: Mapping[float, Mapping[str, RunRecord]]) -> None:
-    """Writes one picture in the format that the file's name says: the mean TTFT of each policy over the utilisation,
-    and below it, for each utilisation, its distribution. Raises ``ImportError`` without matplotlib, which is in the
-    extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be written.
+    """Draws TTFT over the load. Writes one picture in the format of the file's suffix: the mean TTFT of each policy
+    over the utilisation, and below it, for each utilisation, its distribution. Raises ``ImportError`` without
+    matplotlib, which is in the extra ``plot``, and ``OSError`` or ``ValueError`` for a file that cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -130,7 +125,7 @@ def draw_plots(path: Path, records: Mapping[float, Mapping[str, RunRecord]]) -> 
     _draw_means(over_load, records)
     for axes, (load, row) in zip(distributions, records.items(), strict=True):
         for name, record in row.items():
-            values = _values(record)
+            values = _ttfts(record)
             axes.plot(values, np.arange(1, len(values) + 1) / max(1, len(values)), label=name, linewidth=1)
         _label(axes, f"TTFT at utilisation {load:g}, s", "part of requests")
         axes.set_xscale("log")
@@ -140,13 +135,13 @@ def draw_plots(path: Path, records: Mapping[float, Mapping[str, RunRecord]]) -> 
 def _draw_means(axes: "Axes", records: Mapping[float, Mapping[str, RunRecord]]) -> None:
     loads = sorted(records)
     for name in records[loads[0]]:
-        means = [float(np.mean(_values(records[load][name]) or [0.0])) for load in loads]
+        means = [float(np.mean(_ttfts(records[load][name]) or [0.0])) for load in loads]
         axes.plot(loads, means, label=name, marker="o", linewidth=1)
     _label(axes, "utilisation", "mean TTFT, s")
     axes.set_yscale("log")
 
 
-def _values(record: RunRecord) -> list[float]:
+def _ttfts(record: RunRecord) -> list[float]:
     return sorted(ttft(trace) for trace in record.traces if trace.first_token is not None)
 
 

@@ -1,5 +1,6 @@
-"""A whole fleet on virtual time. Decides nothing: requests come to routers when they are due, routers send them to
-engines, and engines step for as long as they have work.
+"""All engines and routers on virtual time, as a heap of events: requests come to routers when they are due, routers
+send them to engines, and engines step for as long as they have work. The decisions are those of the real placement,
+queue and scheduler. Times are in nanoseconds.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from quire_router.admission.tenants import Tenants
 from quire_router.core.generation import GenerationRequest
 from quire_router.engines.load import LedgerEntry
 from quire_router.engines.load_messages import LoadMessage
-from quire_router.placement import prefix_index as tier
+from quire_router.placement import prefix_index
 from quire_router.placement.query import PlacementSettings
 from quire_router.simulation.report import RequestTrace, RunRecord
 from quire_router.simulation.simulated_router import (
@@ -41,169 +42,21 @@ from quire_router.simulation.simulated_router import (
 )
 from quire_router.simulation.workload import Job
 
-# One engine of a simulated fleet: the engine's own core, scheduler and pools, with the simulated executor.
-
+_TIERS = {Tier.DEVICE: prefix_index.Tier.DEVICE, Tier.HOST: prefix_index.Tier.HOST}
 
 STUCK_AFTER = 1000
 
-
-class SimulatedEngine:
-    """Steps when it is told to. What a step makes is known when it begins and belongs to the moment of its end: nothing
-    reaches the engine between the two. ``busy`` are the nanoseconds in which it stepped.
-    """
-
-    def __init__(self, settings: SimulatedEngineConfig, seed: int) -> None:
-        self.busy = 0
-        limits = settings.scheduler_config(settings.scheduling_policy)
-        executor = SimulatedExecutor(
-            settings.kv_cache_config,
-            settings.latency,
-            seed=seed,
-            vocab_size=limits.vocab_size,
-            sleep=self._advance_clock,
-        )
-        self.memory = KVCacheManager(
-            settings.kv_cache_config,
-            prefix_caching=settings.enable_prefix_caching,
-            host_caching=settings.enable_host_caching,
-        )
-        self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
-        self._core = EngineCore(self.scheduler, executor, self._receive)
-        self._meter = StepTimeEstimator(settings.latency.rates, settings.kv_cache_config.block_bytes)
-        self._now = 0
-        self._idle_steps = 0
-        self._inbox: list[Request] = []
-        self._step: EngineCoreOutputs | None = None
-
-    @property
-    def is_stepping(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._step is not None
-
-    def report(self) -> engine_pb2.Load:
-        """What it would say of itself when a router connects."""
-        return load_to_proto(self.scheduler.get_load(), self._meter.model)
-
-    def submit(self, generation: GenerationRequest, num_output: int) -> None:
-        """A request has come that will draw so many tokens; the engine looks at it when its next step begins."""
-        params = replace(generation.params, max_tokens=num_output, ignore_eos=True)
-        tokens, salt = generation.prompt_token_ids, generation.cache_salt
-        self._inbox.append(Request(generation.request_id, tokens, params, cache_salt=salt))
-
-    def admit_arrived(self) -> list[tuple[str, QuireError]]:
-        """Looks at what has arrived; returns what it refuses."""
-        refused: list[tuple[str, QuireError]] = []
-        for request in self._inbox:
-            try:
-                self.scheduler.add_request(request)
-            except QuireError as error:
-                refused.append((request.request_id, error))
-        self._inbox.clear()
-        return refused
-
-    def begin(self, now: int) -> int | None:
-        """Begins a step, if there is work; returns when it ends, in nanoseconds."""
-        if not self.scheduler.has_work:
-            return None
-        self._now = now
-        self._core.step()
-        self.busy += self._now - now
-        self._measure((self._now - now) / NANOSECONDS)
-        self._idle_steps = 0 if self._now > now else self._idle_steps + 1
-        assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
-        return self._now
-
-    def end(self) -> tuple[EngineCoreOutputs, engine_pb2.Load]:
-        """What the step made and what the engine says after it, at the moment of its end."""
-        step, self._step = self._step, None
-        assert step is not None, "no step is under way"
-        return step, load_to_proto(step.load, self._meter.model)
-
-    def _measure(self, seconds: float) -> None:
-        """As the service does with every step, but for the clock."""
-        assert self._step is not None, "every step is published"
-        trace = self._step.trace
-        prompt_tokens = trace.num_tokens - trace.num_decode
-        self._meter.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
-
-    def _receive(self, step: EngineCoreOutputs) -> None:
-        self._step = step
-
-    def _time(self) -> int:
-        return self._now
-
-    def _advance_clock(self, seconds: float) -> None:
-        self._now += round(seconds * NANOSECONDS)
-
-
-# The queue of one simulated router: the fair queue of a real one, in virtual time.
-
-
-class SimulatedQueue:
-    """Requests that wait for room. What ``AdmissionQueue`` does with tasks, this does when it is asked."""
-
-    def __init__(self, replica: SimulatedRouter, settings: QueueSettings) -> None:
-        self._replica = replica
-        self._queue = FairQueue(Tenants(), settings.bounds)
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def add(self, waiting: QueuedRequest) -> list[QueuedRequest]:
-        """A request has come. Returns those that have to give way, itself too if it is refused."""
-        try:
-            return self._queue.add(waiting)
-        except QuireError:
-            return [waiting]
-
-    def next(self) -> QueuedRequest | None:
-        """Whose turn it is, if it is anybody's."""
-        if not self._queue:
-            return None
-        replica, now = self._replica, self._replica.seconds
-        is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
-        return self._queue.pop(now) if (replica.has_spare_room if is_ahead else replica.has_room) else None
-
-    def remove(self, request_id: str) -> bool:
-        """The request waits no more; False if it did not."""
-        return self._queue.remove(request_id)
-
-
-# What a simulated engine tells routers, in the messages of ``quire.v1``.
-
-
-_TIERS = {Tier.DEVICE: tier.Tier.DEVICE, Tier.HOST: tier.Tier.HOST}
-
-
-def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
-    """What such an engine says that it is."""
-    capacity = settings.kv_cache_config
-    return engine_pb2.DescribeResponse(
-        block_size=capacity.block_size,
-        blocks_total=capacity.device_blocks - 1,
-        host_blocks_total=capacity.host_blocks,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        prefix_caching=settings.enable_prefix_caching,
-    )
-
-
-def cache_changes(events: Sequence[KVCacheEvent]) -> list[CacheChange]:
-    """The events in their order, those alike that follow each other together."""
-    groups = groupby(events, key=lambda event: (isinstance(event, BlockStored), event.tier))
-    return [CacheChange(stored, _TIERS[where], [e.block_hash for e in group]) for (stored, where), group in groups]
-
-
-# What happens, in the order in which it does at one moment.
-_STEP_ENDS, _QUEUE_TIMEOUT, _ARRIVAL, _QUEUE_RETRY = range(4)
-
 MODEL = "model"
+
+# Kinds of events, in their order at one moment.
+_STEP_ENDS, _QUEUE_TIMEOUT, _ARRIVAL, _QUEUE_RETRY = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """So many engines and routers, when routers hear of what, how they place, how requests wait for their turn (None:
-    nobody waits) and until how much an engine has to compute, and how many tokens each allows its output to have.
+    """So many engines and routers (``replicas``), the delays between them, how routers place, how requests are queued
+    (None: they are not) and with how many seconds of prompts to compute an engine has no capacity, and how many tokens
+    each request allows its output to have.
     """
 
     engines: int
@@ -216,7 +69,7 @@ class FleetShape:
 
 
 class FleetSimulation:
-    """For one run."""
+    """One run of a fleet. May be run once."""
 
     def __init__(self, fleet: FleetShape, settings: SimulatedEngineConfig, seed: int) -> None:
         self._fleet = fleet
@@ -247,11 +100,11 @@ class FleetSimulation:
 
     @property
     def in_flight(self) -> int:
-        """Requests that routers count as running somewhere."""
+        """Number of requests that routers count as in flight."""
         return sum(replica.in_flight for replica in self._replicas)
 
     def run(self, jobs: Sequence[Job]) -> RunRecord:
-        """Every job to its end."""
+        """Runs every job to its end."""
         self._jobs = jobs
         self._traces = [self._new_trace(index, job) for index, job in enumerate(jobs)]
         self._heap = [(trace.arrived, _ARRIVAL, index) for index, trace in enumerate(self._traces)]
@@ -271,8 +124,6 @@ class FleetSimulation:
         router = splitmix(self._seed, index) % len(self._replicas)
         return RequestTrace(round(job.time * NANOSECONDS), job.tenant, job.num_prompt, router)
 
-    # Requests
-
     def _arrive(self, index: int) -> None:
         trace = self._traces[index]
         self._advance_router(trace.router)
@@ -289,8 +140,8 @@ class FleetSimulation:
             heappush(self._heap, (self._now + timeout, _QUEUE_TIMEOUT, index))
 
     def _dispatch_queued(self, router: int) -> None:
-        while (waiting := self._queues[router].next()) is not None:
-            self._dispatch(int(waiting.request_id))
+        while (request := self._queues[router].next()) is not None:
+            self._dispatch(int(request.request_id))
 
     def _advance_router(self, router: int) -> None:
         if len(self._replicas) > 1:
@@ -339,8 +190,6 @@ class FleetSimulation:
             self._advance_router(trace.router)
             in_flight.end()
 
-    # Engines
-
     def _begin_step(self, engine: int) -> None:
         for request_id, error in self._engines[engine].admit_arrived():
             self._end(int(request_id), error.code.name)
@@ -369,7 +218,7 @@ class FleetSimulation:
             self._end(index, None if output.error is None else output.error.code.name)
 
     def _publish_step(self, engine: int, load: engine_pb2.Load, events: list[KVCacheEvent]) -> None:
-        """The engine's news are on their way. Whoever has requests that wait will look whether they bring room."""
+        """Publishes the load and cache events of a step. Routers with a queue retry it when the load arrives."""
         self._feeds[engine].loads.publish(self._now, load)
         if events:
             self._feeds[engine].changes.publish(self._now, cache_changes(events))
@@ -384,5 +233,148 @@ class FleetSimulation:
             busy=[engine.busy for engine in self._engines],
             end=max((trace.ended or 0 for trace in self._traces), default=0),  # not when the last timeout would be
             preemptions=sum(sum(engine.scheduler.stats.preemptions.values()) for engine in self._engines),
-            lost_blocks=sum(count_leaked_blocks(engine.memory, ()) for engine in self._engines),
+            leaked_blocks=sum(count_leaked_blocks(engine.memory, ()) for engine in self._engines),
         )
+
+
+class SimulatedQueue:
+    """The queue of one router: the fair queue of a real one, in virtual time. ``AdmissionQueue`` admits requests in
+    tasks, this one when ``next`` is called.
+    """
+
+    def __init__(self, replica: SimulatedRouter, settings: QueueSettings) -> None:
+        self._replica = replica
+        self._queue = FairQueue(Tenants(), settings.bounds)
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def add(self, request: QueuedRequest) -> list[QueuedRequest]:
+        """Adds a request. Returns those that are dropped, itself too if it is refused."""
+        try:
+            return self._queue.add(request)
+        except QuireError:
+            return [request]
+
+    def next(self) -> QueuedRequest | None:
+        """Removes and returns the next request, None if none can be admitted."""
+        if not self._queue:
+            return None
+        replica, now = self._replica, self._replica.seconds
+        is_ahead = self._queue.is_ahead(self._queue.peek().tenant, now)
+        return self._queue.pop(now) if (replica.has_spare_capacity if is_ahead else replica.has_capacity) else None
+
+    def remove(self, request_id: str) -> bool:
+        """Removes a request. Returns False if it does not wait."""
+        return self._queue.remove(request_id)
+
+
+class SimulatedEngine:
+    """One engine: the engine's own core, scheduler and pools, with the simulated executor. What a step makes is
+    computed when it begins and is published when it ends: nothing reaches the engine between the two. ``busy`` are the
+    nanoseconds in which it stepped.
+    """
+
+    def __init__(self, settings: SimulatedEngineConfig, seed: int) -> None:
+        self.busy = 0
+        limits = settings.scheduler_config(settings.scheduling_policy)
+        executor = SimulatedExecutor(
+            settings.kv_cache_config,
+            settings.latency,
+            seed=seed,
+            vocab_size=limits.vocab_size,
+            sleep=self._advance_clock,
+        )
+        self.memory = KVCacheManager(
+            settings.kv_cache_config,
+            prefix_caching=settings.enable_prefix_caching,
+            host_caching=settings.enable_host_caching,
+        )
+        self.scheduler = Scheduler(limits, self.memory, rates=settings.latency.rates, clock=self._time)
+        self._core = EngineCore(self.scheduler, executor, self._receive)
+        self._step_times = StepTimeEstimator(settings.latency.rates, settings.kv_cache_config.block_bytes)
+        self._now = 0
+        self._idle_steps = 0
+        self._inbox: list[Request] = []
+        self._step: EngineCoreOutputs | None = None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return self._step is not None
+
+    def report(self) -> engine_pb2.Load:
+        """Returns the load that it reports now."""
+        return load_to_proto(self.scheduler.get_load(), self._step_times.model)
+
+    def submit(self, generation: GenerationRequest, num_output: int) -> None:
+        """Adds a request that will draw so many tokens to the inbox; ``admit_arrived`` takes it when the next step
+        begins.
+        """
+        params = replace(generation.params, max_tokens=num_output, ignore_eos=True)
+        tokens, salt = generation.prompt_token_ids, generation.cache_salt
+        self._inbox.append(Request(generation.request_id, tokens, params, cache_salt=salt))
+
+    def admit_arrived(self) -> list[tuple[str, QuireError]]:
+        """Adds what is in the inbox to the scheduler. Returns the requests that it rejects."""
+        refused: list[tuple[str, QuireError]] = []
+        for request in self._inbox:
+            try:
+                self.scheduler.add_request(request)
+            except QuireError as error:
+                refused.append((request.request_id, error))
+        self._inbox.clear()
+        return refused
+
+    def begin(self, now: int) -> int | None:
+        """Begins a step. Returns when it ends, in nanoseconds, None if there is no work."""
+        if not self.scheduler.has_work:
+            return None
+        self._now = now
+        self._core.step()
+        self.busy += self._now - now
+        self._measure((self._now - now) / NANOSECONDS)
+        self._idle_steps = 0 if self._now > now else self._idle_steps + 1
+        assert self._idle_steps < STUCK_AFTER, "the engine has work and does none"
+        return self._now
+
+    def end(self) -> tuple[EngineCoreOutputs, engine_pb2.Load]:
+        """Ends the step. Returns its outputs and the load after it."""
+        step, self._step = self._step, None
+        assert step is not None, "no step has begun"
+        return step, load_to_proto(step.load, self._step_times.model)
+
+    def _measure(self, seconds: float) -> None:
+        """Observes the step as the service does, but for the clock."""
+        assert self._step is not None, "every step is published"
+        trace = self._step.trace
+        prompt_tokens = trace.num_tokens - trace.num_decode
+        self._step_times.observe(prompt_tokens, trace.num_draws, seconds - trace.timings.swap, self._now / NANOSECONDS)
+
+    def _receive(self, step: EngineCoreOutputs) -> None:
+        self._step = step
+
+    def _time(self) -> int:
+        return self._now
+
+    def _advance_clock(self, seconds: float) -> None:
+        self._now += round(seconds * NANOSECONDS)
+
+
+def describe(settings: SimulatedEngineConfig) -> engine_pb2.DescribeResponse:
+    """Returns the description that such an engine sends."""
+    capacity = settings.kv_cache_config
+    return engine_pb2.DescribeResponse(
+        block_size=capacity.block_size,
+        blocks_total=capacity.device_blocks - 1,
+        host_blocks_total=capacity.host_blocks,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        prefix_caching=settings.enable_prefix_caching,
+    )
+
+
+def cache_changes(events: Sequence[KVCacheEvent]) -> list[CacheChange]:
+    """Returns the events in order, with consecutive events of one kind and tier together."""
+    groups = groupby(events, key=lambda event: (isinstance(event, BlockStored), event.tier))
+    return [CacheChange(stored, _TIERS[where], [e.block_hash for e in group]) for (stored, where), group in groups]

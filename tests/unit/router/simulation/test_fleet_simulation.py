@@ -47,7 +47,7 @@ def test_a_share_is_told_when_it_changes_but_on_average_not_more_often_than_the_
     for now in changes:
         publisher.flush(now)
         ledger.begin("0", pending_tokens=1)
-        publisher.change(now)
+        publisher.mark_changed(now)
     publisher.flush(changes[-1] + 2 * interval)
     moments = [time for time, _ in shares.items]
     assert all(later - earlier >= interval for earlier, later in zip(moments, moments[BURST:], strict=False))
@@ -85,7 +85,7 @@ def test_what_a_router_hears_does_not_grow_with_the_number_of_those_that_tell(pe
 def test_a_share_that_is_never_told_stays_untold() -> None:
     shares: DelayedFeed[LoadMessage] = DelayedFeed()
     publisher = Publisher("a", *parts(), shares, None)
-    publisher.change(5)
+    publisher.mark_changed(5)
     publisher.flush(10**12)
     assert shares.items == []
 
